@@ -1,0 +1,70 @@
+# Everything happens in .venv: a fresh clone, make and a Python >= 3.10 are all it takes.
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
+TORCH  ?=
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+# deepspeed compiles its operators at first use, not while being installed
+PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check clean FORCE
+.NOTPARALLEL: # two pips must not write to one .venv
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  with PYTHON=python3.12        the Python to make .venv with'
+	@echo '  with TORCH="torch==2.13.0"    the torch to install (kept until another is named or make clean)'
+	@echo '  a torch for CPU only, without gigabytes of CUDA libraries:'
+	@echo '    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test'
+
+demo: $(VENV)/.demo ## train small models with and without the tricks and draw a report
+	$(BIN)/lightning-tricks demo
+
+test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(VENV)/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean: ## remove .venv, caches and build products
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+fail = { echo "error: $(1)" >&2; exit 1; }
+
+# Stamps are written last, so that an interrupted step is done again; pyproject.toml renews all but .venv itself.
+$(VENV)/.made:
+	@for python in $(PYTHON); do \
+	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue; \
+	    $$python -c 'import ensurepip, venv' 2>/dev/null \
+	        || $(call fail,$$python has no venv module; on Debian and Ubuntu: apt install python3-venv); \
+	    echo "making $(VENV) with $$python"; \
+	    $$python -m venv $(VENV) && touch $@; exit; \
+	done; $(call fail,no Python >= 3.10 among: $(PYTHON); try make PYTHON=/path/to/python3)
+
+# torch first and on its own, from the machine's own find-links where they have one: asked for together with the rest,
+# pip takes the newest torch of the index, gigabytes of CUDA. The stamp is a constraint that keeps what was chosen.
+$(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
+	@$(PIP) download --retries 1 --no-deps --dest $(VENV)/probe "lightning>=2.6" 2>/dev/null \
+	    || $(call fail,pip reaches no package index (no network?); to see why: $(BIN)/pip download lightning)
+	@echo "installing $(or $(TORCH),torch)"
+	@$(if $(TORCH),,$(PIP) install --no-index --no-deps "torch>=2.6" 2>/dev/null ||) \
+	    $(PIP) install "$(or $(TORCH),torch>=2.6)" || $(call fail,torch not installed; pip's reason is above)
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
+	@mv $@.new $@
+
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
+	@echo "installing .[$(extras)] beside $$(cat $<)"
+	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
+	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
+	@$(if $(findstring test,$(extras)),$(BIN)/python .ci/torchvision_cpu.py)
+	@touch $@
+$(VENV)/.demo: extras = demo
+$(VENV)/.test: extras = test
+$(VENV)/.test-all: extras = test,ray
