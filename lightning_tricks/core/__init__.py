@@ -1,0 +1,1 @@
+"""What the tricks stand on; nothing here is public."""

@@ -1,0 +1,55 @@
+"""Checks of what a user passes in: each error names the argument, the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf"), *, below: bool = False) -> None:
+    """Raise unless ``low <= value <= high``, or ``low <= value < high`` with ``below``."""
+    end = ")" if below or high == float("inf") else "]"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number in [{low}, {high}{end}, got {value!r}.")
+    if not low <= value <= high or (value == high and end == ")"):
+        raise ValueError(f"{name} must be in [{low}, {high}{end}, got {value!r}.")
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise unless ``value`` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}.")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Raise unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Raise unless ``value`` is one of ``allowed``; the error suggests the nearest of them."""
+    if value in allowed:
+        return
+    near = difflib.get_close_matches(str(value).lower(), allowed, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+
+
+def check_duration(name: str, value: float) -> None:
+    """Raise unless ``value`` is a duration: an int of steps, or a float fraction of training in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be an int (optimizer steps) or a float (fraction of training), got {value!r}.")
+    if value < 0 or (isinstance(value, float) and not value <= 1):
+        raise ValueError(f"{name} must be an int >= 0 (steps) or a float in [0, 1] (fraction), got {value!r}.")
+
+
+def duration_steps(value: float, total_steps: int) -> float:
+    """The steps that a duration stands for; a fraction is not rounded.
+
+    >>> duration_steps(5, total_steps=200), duration_steps(0.5, total_steps=25)
+    (5, 12.5)
+    """
+    return value * total_steps if isinstance(value, float) else value

@@ -1,0 +1,160 @@
+"""Facts about a Trainer, and every touch of a private Lightning name, each with its reason.
+
+``tests/core/test_trainer.py`` fails when one of those names moves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.connector import _convert_precision_to_unified_args
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _parse_num_batches,
+    _process_dataloader,
+    _request_dataloader,
+    _resolve_overfit_batches,
+)
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.hooks import RemovableHandle
+
+Kind = TypeVar("Kind")
+
+
+def is_fitting(trainer: pl.Trainer) -> bool:
+    """Whether ``trainer.fit`` runs, its validation included."""
+    return trainer.state.fn == TrainerFn.FITTING
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+    """The Trainer's callbacks of a kind, in their order."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+
+def require_whole_weights(trainer: pl.Trainer, trick: str) -> None:
+    """Raise unless each process holds the whole model (single device, DDP)."""
+    whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+    if not whole or isinstance(trainer.strategy, DeepSpeedStrategy):  # which is a DDPStrategy by inheritance
+        raise MisconfigurationException(
+            f"{trick} works where each process holds the whole model (single-device and DDP strategies), got"
+            f" {type(trainer.strategy).__name__}. Use such a strategy, or leave {trick} out."
+        )
+
+
+class StepWatch:
+    """Tells whether an optimizer stepped.
+
+    ``global_step`` moves too when the GradScaler skips a step; an optimizer's own hook runs only when it does step.
+    """
+
+    def __init__(self) -> None:
+        self._stepped = False
+        self._handles: list[RemovableHandle] = []
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Watch the Trainer's optimizers from now on."""
+        self._stepped = False
+        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in trainer.optimizers]
+
+    def stop(self) -> None:
+        """Leave the optimizers as they were."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def stepped(self) -> bool:
+        """Whether any stepped since this was last asked."""
+        stepped, self._stepped = self._stepped, False
+        return stepped
+
+    def _note(self, *_: object) -> None:
+        self._stepped = True
+
+
+def has_static_graph(trainer: pl.Trainer) -> bool:
+    """Whether DDP was told ``static_graph=True``; a DDPStrategy keeps torch's arguments to itself."""
+    return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
+
+
+def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Make ``owner.name(...)`` call ``wrapper(original, ...)`` until the returned function is called."""
+    before = owner.__dict__.get(name)  # somebody else's wrapper
+    setattr(owner, name, partial(wrapper, getattr(owner, name)))
+    return partial(owner.__dict__.pop, name, None) if before is None else partial(setattr, owner, name, before)
+
+
+def requested_precision() -> str | None:
+    """The precision that the user asked of the Trainer being constructed, spelled out; None if none was.
+
+    A strategy is handed the same plugin for "no precision given" and "precision='32-true' given", and neither the
+    Trainer nor its connector keeps the argument. It is read off the connector's constructor, which is on the stack
+    while a strategy is set up, as is a plugin from ``plugins=``.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _AcceleratorConnector.__init__.__code__:
+            plugin = frame.f_locals["self"]._precision_plugin_flag
+            asked = _convert_precision_to_unified_args(frame.f_locals["precision"])
+            return asked or (None if plugin is None else plugin.precision)
+        frame = frame.f_back
+    return None
+
+
+def train_batches(trainer: pl.Trainer) -> int | None:
+    """Training batches of one epoch on this rank; None if that cannot be known before they are read.
+
+    ``configure_optimizers`` runs before the fit loop has set its loaders up. Doing so early
+    (``fit_loop.setup_data``, as ``estimated_stepping_batches`` does) would start their workers, draw random numbers
+    and lose the loaders' own state on resume, so the lengths are found in Lightning's way without an iterator.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:
+        loader = loop._combined_loader
+    elif loop._data_source.instance is None or not loop._data_source.is_defined():
+        return None
+    else:
+        loader = _prepared_loader(trainer)
+    batches = -1 if any(map(_length_unknown, loader.flattened)) else _batches(trainer, loader)
+    return batches if _ranks_agree(trainer, batches) and batches >= 0 else None  # every rank takes part in agreeing
+
+
+def _length_unknown(loader: object) -> bool:
+    return sized_len(loader) is None or has_iterable_dataset(loader)
+
+
+def _batches(trainer: pl.Trainer, loader: CombinedLoader) -> int:
+    lengths = [
+        _parse_num_batches(RunningStage.TRAINING, len(each), trainer.limit_train_batches) for each in loader.flattened
+    ]
+    return int(min(lengths) if loader._mode == "min_size" else max(lengths))
+
+
+def _prepared_loader(trainer: pl.Trainer) -> CombinedLoader:
+    """The training loaders with distributed samplers injected, as ``fit_loop.setup_data`` will make them."""
+    with isolate_rng():
+        source = _request_dataloader(trainer.fit_loop._data_source)
+        loaders, mode = (source.iterables, source._mode) if isinstance(source, CombinedLoader) else (source, None)
+        combined = CombinedLoader(loaders, mode or "max_size_cycle")
+        if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+            _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
+        combined.flattened = [
+            _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, each) for each in combined.flattened
+        ]
+    return combined
+
+
+def _ranks_agree(trainer: pl.Trainer, number: int) -> bool:
+    """Whether every rank has the same number; all ranks get the same answer."""
+    extremes = torch.tensor([number, -number], device=trainer.strategy.root_device)
+    highest, negated_lowest = trainer.strategy.reduce(extremes, reduce_op="max").tolist()
+    return highest == -negated_lowest

@@ -1,0 +1,73 @@
+"""Lists of weight tensors and the foreach operations on them: what EMA, SWA and SAM are written against.
+
+A trick works on the parameters as a process holds them. Plain and DDP modules hold them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def trainable(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that train, by name; a tied parameter appears once."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def float_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The floating-point buffers by name, for example the running statistics of BatchNorm."""
+    return {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+
+
+@torch.no_grad()
+def copies(weights: Sequence[Tensor], device: torch.device | str | None = None) -> list[Tensor]:
+    """Detached copies in full precision (at least fp32), beside the weights or on ``device``."""
+    return [w.detach().to(device or w.device, torch.promote_types(w.dtype, torch.float32), copy=True) for w in weights]
+
+
+@torch.no_grad()
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Write each source into its target, converting dtype and device."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+@torch.no_grad()
+def lerp_(averages: Sequence[Tensor], weights: Sequence[Tensor], fraction: float) -> None:
+    """Move each average towards its weight: ``average += fraction * (weight - average)``."""
+    if averages:
+        near = [w.to(a.device, a.dtype) for a, w in zip(averages, weights, strict=True)]
+        torch._foreach_lerp_(list(averages), near, fraction)
+
+
+@torch.no_grad()
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm over all tensors together, in fp32 (fp64 if one of them is)."""
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
+
+
+class Swap:
+    """Other values in the place of some weights, which are kept aside meanwhile.
+
+    Only copies are made and each can be made again, so an interrupt at any instruction leaves a state from which
+    ``back`` gives the own weights bit for bit.
+    """
+
+    def __init__(self) -> None:
+        self.aside: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def put(self, weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Keep ``weights`` aside and write ``values`` into them."""
+        assert self.aside is None, "weights are swapped already"
+        self.aside = [w.detach().clone() for w in weights]
+        copy_(weights, values)
+
+    def back(self, weights: Sequence[Tensor]) -> None:
+        """Write the own weights back, if others are in their place."""
+        if self.aside is not None:
+            copy_(weights, self.aside)
+            self.aside = None

@@ -1,0 +1,108 @@
+"""Checks accept what is allowed and name the argument, the value and the rule of what is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from lightning_tricks.core.checks import (
+    check_bool,
+    check_choice,
+    check_count,
+    check_duration,
+    check_range,
+    duration_steps,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        *(lambda v=v: check_range("x", v, 0.0, 1.0) for v in (0, 1, 0.0, 0.5, 1.0)),
+        *(lambda v=v: check_range("x", v, 0.0, 1.0, below=True) for v in (0.0, math.nextafter(1.0, 0.0))),
+        *(lambda v=v: check_range("x", v, 0.0) for v in (0, 1e300)),
+        *(lambda v=v: check_count("x", v) for v in (1, 10**20)),
+        *(lambda v=v: check_bool("x", v) for v in (True, False)),
+        lambda: check_choice("x", "ab", {"ab": 1}),
+        *(lambda v=v: check_duration("x", v) for v in (0, 1, 10**9, 0.0, 0.5, 1.0)),
+    ],
+)
+def test_what_is_allowed_passes(check: Callable[[], None]) -> None:
+    check()
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, NAN, INF, -INF])
+def test_a_number_out_of_range_is_a_value_error(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^rate must be in \[0.0, 1.0\], got {value!r}\.$"):
+        check_range("rate", value, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("value", [-1, NAN, INF])
+def test_without_an_upper_end_infinity_and_nan_are_out_of_range(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^rho must be in \[0.0, inf\), got {value!r}\.$"):
+        check_range("rho", value, 0.0)
+
+
+def test_below_leaves_the_upper_end_out() -> None:
+    with pytest.raises(ValueError, match=r"^decay must be in \[0.0, 1.0\), got 1.0\.$"):
+        check_range("decay", 1.0, 0.0, 1.0, below=True)
+
+
+@pytest.mark.parametrize("value", [True, False, "0.5", None, [0.5], 1j])
+def test_what_is_no_number_is_a_type_error(value: object) -> None:
+    for check, rule in (
+        (lambda: check_range("x", value, 0.0, 1.0), r"x must be a number in \[0.0, 1.0\]"),
+        (
+            lambda: check_duration("x", value),
+            r"x must be an int \(optimizer steps\) or a float \(fraction .*\)",
+        ),
+        (lambda: check_count("x", value), "x must be a whole number"),
+    ):
+        with pytest.raises(TypeError, match=f"^{rule}, got ") as error:
+            check()
+        assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -3])
+def test_a_count_below_one_is_a_value_error(value: int) -> None:
+    with pytest.raises(ValueError, match=f"^steps must be at least 1, got {value}.$"):
+        check_count("steps", value)
+
+
+def test_a_fraction_is_no_count() -> None:
+    with pytest.raises(TypeError, match=r"^steps must be a whole number, got 2\.0\.$"):
+        check_count("steps", 2.0)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "True"])
+def test_what_is_not_true_or_false_is_a_type_error(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^warmup must be True or False, got"):
+        check_bool("warmup", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [("cosin", " Did you mean 'cosine'?"), ("COSINE", " Did you mean 'cosine'?"), ("zzz", ""), (3, "")],
+)
+def test_an_unknown_choice_names_all_and_the_nearest(value: object, hint: str) -> None:
+    with pytest.raises(ValueError, match="must be one of") as error:
+        check_choice("curve", value, ("cosine", "linear"))
+    assert str(error.value) == f"curve must be one of 'cosine', 'linear', got {value!r}.{hint}"
+
+
+@pytest.mark.parametrize("value", [-1, -0.1, 1.5, NAN, INF, -INF])
+def test_a_duration_out_of_range_is_a_value_error(value: float) -> None:
+    with pytest.raises(ValueError, match=r"^start must be an int >= 0 \(steps\) or a float in \[0, 1\]") as error:
+        check_duration("start", value)
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"), [(0, 0), (7, 7), (500, 500), (0.0, 0), (0.5, 12.5), (1.0, 25), (1, 1), (0.1, 2.5)]
+)
+def test_an_int_counts_steps_and_a_float_is_a_fraction(value: float, steps: float) -> None:
+    assert duration_steps(value, total_steps=25) == steps

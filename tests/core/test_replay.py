@@ -1,0 +1,198 @@
+"""A step that runs again sees the same random numbers and leaves buffers and metrics alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+
+from lightning_tricks.core.replay import random_numbers_of, random_state, state_kept
+
+CPU = torch.device("cpu")
+
+
+class Counters(nn.Module):
+    """Buffers of every sort, changed in place or assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("anew", torch.zeros(3))
+        self.register_buffer("grown", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_buffer("expanded", torch.ones(1).expand(5))
+        self.register_buffer("nan", torch.tensor([float("nan"), 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.flag.fill_(True)
+        self.anew = self.anew + x.detach().mean()
+        self.grown = torch.cat([self.grown, self.grown])
+        self.nan.zero_()
+        return x
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "batchnorm": lambda: nn.BatchNorm1d(4),
+    "cumulative batchnorm": lambda: nn.BatchNorm1d(4, momentum=None),
+    "instancenorm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+    "spectral_norm": lambda: spectral_norm(nn.Linear(4, 4)),
+    "counters": Counters,
+    "shared": lambda: nn.Sequential(*[nn.BatchNorm1d(4)] * 2),
+}
+
+
+def buffers(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    return {name: (id(buffer), buffer.clone()) for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "nan"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_buffers_are_the_same_objects_with_the_same_bits(kind: str, bad: bool) -> None:
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    module(torch.randn(8, 4))
+    before = buffers(module)
+    with state_kept(module):
+        loss = module(torch.randn(8, 4) * (float("nan") if bad else 3.0)).sum()
+        if loss.requires_grad:
+            loss.backward()
+        changed = buffers(module)
+    after = buffers(module)
+    assert after.keys() == before.keys()
+    assert any(
+        identity != before[name][0] or not same(value, before[name][1]) for name, (identity, value) in changed.items()
+    )
+    for name, (identity, value) in before.items():
+        assert after[name][0] == identity, name
+        assert same(after[name][1], value), name
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype and torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(a[~a.isnan()], b[~b.isnan()])
+    )
+
+
+def test_buffers_are_restored_after_an_exception() -> None:
+    module = nn.BatchNorm1d(4)
+    before = buffers(module)
+    with pytest.raises(KeyboardInterrupt), state_kept(module):
+        module(torch.randn(8, 4))
+        raise KeyboardInterrupt
+    for name, (_, value) in before.items():
+        assert same(dict(module.named_buffers())[name], value)
+
+
+METRICS: dict[str, Callable[[], Metric | MetricCollection]] = {
+    "tensor state": lambda: MulticlassAccuracy(3),
+    "list state": lambda: CatMetric(),
+    "mean": lambda: MeanMetric(),
+    "collection": lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3), MulticlassConfusionMatrix(3)]),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("seen_before", [0, 1, 2])
+@pytest.mark.parametrize("call", ["forward", "update"])
+# asked for the result before any update, torchmetrics warns
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_metrics_go_on_as_if_the_block_had_not_run(kind: str, seen_before: int, call: str) -> None:
+    batches = [metric_batch(kind, seed) for seed in range(4)]
+    module, reference = nn.ModuleDict({"metric": METRICS[kind]()}), METRICS[kind]()
+    for batch in batches[:seen_before]:
+        getattr(module["metric"], call)(*batch)
+        getattr(reference, call)(*batch)
+    with state_kept(module):
+        getattr(module["metric"], call)(*batches[3])
+        module["metric"].compute()
+    assert_same_metrics(module["metric"], reference)
+    getattr(module["metric"], call)(*batches[2])
+    getattr(reference, call)(*batches[2])
+    assert_same_metrics(module["metric"], reference)
+
+
+def metric_batch(kind: str, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(6, 3, generator=generator)
+    return (
+        (values.flatten(),) if kind in ("list state", "mean") else (values, torch.randint(3, (6,), generator=generator))
+    )
+
+
+def assert_same_metrics(metric: Any, reference: Any) -> None:
+    for mine, theirs in zip(
+        *(m.values() if isinstance(m, MetricCollection) else [m] for m in (metric, reference)), strict=True
+    ):
+        assert mine._update_count == theirs._update_count
+        torch.testing.assert_close(mine.metric_state, theirs.metric_state, atol=0, rtol=0)
+        torch.testing.assert_close(mine.compute(), theirs.compute(), atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_deep_copy_taken_before_equals_the_module_after() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), spectral_norm(nn.Linear(4, 4)))
+    twin = copy.deepcopy(module)
+    with state_kept(module):
+        module(torch.randn(8, 4))
+    for (name, mine), theirs in zip(module.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def test_the_same_numbers_are_drawn_again_and_the_generators_go_on() -> None:
+    state = random_state(CPU)
+    first = draw()
+    with random_numbers_of(state, CPU):
+        assert draw() == first
+        draw()
+    second = draw()
+    with random_numbers_of(state, CPU):
+        assert (draw(), draw()) == (first, second)
+
+
+def test_the_generators_go_on_after_an_exception() -> None:
+    state = random_state(CPU)
+    draw()
+    at = random_state(CPU)
+    expected = draw()
+    with random_numbers_of(at, CPU):
+        pass
+    with random_numbers_of(state, CPU), pytest.raises(KeyboardInterrupt), random_numbers_of(at, CPU):
+        raise KeyboardInterrupt
+    with random_numbers_of(at, CPU):
+        assert draw() == expected
+
+
+def test_a_state_drawn_from_stays_what_it_was() -> None:
+    state = random_state(CPU)
+    for _ in range(2):
+        with random_numbers_of(state, CPU):
+            values = draw()
+    with random_numbers_of(state, CPU):
+        assert draw() == values
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cudas_generator_is_among_them() -> None:
+    device = torch.device("cuda", 0)
+    state = random_state(device)
+    first = torch.rand(3, device=device)
+    with random_numbers_of(state, device):
+        assert torch.equal(torch.rand(3, device=device), first)

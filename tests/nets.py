@@ -1,0 +1,129 @@
+"""The module, data and Trainer that the tests share."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+
+def data(size: int = 44, seed: int = 0) -> TensorDataset:
+    """A learnable two-class problem in eight dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 8, generator=generator)
+    return TensorDataset(x, (x[:, 0] + 0.3 * torch.randn(size, generator=generator) > 0).long())
+
+
+def loader(size: int = 44, batch_size: int = 8, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(data(size), batch_size, shuffle=shuffle)
+
+
+def rank_loader() -> DataLoader[tuple[Tensor, ...]]:
+    """This rank's half of ``loader(48)``: the ranks' batches of a step are two batches in a row of one process."""
+    rank = int(os.environ["RANK"])
+    mine = [sample for batch in (rank, rank + 2, rank + 4) for sample in range(8 * batch, 8 * batch + 8)]
+    return DataLoader(Subset(data(48), mine), batch_size=8)
+
+
+class Net(pl.LightningModule):
+    """A stock module with BatchNorm and dropout, so that buffers and random numbers matter."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_loss", F.cross_entropy(self(x), y))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-3)
+
+
+class NormNet(Net):
+    """Without dropout: Lightning saves no random state, so only such a module can resume exactly."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+class PlainNet(Net):
+    """Without BatchNorm and dropout: several ranks equal one process on their batches together."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+quiet: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def trainer(**settings: Any) -> pl.Trainer:
+    """A quiet CPU Trainer that writes nothing unless asked to."""
+    return pl.Trainer(**{**quiet, **settings})
+
+
+def fit(
+    module: pl.LightningModule, *, train: Any = None, val: Any = None, ckpt_path: Any = None, **settings: Any
+) -> pl.Trainer:
+    """Seed, fit and hand back the Trainer. Build the module after a seed of its own."""
+    run = trainer(**settings)
+    pl.seed_everything(7, verbose=False)
+    run.fit(module, train or loader(), val or loader(24), ckpt_path=ckpt_path)
+    return run
+
+
+def build(kind: type[pl.LightningModule] = Net, **arguments: Any) -> Any:
+    """A module with seeded initial weights."""
+    pl.seed_everything(3, verbose=False)
+    return kind(**arguments)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of parameters and buffers."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Bit equality of two sets of weights."""
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"not bit-equal: {different}"
+
+
+def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,96 @@
+"""Real processes for tests: ``run_ranks(function, *args, nprocs=2)`` gives what the function returned on each rank.
+
+A forkserver that has imported torch and Lightning forks one child a rank with the variables of torchrun, so that a
+strategy meets what it meets under torchrun. ``function`` must be importable from a test module.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.ranks_preload"])
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, nprocs: int = 2, timeout: float = 120) -> list[Any]:
+    """Run ``function(*args)`` once a rank; raise AssertionError with the traceback of each rank that failed."""
+    port = _free_port()
+    ranks = [_start(function, args, _environment(rank, nprocs, port)) for rank in range(nprocs)]
+    deadline = time.monotonic() + timeout
+    try:
+        results = [_receive(process, receiver, deadline) for process, receiver in ranks]
+    finally:
+        for process, _ in ranks:
+            process.join(max(1.0, deadline - time.monotonic()) if process.exitcode is None else 0)
+            if process.is_alive():
+                process.kill()
+    failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
+    assert not failed, "\n".join(failed)
+    return [value for _, value in results]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": nprocs,
+        "LOCAL_WORLD_SIZE": nprocs,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": 1,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _start(
+    function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]
+) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    receiver, sender = _context.Pipe(duplex=False)
+    process = _context.Process(target=_child, args=(function, args, environment, sender))
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _receive(process: multiprocessing.process.BaseProcess, receiver: Connection, deadline: float) -> tuple[bool, Any]:
+    if not receiver.poll(max(0.0, deadline - time.monotonic())):
+        process.kill()
+        return False, "no answer in time"
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join(5)
+        return False, f"died with exit code {process.exitcode}"
+
+
+def _child(
+    function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], sender: Connection
+) -> None:
+    os.environ.update(environment)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        answer = pickle.dumps((True, function(*args)))
+    except BaseException:  # whatever happens, the parent is told
+        answer = pickle.dumps((False, traceback.format_exc()))
+    if dist.is_initialized():
+        dist.destroy_process_group()  # a live gloo group at exit aborts now and then
+    sender.send_bytes(answer)
