@@ -1,0 +1,110 @@
+"""The number of optimizer steps that a fit takes."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
+
+from lightning_tricks.core.trainer import callbacks_of, train_batches
+
+
+class UnknownTotalSteps(ValueError):
+    """The number of optimizer steps cannot be known before training; the message says why and what to pass.
+
+    Example:
+        >>> raise UnknownTotalSteps("the training loader has no length")
+        Traceback (most recent call last):
+        lightning_tricks.schedules.steps.UnknownTotalSteps: the training loader has no length; pass total_steps=...
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; pass total_steps=...")
+
+
+def count_steps(batches: int, accumulation: list[int]) -> int:
+    """Optimizer steps of epochs of ``batches`` each, with one accumulation factor an epoch: ``sum ceil(B / a_e)``.
+
+    A partial window at the end of an epoch is a step.
+
+    >>> count_steps(5, [2, 2]), count_steps(4, [4, 1])
+    (6, 5)
+    """
+    return sum(math.ceil(batches / factor) for factor in accumulation)
+
+
+def optimizer_steps(trainer: pl.Trainer) -> int:
+    """The exact number of optimizer steps of this fit, from its first epoch to its last.
+
+    ``min(max_steps, sum_e ceil(B / a_e))`` with B training batches and accumulation ``a_e`` in epoch e. Counts
+    limits, distributed samplers and ragged windows; reads nothing from the loaders, starts no workers and leaves the
+    random generators as they were (a ``train_dataloader`` hook is called once more). What ends training early, such as
+    EarlyStopping, is not foreseen. To be called from ``configure_optimizers`` or later.
+
+    Args:
+        trainer: The Trainer, attached to a module and its data.
+
+    Returns:
+        The total, at least 1, the same on every rank and after a resume.
+
+    Raises:
+        UnknownTotalSteps: If the loaders have no trustworthy length, or neither a number of epochs nor of
+            steps ends training.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> class Net(BoringModel):
+        ...     def configure_optimizers(self):
+        ...         print(optimizer_steps(self.trainer))
+        ...         return super().configure_optimizers()
+        >>> trainer = pl.Trainer(
+        ...     max_epochs=2, limit_train_batches=5, accumulate_grad_batches=2, limit_val_batches=0, accelerator="cpu",
+        ...     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ... )
+        >>> trainer.fit(Net())
+        6
+    """
+    _refuse_what_cannot_be_counted(trainer)
+    if trainer.max_epochs == -1:
+        if trainer.max_steps == -1:
+            raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever")
+        return _at_least_one(trainer, trainer.max_steps)
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        raise UnknownTotalSteps("loaders reloaded every n epochs can change their length")
+    batches = train_batches(trainer)
+    if batches is None:
+        raise UnknownTotalSteps(
+            "the training loader has no length that can be relied on (none attached yet, an IterableDataset, or a"
+            " length that differs between ranks)"
+        )
+    steps = count_steps(batches, _accumulation(trainer))
+    return _at_least_one(trainer, steps if trainer.max_steps == -1 else min(steps, trainer.max_steps))
+
+
+def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:
+    if trainer.lightning_module is None:
+        raise UnknownTotalSteps("the Trainer has no module and data yet (ask in configure_optimizers or later)")
+    if not trainer.lightning_module.automatic_optimization:
+        raise UnknownTotalSteps("with automatic_optimization=False the module itself decides when to step")
+    if any(timer.time_remaining() is not None for timer in callbacks_of(trainer, Timer)):
+        raise UnknownTotalSteps("max_time can end training at any step")
+    if trainer.strategy.handles_gradient_accumulation and max(_accumulation(trainer), default=1) > 1:
+        raise UnknownTotalSteps(f"{type(trainer.strategy).__name__} accumulates gradients across epochs")
+
+
+def _accumulation(trainer: pl.Trainer) -> list[int]:
+    """The accumulation factor of each epoch."""
+    epochs = range(trainer.max_epochs or 0)
+    if schedulers := callbacks_of(trainer, GradientAccumulationScheduler):
+        return [schedulers[-1].get_accumulate_grad_batches(epoch) for epoch in epochs]
+    return [trainer.accumulate_grad_batches] * len(epochs)
+
+
+def _at_least_one(trainer: pl.Trainer, steps: int) -> int:
+    if steps < 1:
+        raise UnknownTotalSteps(
+            f"there is no optimizer step to count with max_epochs={trainer.max_epochs},"
+            f" max_steps={trainer.max_steps}, limit_train_batches={trainer.limit_train_batches}"
+        )
+    return steps

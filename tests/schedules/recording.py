@@ -1,0 +1,55 @@
+"""A tiny module whose optimizer keeps the learning rates of every step it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class RecordingSGD(torch.optim.SGD):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lrs: list[float] = []  # of the first group, in the steps taken
+
+    def step(self, closure: Any = None) -> Any:
+        self.lrs.append(float(self.param_groups[0]["lr"]))
+        return super().step(closure)
+
+
+class Tiny(pl.LightningModule):
+    """One weight; ``schedule(optimizer, module)`` gives what configure_optimizers returns."""
+
+    def __init__(self, schedule: Callable[..., Any] = lambda optimizer, module: optimizer, lr: float = 1.0) -> None:
+        super().__init__()
+        self.schedule, self.lr = schedule, lr
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum(self.layer(x).square().mean() for x in torch.utils._pytree.tree_leaves(batch) if x is not None)
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = RecordingSGD(self.parameters(), lr=self.lr)
+        return self.schedule(self.optimizer, self)
+
+
+def ones(batches: int, **settings: Any) -> DataLoader[tuple[Tensor, ...]]:
+    """So many batches of one sample."""
+    return DataLoader(TensorDataset(torch.full((batches, 1), 0.1)), **settings)
+
+
+class SaveEveryStep(pl.Callback):
+    """Keeps a checkpoint of every optimizer step, ``N.ckpt``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        path = self.folder / f"{trainer.global_step}.ckpt"
+        if trainer.global_step and not path.exists():
+            trainer.save_checkpoint(path)
