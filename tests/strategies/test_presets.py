@@ -1,0 +1,140 @@
+"""Presets: the string, ``preset()`` and YAML are the same, and mistakes are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+
+import lightning_tricks as lt
+from lightning_tricks.strategies.presets import register
+from tests.nets import assert_equal, build, fit, loader, trainer
+from tests.ranks import run_ranks
+from tests.strategies.spy import Spy, facts
+
+NAMES = [row["name"] for row in lt.presets()]
+QUIET = """
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+
+
+def fit_from_yaml(config: str) -> dict[str, Any]:
+    cli = LightningCLI(Spy, args=["--config", config], run=False, save_config_callback=None)
+    module = build(Spy)
+    pl.seed_everything(7, verbose=False)  # as ``fit`` does; a DistributedSampler takes its seed from here
+    cli.trainer.fit(module, loader(), loader(24))
+    return facts(cli.trainer, module)
+
+
+def fit_each_way(name: str, devices: int, config: str) -> dict[str, dict[str, Any]]:
+    results = {}
+    for way, settings in (("string", {"strategy": name}), ("preset", lt.preset(name))):
+        module = build(Spy)
+        results[way] = facts(fit(module, devices=devices, max_epochs=1, **settings), module)
+    return {**results, "yaml": fit_from_yaml(config)}
+
+
+@pytest.mark.parametrize(("name", "devices"), [("single_bf16", 1), ("ddp_bf16", 2)])
+def test_the_string_preset_and_yaml_train_the_same(name: str, devices: int, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"trainer:{QUIET}  strategy: {name}\n  devices: {devices}\n")
+    for ways in run_ranks(fit_each_way, name, devices, str(config), nprocs=devices):
+        expected = ways["string"]
+        for way in ("preset", "yaml"):
+            assert_equal(ways[way].pop("weights"), expected["weights"])
+            assert ways[way] == {key: value for key, value in expected.items() if key != "weights"}, way
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_upper_case_works_as_for_lightnings_own_strategies(name: str) -> None:
+    run = trainer(strategy=name.upper())
+    assert type(run.strategy) is StrategyRegistry[name]["strategy"]
+    assert run.precision == "bf16-mixed"
+
+
+def test_each_call_gives_a_new_strategy() -> None:
+    assert lt.preset("ddp_bf16")["strategy"] is not lt.preset("ddp_bf16")["strategy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ddp_bf61", r"preset must be one of .*, got 'ddp_bf61'. Did you mean 'ddp_bf16'\?"),
+        ("SINGLE_BF16", r"Did you mean 'single_bf16'\?"),
+        ("zzz", "preset must be one of 'single_bf16', 'ddp_bf16', got 'zzz'.$"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lt.preset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "unknown", "allowed"),
+    [("ddp_bf16", "find_unused", "find_unused_parameters"), ("single_bf16", "static_graph", "checkpoint_io")],
+)
+def test_an_unknown_override_is_refused_with_what_is_allowed(name: str, unknown: str, allowed: str) -> None:
+    with pytest.raises(TypeError, match=rf"preset '{name}' has no argument {unknown}; it takes .*{allowed}"):
+        lt.preset(name, **{unknown: True})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("argument", ["precision_plugin", "module", "self", "args", "kwargs"])
+def test_what_the_preset_or_the_trainer_sets_is_no_override(name: str, argument: str) -> None:
+    with pytest.raises(TypeError, match=f"has no argument {argument}"):
+        lt.preset(name, **{argument: None})
+
+
+def test_the_table_lists_all_registered_names_in_full() -> None:
+    ours = {
+        name
+        for name in StrategyRegistry.available_strategies()
+        if StrategyRegistry[name]["strategy"].__module__.startswith("lightning_tricks")
+    }
+    assert ours == set(NAMES)
+    assert len(NAMES) == len(set(NAMES))
+    for row in lt.presets():
+        assert row.keys() == {"name", "strategy", "precision", "when"}
+        assert all(isinstance(value, str) and value for value in row.values()), row
+        assert type(lt.preset(row["name"])["strategy"]).__name__ == row["strategy"]
+        assert trainer(strategy=row["name"]).precision == row["precision"]
+        assert StrategyRegistry[row["name"]]["description"] == row["when"]
+
+
+def test_the_strategies_know_their_own_name() -> None:
+    for name in NAMES:
+        assert lt.preset(name)["strategy"].strategy_name == name
+
+
+def test_registering_twice_changes_nothing() -> None:
+    before = {name: dict(StrategyRegistry[name]) for name in NAMES}
+    register()
+    assert {name: dict(StrategyRegistry[name]) for name in NAMES} == before
+
+
+def test_a_name_that_is_somebody_elses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(StrategyRegistry["ddp_bf16"], "strategy", SingleDeviceStrategy)
+    with pytest.raises(RuntimeError, match=r"'ddp_bf16' is registered already, by .*SingleDeviceStrategy"):
+        register()
+    assert StrategyRegistry["ddp_bf16"]["strategy"] is SingleDeviceStrategy
+
+
+def test_a_known_override_replaces_the_presets_argument() -> None:
+    strategy = lt.preset("ddp_bf16", gradient_as_bucket_view=False, process_group_backend="gloo")["strategy"]
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy._ddp_kwargs["gradient_as_bucket_view"] is False
+    assert strategy.process_group_backend == "gloo"
+    assert lt.preset("ddp_bf16")["strategy"]._ddp_kwargs["gradient_as_bucket_view"] is True
