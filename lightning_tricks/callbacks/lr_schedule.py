@@ -1,0 +1,109 @@
+"""A learning-rate schedule as a callback, for YAML and for modules that bring none."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, final
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.trainer import is_fitting
+from lightning_tricks.schedules import factories
+
+_CURVES = {
+    factory.__name__: factory
+    for factory in (
+        factories.constant,
+        factories.cosine,
+        factories.flat_cos,
+        factories.linear,
+        factories.one_cycle,
+    )
+}
+
+
+@final
+class LRSchedule(Callback):
+    """Learning-rate schedule for a module that returns none: ``lr = initial_lr * f(t)`` after t optimizer steps.
+
+    The same curves, arguments and defaults as the factories of the same name. Lightning itself steps, saves and
+    restores the schedule, as if ``configure_optimizers`` had returned it.
+
+    Args:
+        curve: "constant", "cosine", "flat_cos", "linear" or "one_cycle".
+        warmup: Length of the warm-up (int steps, float fraction of training); by default the curve's own.
+        total_steps: Number of optimizer steps; counted from the Trainer by default.
+        floor: Factor at the end and after, in [0, 1]; by default the curve's own.
+        **options: Other arguments of the curve, for example ``flat=0.5`` for "flat_cos"; in YAML they go under
+            ``dict_kwargs``.
+
+    Raises:
+        ValueError: For an unknown curve or a value out of range.
+        TypeError: For an option that the curve does not have.
+        MisconfigurationException: When training starts, if the module returns a schedule of its own or uses manual
+            optimization, or under DeepSpeed.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[LRSchedule("cosine", warmup=0.05)], accelerator="cpu", logger=False)
+    """
+
+    def __init__(
+        self,
+        curve: str = "flat_cos",
+        *,
+        warmup: int | float | None = None,  # a YAML reader takes a plain float for 5.0 where 5 was written
+        total_steps: int | None = None,
+        floor: float | None = None,
+        **options: float,
+    ) -> None:
+        check_choice("curve", curve, _CURVES)
+        given = {"warmup": warmup, "floor": floor, **options}
+        allowed = set(inspect.signature(_CURVES[curve]).parameters) - {"optimizer", "module", "total_steps"}
+        if unknown := sorted(given.keys() - allowed):
+            raise TypeError(f"curve {curve!r} has no option {', '.join(unknown)}; it has {', '.join(sorted(allowed))}.")
+        self.curve = curve
+        self.total_steps = total_steps
+        self.settings = {name: value for name, value in given.items() if value is not None}
+        factories.check_settings(self.settings)
+        if total_steps is not None:
+            check_count("total_steps", total_steps)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not is_fitting(trainer):
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "LRSchedule comes too late for DeepSpeed, which takes the optimizer over before training, got"
+                f" {type(trainer.strategy).__name__}. Return lightning_tricks.{self.curve}(optimizer, self) from"
+                " configure_optimizers."
+            )
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                "LRSchedule needs automatic optimization: Lightning steps no schedule when"
+                f" {type(pl_module).__name__}.automatic_optimization is False. Return a schedule from"
+                f" configure_optimizers and step it there, for example lightning_tricks.{self.curve}(optimizer,"
+                " total_steps=...)."
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # after configure_optimizers and before the checkpoint's schedules are restored
+        if trainer.lr_scheduler_configs:
+            raise MisconfigurationException(
+                f"LRSchedule(curve={self.curve!r}) and the schedule that {type(pl_module).__name__}"
+                f".configure_optimizers returned ({type(trainer.lr_scheduler_configs[0].scheduler).__name__}) both set"
+                " the learning rate. Leave one of them out."
+            )
+        (optimizer,) = trainer.optimizers
+        schedule: dict[str, Any] = _CURVES[self.curve](
+            optimizer, pl_module, total_steps=self.total_steps, **self.settings
+        )["lr_scheduler"]
+        trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**schedule))

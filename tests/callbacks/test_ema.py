@@ -1,0 +1,539 @@
+"""EMA against a naive average, and the ways in which averaged weights get lost or mistaken for the raw ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+
+import lightning_tricks as lt
+from lightning_tricks.callbacks.ema import ema_decay
+from tests.nets import (
+    Net,
+    NormNet,
+    PlainNet,
+    assert_close,
+    assert_equal,
+    build,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
+from tests.ranks import run_ranks
+from tests.reference.averages import NaiveEMA
+
+
+def load(path: Any) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def raw_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return checkpoint["callbacks"]["EMA"]["raw"]
+
+
+class Probe(Callback):
+    """The weights at each hook, in the callback order of a user's own callback."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[dict[str, torch.Tensor]]] = {}
+
+    def note(self, hook: str, pl_module: pl.LightningModule) -> None:
+        self.seen.setdefault(hook, []).append(weights(pl_module))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.note("train_batch_end", pl_module)
+
+
+class ProbedNet(Net):
+    """Notes the weights that the module's own hooks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = Probe()
+
+    def on_validation_start(self) -> None:
+        self.probe.note("validation_start", self)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.probe.note("validation_step", self)
+
+    def on_validation_epoch_end(self) -> None:
+        self.probe.note("validation_epoch_end", self)
+
+
+# ---- the average itself
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decay": 0.9},
+        {"decay": 0.9, "warmup": True},
+        {"decay": 0.9, "every_n_steps": 3},
+        {"decay": 0.9, "start": 4},
+        {"decay": 0.99, "start": 3, "every_n_steps": 2, "warmup": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_equals_a_naive_average(settings: dict[str, Any], accumulate: int) -> None:
+    names = {"every_n_steps": "every"}
+    naive = NaiveEMA(**{names.get(name, name): value for name, value in settings.items()})
+    ema = lt.EMA(**{"warmup": False, **settings})
+    module = build()
+    fit(module, callbacks=[ema, naive], max_epochs=3, accumulate_grad_batches=accumulate)
+    naive.assert_equals(module.state_dict())
+    naive.assert_equals(ema.averaged_state_dict())
+
+
+def test_training_itself_is_untouched() -> None:
+    plain, averaged = build(), build()
+    fit(plain)
+    fit(averaged, callbacks=[lt.EMA(decay=0.9, at_end="raw")])
+    assert_equal(weights(plain), weights(averaged))
+
+
+def test_decay_zero_ends_bit_equal_to_no_callback() -> None:
+    plain, averaged = build(), build()
+    fit(plain)
+    fit(averaged, callbacks=[lt.EMA(decay=0)])
+    assert_equal(weights(plain), weights(averaged))
+
+
+def test_warmup_forgets_the_first_weights_fast() -> None:
+    assert ema_decay(0, 0.999) == 0.1
+    assert ema_decay(90, 0.999) == 0.91
+    assert ema_decay(10**6, 0.999) == 0.999
+    assert ema_decay(0, 0.9, warmup=False, every_n_steps=2) == pytest.approx(0.81)
+
+
+def test_the_fp32_average_of_bf16_weights_stays_exact_through_validations() -> None:
+    naive, ema, module = NaiveEMA(0.999), lt.EMA(0.999, warmup=False), build(lr=0.01)
+    fit(module, precision="bf16-true", callbacks=[ema, naive], max_epochs=20)
+    averages = ema._running.tensors
+    assert all(average.dtype == torch.float32 for average in averages.values())
+    naive.assert_equals(averages, 1e-6)
+
+
+def test_a_fraction_of_training_is_a_valid_start() -> None:
+    halves, steps = build(), build()  # 6 batches, 4 epochs
+    fit(halves, callbacks=[lt.EMA(0.9, start=0.5)], max_epochs=4)
+    fit(steps, callbacks=[lt.EMA(0.9, start=12)], max_epochs=4)
+    assert_equal(weights(halves), weights(steps))
+
+
+def test_a_start_that_is_never_reached_leaves_everything_raw(tmp_path: Any) -> None:
+    plain, late, probe = build(), build(), Probe()
+    plain_run = fit(plain)
+    run = fit(late, callbacks=[lt.EMA(start=10**6), probe])
+    assert_equal(weights(plain), weights(late))
+    assert run.callback_metrics["val_loss"] == plain_run.callback_metrics["val_loss"]
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], weights(plain))
+
+
+def test_frozen_weights_are_not_stored_and_unfrozen_ones_join() -> None:
+    class Unfreeze(Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            pl_module.layers[0].requires_grad_(trainer.current_epoch >= 1)
+
+    ema, module = lt.EMA(0.9, warmup=False), build()
+    module.layers[0].requires_grad_(False)
+    stored = []
+
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            stored.append("layers.0.weight" in ema._running.tensors)
+
+    fit(module, callbacks=[ema, Unfreeze(), Count()], max_epochs=2)
+    assert stored == [False, True]
+    assert not torch.equal(ema.averaged_state_dict()["layers.0.weight"], build().layers[0].weight)
+
+
+def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alias = self.layers[0]
+
+    ema, module = lt.EMA(0.9), build(Tied)
+    fit(module, callbacks=[ema])
+    state = ema.averaged_state_dict()
+    assert len(ema._running.tensors) == 6
+    assert torch.equal(state["alias.weight"], state["layers.0.weight"])
+    assert torch.equal(state["alias.weight"], module.layers[0].weight)
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+def test_buffers_are_copied_or_averaged_and_integers_always_copied(buffers: Any) -> None:
+    plain, module = build(), build()
+    fit(plain)
+    fit(module, callbacks=[lt.EMA(0.9, buffers=buffers)])
+    ours, theirs = weights(module), weights(plain)
+    assert torch.equal(ours["layers.1.num_batches_tracked"], theirs["layers.1.num_batches_tracked"])
+    assert torch.equal(ours["layers.1.running_mean"], theirs["layers.1.running_mean"]) == (buffers == "copy")
+
+
+def test_layers_made_in_configure_model_are_averaged() -> None:
+    class Lazy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = None
+
+        def configure_model(self) -> None:
+            if self.layers is None:
+                self.layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    naive, module = NaiveEMA(0.9), build(Lazy)
+    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive])
+    naive.assert_equals(module.state_dict())
+
+
+def test_manual_optimization_updates_once_a_batch_that_stepped() -> None:
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[4])]
+
+    naive, module = NaiveEMA(0.9), build(Manual)
+    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive])
+    assert naive.updates == 12
+    naive.assert_equals(module.state_dict())
+
+
+def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
+    class Overflow(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * (float("inf") if batch_idx in (1, 2) else 1.0)
+
+    ema, module = lt.EMA(0.9, warmup=False, at_end="raw"), build(Overflow)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    fit(module, callbacks=[ema], max_epochs=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    assert ema._running.updates == 4
+    assert all(torch.isfinite(value).all() for value in ema.averaged_state_dict().values())
+
+
+def test_the_average_can_live_on_another_device() -> None:
+    beside, apart = build(), build()
+    fit(beside, callbacks=[lt.EMA(0.9)])
+    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")])
+    assert_equal(weights(beside), weights(apart))
+
+
+# ---- where the averaged weights are seen
+
+
+def test_every_hook_of_validation_sees_the_averaged_weights_and_training_the_raw_ones() -> None:
+    ema, module = lt.EMA(0.9), build(ProbedNet)
+    raw = fit(build(ProbedNet), callbacks=[Probe()]).callbacks[0].seen["train_batch_end"]
+    naive, probe = NaiveEMA(0.9, warmup=True), Probe()
+    fit(module, callbacks=[ema, naive, probe], max_epochs=2)
+    for mine, plain in zip(probe.seen["train_batch_end"], raw, strict=True):
+        assert_equal(mine, plain)
+    seen = module.probe.seen
+    naive.assert_equals(seen["validation_start"][-1])
+    for hook in ("validation_step", "validation_epoch_end"):
+        assert_equal(seen[hook][-1], seen["validation_start"][-1])
+
+
+def test_validate_raw_validates_and_saves_the_raw_weights(tmp_path: Any) -> None:
+    plain = build()
+    plain_run = fit(plain)
+    module, checkpoint = build(), ModelCheckpoint(tmp_path, save_last=True)
+    run = fit(module, callbacks=[lt.EMA(0.9, validate="raw"), checkpoint], enable_checkpointing=True)
+    assert run.callback_metrics["val_loss"] == plain_run.callback_metrics["val_loss"]
+    assert_equal(load(tmp_path / "last.ckpt")["state_dict"], weights(plain))
+    assert not torch.equal(module.layers[0].weight, plain.layers[0].weight)  # at_end="averaged"
+
+
+def test_the_context_manager_always_swaps_back() -> None:
+    ema, module = lt.EMA(0.9, at_end="raw"), build()
+    fit(module, callbacks=[ema])
+    raw = weights(module)
+    with pytest.raises(ZeroDivisionError), ema.averaged(module):
+        assert_equal(weights(module), ema.averaged_state_dict())
+        assert not torch.equal(module.layers[0].weight, raw["layers.0.weight"])
+        raise ZeroDivisionError
+    assert_equal(weights(module), raw)
+
+
+# ---- checkpoints and resume
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_holds_the_weights_that_scored(tmp_path: Any, weights_only: bool) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only, save_top_k=-1)
+    ema, module = lt.EMA(0.9), build()
+    fit(module, callbacks=[checkpoint, ema], enable_checkpointing=True, max_epochs=3)
+    bare = build()
+    bare.load_state_dict(load(checkpoint.best_model_path)["state_dict"])
+    scored = trainer().validate(bare, loader(24), verbose=False)[0]["val_loss"]
+    assert scored == pytest.approx(checkpoint.best_model_score.item(), abs=1e-7)
+    again = trainer().validate(build(), loader(24), ckpt_path=checkpoint.best_model_path, verbose=False)
+    assert again[0]["val_loss"] == scored
+
+
+def test_validate_and_test_after_fit_equal_a_fresh_process(tmp_path: Any) -> None:
+    checkpoint, module = ModelCheckpoint(tmp_path, monitor="val_loss"), build()
+    run = fit(module, callbacks=[lt.EMA(0.9), checkpoint], enable_checkpointing=True)
+    path = checkpoint.best_model_path
+    here = run.test(module, loader(24), ckpt_path=path, verbose=False)
+    assert here == trainer().test(build(), loader(24), ckpt_path=path, verbose=False)
+    predicted = torch.cat(run.predict(module, loader(24), ckpt_path=path))
+    torch.testing.assert_close(predicted, torch.cat(trainer().predict(build(), loader(24), ckpt_path=path)))
+
+
+def test_another_module_is_evaluated_with_its_own_weights() -> None:
+    run = fit(build(), callbacks=[lt.EMA(0.9)])
+    other = build()
+    mine = run.validate(other, loader(24), verbose=False)
+    assert mine == trainer().validate(build(), loader(24), verbose=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"every_n_steps": 3}, {"start": 5}, {"validate": "raw"}], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_resume_is_bit_exact(tmp_path: Any, settings: dict[str, Any], precision: Any) -> None:
+    whole, half, rest = build(NormNet), build(NormNet), build(NormNet)
+    ema = lt.EMA(0.9, **settings)
+    fit(whole, callbacks=[ema], max_epochs=4, precision=precision)
+    fit(half, callbacks=[lt.EMA(0.9, **settings)], max_epochs=2, precision=precision).save_checkpoint(
+        tmp_path / "x.ckpt"
+    )
+    resumed = lt.EMA(0.9, **settings)
+    fit(rest, callbacks=[resumed], max_epochs=4, ckpt_path=tmp_path / "x.ckpt", precision=precision)
+    assert_equal(weights(whole), weights(rest))
+    assert_equal(ema._running.tensors, resumed._running.tensors)
+    with ema.averaged(whole), resumed.averaged(rest):
+        assert_equal(weights(whole), weights(rest))
+
+
+def test_the_last_checkpoint_of_a_finished_fit_resumes_exactly(tmp_path: Any) -> None:
+    # ModelCheckpoint saves in on_train_end too, after the averaged weights went into the module
+    whole, half, rest = build(NormNet), build(NormNet), build(NormNet)
+    fit(whole, callbacks=[lt.EMA(0.9)], max_epochs=4)
+    settings: dict[str, Any] = {"enable_checkpointing": True}
+    fit(half, callbacks=[lt.EMA(0.9), ModelCheckpoint(tmp_path, save_last=True)], max_epochs=2, **settings)
+    assert_equal(load(tmp_path / "last.ckpt")["state_dict"], weights(half))
+    fit(rest, callbacks=[lt.EMA(0.9)], max_epochs=4, ckpt_path=tmp_path / "last.ckpt")
+    assert_equal(weights(whole), weights(rest))
+
+
+def test_the_same_trainer_goes_on_with_both_weights() -> None:
+    class Start(Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            started.append((weights(pl_module), ema.averaged_state_dict(), ema._running.updates))
+
+    plain, module, ema, started = build(), build(), lt.EMA(0.9, warmup=False), []
+    fit(plain, max_epochs=1)
+    run = fit(module, callbacks=[ema, Start()], max_epochs=1)
+    ended = weights(module)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, loader(), loader(24))
+    raw, average, updates = started[1]
+    assert_equal(raw, weights(plain))
+    assert_equal(average, ended)
+    assert updates == 6
+    assert ema._running.updates == 12
+
+
+def test_weights_changed_between_two_fits_are_respected() -> None:
+    module, ema = build(), lt.EMA(0.9)
+    run = fit(module, callbacks=[ema], max_epochs=1)
+    with torch.no_grad():
+        module.layers[0].weight.zero_()
+    run.fit_loop.max_epochs = 1
+    run.fit(module, loader(), loader(24))  # nothing left to do but to start
+    assert not module.layers[0].weight.any()
+
+
+def test_one_object_starts_anew_with_another_trainer() -> None:
+    ema, first, second, reference = lt.EMA(0.9), build(), build(), build()
+    fit(first, callbacks=[ema])
+    fit(second, callbacks=[ema])
+    fit(reference, callbacks=[lt.EMA(0.9)])
+    assert_equal(weights(second), weights(reference))
+
+
+def test_a_checkpoint_without_average_can_be_resumed_with_one(tmp_path: Any) -> None:
+    fit(build(), max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    naive, module = NaiveEMA(0.9), build()
+    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
+    naive.assert_equals(module.state_dict())
+
+
+def test_averages_of_unknown_weights_are_refused_unless_loading_is_lenient(tmp_path: Any) -> None:
+    class Bigger(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(8, 8)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step((self.extra(batch[0]), batch[1]), batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.layers.parameters(), lr=0.1)
+
+    class Renaming(Net):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            for name in ("extra.weight", "extra.bias"):
+                checkpoint["state_dict"].pop(name, None)
+
+    fit(build(Bigger), callbacks=[lt.EMA(0.9)], max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(KeyError, match=r"extra\.bias, extra\.weight"):
+        fit(build(Renaming), callbacks=[lt.EMA(0.9)], ckpt_path=tmp_path / "x.ckpt")
+    lenient = build(Net)
+    lenient.strict_loading = False
+    fit(lenient, callbacks=[lt.EMA(0.9)], ckpt_path=tmp_path / "x.ckpt")
+
+
+# ---- exceptions
+
+
+class Failing(Net):
+    """Raises in the second validation, while averaged weights are in place."""
+
+    def __init__(self, error: type[BaseException] = RuntimeError) -> None:
+        super().__init__()
+        self.error = error
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 1 and batch_idx == 1:
+            raise self.error("planned")
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_validation_leaves_the_module_raw_and_the_checkpoint_right(
+    tmp_path: Any, error: type[BaseException]
+) -> None:
+    naive, module = NaiveEMA(0.9, warmup=True), build(Failing, error=error)
+    raw = build()
+    fit(raw, max_epochs=2)
+    checkpoint = ModelCheckpoint(tmp_path, filename="broken", save_on_exception=True)
+    with pytest.raises((RuntimeError, SystemExit)):
+        fit(module, callbacks=[checkpoint, lt.EMA(0.9), naive], enable_checkpointing=True)
+    assert_equal(weights(module), weights(raw))
+    (path,) = [path for path in tmp_path.iterdir() if "exception" in path.name or "broken" in path.name]
+    saved = load(path)
+    naive.assert_equals(saved["state_dict"])
+    raw_weights = {name: value for name, value in weights(raw).items() if name in raw_of(saved)}
+    assert_equal(raw_of(saved), raw_weights)
+
+
+def test_a_failed_fit_can_be_tried_again_with_the_same_objects() -> None:
+    module, ema = build(Failing), lt.EMA(0.9)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(module, callbacks=[ema])
+    module.validation_step = lambda *_: None
+    module.train()  # Lightning leaves it in eval mode
+    fit(module, callbacks=[ema])
+    assert ema._running.updates == 12
+
+
+def test_a_checkpoint_of_another_trainer_after_a_failed_fit_holds_the_averaged_weights(tmp_path: Any) -> None:
+    ema = lt.EMA(0.9)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(build(Failing), callbacks=[ema])
+    checkpoint, module = ModelCheckpoint(tmp_path, filename="x"), build()
+    fit(module, callbacks=[ema, checkpoint], enable_checkpointing=True)
+    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], weights(module))
+
+
+def test_nothing_stays_wrapped_after_a_fit() -> None:
+    module = build()
+    run = fit(module, callbacks=[lt.EMA(0.9)])
+    assert "lightning_module_state_dict" not in vars(run.strategy)
+    assert not run.optimizers or not any(o._optimizer_step_post_hooks for o in run.optimizers)
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"decay": 1.5}, ValueError, r"decay must be in \[0.0, 1.0\), got 1.5"),
+        ({"decay": 1.0}, ValueError, "decay"),
+        ({"decay": -0.1}, ValueError, "decay"),
+        ({"decay": "0.9"}, TypeError, "decay must be a number"),
+        ({"decay": float("nan")}, ValueError, "decay"),
+        ({"warmup": 3}, TypeError, "warmup must be True or False, got 3"),
+        ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
+        ({"every_n_steps": 1.5}, TypeError, "every_n_steps"),
+        ({"start": 1.5}, ValueError, "start must be an int"),
+        ({"start": -1}, ValueError, "start"),
+        ({"buffers": "avg"}, ValueError, "buffers must be one of 'copy', 'average', got 'avg'"),
+        ({"validate": "average"}, ValueError, "Did you mean 'averaged'"),
+        ({"at_end": None}, ValueError, "at_end"),
+    ],
+)
+def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lt.EMA(**arguments)
+
+
+def test_two_averages_in_one_trainer_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `EMA`"):
+        trainer(callbacks=[lt.EMA(0.9), lt.EMA(0.99)])
+
+
+def test_asking_for_an_average_before_there_is_one_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no average yet"):
+        lt.EMA().averaged_state_dict()
+    with pytest.raises(ValueError, match="no average of that Net"), lt.EMA().averaged(build()):
+        pass
+
+
+# ---- two processes
+
+
+def fit_ranks(folder: str) -> dict[str, Any]:
+    naive, module = NaiveEMA(0.9), build(Net)
+    ema = lt.EMA(0.9, warmup=False)
+    run = fit(module, callbacks=[ema, naive], strategy="ddp", devices=2, max_epochs=2)
+    naive.assert_equals(module.state_dict())
+    run.save_checkpoint(f"{folder}/half.ckpt")
+    whole, rest = build(PlainNet), build(PlainNet)
+    fit(whole, callbacks=[lt.EMA(0.9)], strategy="ddp", devices=2, max_epochs=4)
+    half = fit(build(PlainNet), callbacks=[lt.EMA(0.9)], strategy="ddp", devices=2, max_epochs=2)
+    half.save_checkpoint(f"{folder}/plain.ckpt")
+    fit(rest, callbacks=[lt.EMA(0.9)], strategy="ddp", devices=2, max_epochs=4, ckpt_path=f"{folder}/plain.ckpt")
+    assert_equal(weights(whole), weights(rest))
+    return {name: value.numpy() for name, value in ema.averaged_state_dict().items() if "running" not in name}
+
+
+def test_ddp_averages_resumes_and_agrees_between_ranks(tmp_path: Any) -> None:
+    first, second = run_ranks(fit_ranks, str(tmp_path))
+    assert first.keys() == second.keys()
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+@pytest.mark.gpu
+def test_cuda_average_equals_naive_and_can_live_in_host_memory() -> None:
+    naive, module = NaiveEMA(0.9), build()
+    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], accelerator="cuda", max_epochs=3)
+    average = {name: value.cpu() for name, value in naive.average.items()}
+    for name, value in average.items():
+        torch.testing.assert_close(module.state_dict()[name].cpu().double(), value, atol=1e-6, rtol=1e-6)
+    beside, apart = build(), build()
+    fit(beside, callbacks=[lt.EMA(0.9)], accelerator="cuda")
+    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator="cuda")
+    assert_close(weights(beside), weights(apart))
