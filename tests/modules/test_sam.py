@@ -1,0 +1,365 @@
+"""SAM against a naive loop, its no-op limit, the purity of its second run, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
+
+import lightning_tricks as lt
+from lightning_tricks.modules.sam import sam_perturb_
+from tests.nets import (
+    Net,
+    NormNet,
+    PlainNet,
+    assert_close,
+    assert_equal,
+    build,
+    fit,
+    loader,
+    rank_loader,
+    weights,
+)
+from tests.ranks import run_ranks
+from tests.reference.sam import naive_sam
+
+
+class SAMNet(lt.SAMMixin, Net):
+    sam = lt.SAM(rho=0.1)
+
+
+class SAMNormNet(lt.SAMMixin, NormNet):
+    sam = lt.SAM(rho=0.1)
+
+
+class SAMPlainNet(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(rho=0.1)
+
+
+def windows(accumulate: int) -> list[list[Any]]:
+    """The 6 batches of an epoch in accumulation windows; the last may be ragged."""
+    batches = list(loader())
+    return [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+
+
+# ---- equal to the naive loop
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])  # 6 batches: 4 leaves a ragged window
+@pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_equals_a_naive_loop(accumulate: int, clip: tuple[str, float] | None, precision: Any) -> None:
+    ours, theirs = build(SAMNormNet), build(NormNet)
+    clipping = {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]} if clip else {}
+    fit(ours, accumulate_grad_batches=accumulate, precision=precision, max_epochs=1, **clipping)
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+    naive_sam(theirs, windows(accumulate), rho=0.1, accumulate=accumulate, clip=clip, dtype=dtype)
+    assert_close(weights(ours), weights(theirs), 1e-6 if dtype is None else 2e-4)
+
+
+def test_the_grad_scaler_changes_nothing_but_the_scale() -> None:
+    scaled, plain = build(SAMPlainNet), build(SAMPlainNet)
+    # fp16 autocast with a scale that is a power of two: equal to the same without scaling
+    for module, scale in ((scaled, 64.0), (plain, 1.0)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], accumulate_grad_batches=2, max_epochs=1)
+    assert_close(weights(scaled), weights(plain), 1e-3)
+
+
+@pytest.mark.parametrize("when", ["first run", "second run"])
+def test_an_overflow_in_either_run_skips_the_step_and_leaves_everything_finite(when: str) -> None:
+    class Overflow(SAMNormNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hit = self._sam_replays == (when == "second run")
+            return super().training_step(batch, batch_idx) * (float("inf") if hit else 1.0)
+
+    module, start = build(Overflow), weights(build(Overflow))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], max_steps=1)
+    assert scaler.get_scale() == 32.0
+    ended = weights(module)
+    assert all(torch.isfinite(value).all() for value in ended.values())
+    assert_equal(
+        {n: ended[n] for n, _ in module.named_parameters()}, {n: start[n] for n, _ in module.named_parameters()}
+    )
+
+
+def test_the_perturbation_has_length_rho() -> None:
+    torch.manual_seed(0)
+    before = [torch.randn(300, 7), torch.randn(5), torch.randn(())]
+    for scale in (1e-6, 1.0, 1e6):
+        after = [w.clone() for w in before]
+        gradients = [torch.randn_like(w) * scale for w in before]
+        norm = sam_perturb_(after, gradients, rho=0.5)
+        moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+        torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients]).norm())
+
+
+def test_a_zero_gradient_moves_nothing() -> None:
+    weight = torch.ones(3)
+    assert sam_perturb_([weight], [torch.zeros(3)], rho=0.5) == 0
+    assert torch.equal(weight, torch.ones(3))
+
+
+# ---- the no-op limit
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
+    ids=str,
+)
+def test_rho_zero_is_bit_equal_to_no_mixin(settings: dict[str, Any]) -> None:
+    class Still(SAMNet):
+        sam = lt.SAM(rho=0)
+
+    plain, still = build(Net), build(Still)
+    plain_run, run = fit(plain, **settings), fit(still, **settings)
+    assert_equal(weights(plain), weights(still))
+    assert run.callback_metrics == plain_run.callback_metrics
+    assert run.global_step == plain_run.global_step
+
+
+def test_learning_rate_zero_leaves_the_weights_bit_equal() -> None:
+    module, start = build(SAMPlainNet, lr=0.0), weights(build(SAMPlainNet))
+    fit(module)
+    assert_equal(weights(module), start)
+
+
+# ---- the second run
+
+
+class Watched(SAMNet):
+    """Counts what a user could notice twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(num_classes=2)
+        self.steps = 0
+        self.losses: list[float] = []
+        self.draws: list[tuple[float, float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.steps += 1
+        self.draws.append((torch.rand(()).item(), numpy.random.rand(), random.random()))
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        loss = F.cross_entropy(logits, y)
+        self.losses.append(loss.item())
+        self.log_dict({"loss": loss}, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_the_second_run_is_not_seen_in_logs_metrics_and_random_numbers() -> None:
+    module = build(Watched)
+    run = fit(module, max_epochs=1)
+    assert module.steps == 12
+    assert module.draws[0::2] == module.draws[1::2]
+    assert len(set(module.draws)) == 6
+    sizes = [8, 8, 8, 8, 8, 4]
+    mean = sum(loss * size for loss, size in zip(module.losses[0::2], sizes, strict=True)) / 44
+    assert run.callback_metrics["loss"].item() == pytest.approx(mean, abs=1e-6)
+    assert module.losses[0::2] != module.losses[1::2]
+
+
+def test_metrics_and_batchnorm_count_each_sample_once() -> None:
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append(int(sum(pl_module.accuracy.metric_state[name].sum() for name in ("tp", "fp"))))
+
+    seen: list[int] = []
+    module = build(Watched)
+    fit(module, max_epochs=1, callbacks=[Count()])
+    assert seen == [44]
+    assert module.layers[1].num_batches_tracked == 6
+
+
+def test_a_module_may_use_the_hooks_itself_and_return_a_dictionary() -> None:
+    class Busy(SAMPlainNet):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            return {"loss": super().training_step(batch, batch_idx), "other": torch.ones(())}
+
+    ours, theirs = build(Busy), build(PlainNet)
+    fit(ours, max_epochs=1)
+    naive_sam(theirs, windows(1), rho=0.1, accumulate=1)
+    assert_close(weights(ours), weights(theirs))
+
+
+def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None:
+    class Failing(SAMNormNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self._sam_replays:
+                raise RuntimeError("planned")
+            return super().training_step(batch, batch_idx)
+
+    module, start = build(Failing), weights(build(Failing))
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(module)
+    ended = weights(module)
+    assert_equal(
+        {n: ended[n] for n, _ in module.named_parameters()}, {n: start[n] for n, _ in module.named_parameters()}
+    )
+    assert not module._sam_replays
+
+
+def test_frozen_and_unused_weights_are_left_alone() -> None:
+    class Partial(SAMPlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = torch.nn.Linear(2, 2)
+            self.layers[0].weight.requires_grad_(False)
+
+    module, start = build(Partial), weights(build(Partial))
+    fit(module)
+    ended = weights(module)
+    for name in ("unused.weight", "layers.0.weight"):
+        assert torch.equal(ended[name], start[name])
+    assert not torch.equal(ended["layers.0.bias"], start["layers.0.bias"])
+
+
+def test_resume_is_bit_exact_and_the_checkpoint_holds_no_copy(tmp_path: Any) -> None:
+    whole, half, rest = build(SAMNormNet), build(SAMNormNet), build(SAMNormNet)
+    fit(whole, max_epochs=4)
+    fit(half, max_epochs=2).save_checkpoint(tmp_path / "x.ckpt")
+    fit(rest, max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    assert_equal(weights(whole), weights(rest))
+    assert not torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]
+
+
+def test_a_second_fit_and_a_plain_module_in_the_same_trainer_work() -> None:
+    run = fit(build(SAMPlainNet), max_epochs=1)
+    assert "training_step" not in vars(run.strategy)
+    plain, reference = build(PlainNet), build(PlainNet)
+    run.fit_loop.epoch_progress.reset()
+    run.fit_loop.max_epochs = 1
+    run.fit(plain, loader(), loader(24))
+    fit(reference, max_epochs=1)
+    assert_equal(weights(plain), weights(reference))
+
+
+# ---- two processes
+
+
+def fit_rank(kind: type[Net], rho: float, settings: dict[str, Any]) -> dict[str, Any]:
+    module = build(kind)
+    module.sam = lt.SAM(rho)
+    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "max_epochs": 2, **settings}
+    fit(module, train=rank_loader(), **settings)
+    return {name: value.numpy() for name, value in weights(module).items()}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"strategy": "ddp_find_unused_parameters_true"}, {"strategy": "ddp_bf16"}], ids=str
+)
+def test_two_ranks_equal_one_rank_with_two_micro_batches(settings: dict[str, Any]) -> None:
+    first, second = run_ranks(fit_rank, SAMPlainNet, 0.1, settings)
+    assert all((first[name] == second[name]).all() for name in first)
+    module = build(SAMPlainNet)
+    precision = "bf16-mixed" if settings.get("strategy") == "ddp_bf16" else "32-true"
+    fit(module, train=loader(48), accumulate_grad_batches=2, max_epochs=2, precision=precision)
+    for name, value in weights(module).items():
+        torch.testing.assert_close(torch.from_numpy(first[name]), value, atol=1e-6, rtol=1e-5)
+
+
+def fit_ranks_accumulating() -> list[dict[str, Any]]:
+    return [fit_rank(SAMNet, rho, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}) for rho in (0.0, 0.1)]
+
+
+def test_ranks_agree_bit_for_bit_with_accumulation_and_clipping() -> None:
+    first, second = run_ranks(fit_ranks_accumulating)
+    for a, b in zip(first, second, strict=True):
+        for name in a:
+            if "running" not in name:
+                assert (a[name] == b[name]).all(), name
+
+
+# ---- refusals
+
+
+def refused(strategy: type[Strategy], arguments: dict[str, Any]) -> str:
+    module = build(SAMPlainNet)
+    module.configure_model = lambda: None
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(module, strategy=strategy(**arguments))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "message"),
+    [
+        (DDPStrategy, {"static_graph": True}, "leave static_graph out"),
+        (ModelParallelStrategy, {}, "got ModelParallelStrategy"),
+    ],
+)
+def test_a_strategy_that_cannot_be_right_is_refused_by_name(
+    strategy: type[Strategy], arguments: dict[str, Any], message: str
+) -> None:
+    assert message in run_ranks(refused, strategy, arguments, nprocs=1)[0]
+
+
+def test_the_mixin_after_lightning_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"class Wrong\(SAMMixin, LightningModule\)"):
+
+        class Wrong(Net, lt.SAMMixin):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({"sam": 0.05}, {}, r"SAMPlainNet.sam must be a SAM\(rho=...\), got 0.05"),
+        ({"automatic_optimization": False}, {}, "automatic_optimization=False"),
+        ({}, {"precision": "bf16-true"}, "layers.0.weight is torch.bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_right_is_refused_by_name(change: dict[str, Any], settings: Any, message: str) -> None:
+    module = build(SAMPlainNet)
+    for name, value in change.items():
+        setattr(module, name, value)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, **settings)
+
+
+def test_a_configure_callbacks_that_forgets_super_is_refused() -> None:
+    class Forgetful(SAMPlainNet):
+        def configure_callbacks(self) -> list[Callback]:
+            return []
+
+    with pytest.raises(MisconfigurationException, match="super"):
+        fit(build(Forgetful))
+
+
+@pytest.mark.parametrize(("rho", "error"), [(-1, ValueError), (float("inf"), ValueError), ("0.1", TypeError)])
+def test_a_bad_radius_is_named(rho: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"rho must be a.*|rho must be in \[0.0, inf\)"):
+        lt.SAM(rho=rho)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_cuda_rho_zero_is_bit_equal_to_no_mixin(precision: Any) -> None:
+    class Still(SAMNet):
+        sam = lt.SAM(rho=0)
+
+    plain, still = build(Net), build(Still)
+    fit(plain, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
+    fit(still, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
+    assert_equal(weights(plain), weights(still))
