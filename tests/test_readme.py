@@ -1,0 +1,88 @@
+"""README: its figures are those of the committed runs, its code runs, its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_tricks as lt
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def figure(folder: str, variant: str, key: str = "test_accuracy") -> str:
+    """Mean and (population) standard deviation over the seeds, as the demo prints them."""
+    runs = json.loads((RESULTS / folder / "results.json").read_text())["runs"][variant]
+    values = [run[key] for run in runs]
+    assert len(values) == 5
+    return f"{statistics.fmean(values):.3f} ± {statistics.pstdev(values):.3f}"
+
+
+@pytest.mark.parametrize(
+    ("row", "variant"),
+    [
+        ("| plain training |", "plain"),
+        ("| `EMA` |", "EMA"),
+        ("| `SAMMixin`, `SAM` |", "SAM"),
+        ("| `flat_cos` |", "flat_cos"),
+        ("| all three |", "SAM + EMA + flat_cos"),
+    ],
+)
+def test_the_trick_table_holds_the_committed_figures(row: str, variant: str) -> None:
+    (line,) = [line for line in README.splitlines() if line.startswith(row) and "±" in line]
+    assert figure("digits", variant) in line
+
+
+def test_the_null_result_is_the_committed_one() -> None:
+    for variant in ("plain", "SAM + EMA + flat_cos"):
+        assert figure("digits_clean", variant) in README
+
+
+def test_the_best_epoch_of_plain_training_is_the_committed_one() -> None:
+    runs = json.loads((RESULTS / "digits" / "results.json").read_text())["runs"]
+    plain, tricks = (
+        [statistics.fmean(epoch) for epoch in zip(*(run["val_accuracy"] for run in runs[variant]), strict=True)]
+        for variant in ("plain", "SAM + EMA + flat_cos")
+    )
+    text = " ".join(README.split())
+    assert f"{max(plain):.3f} at epoch {plain.index(max(plain)) + 1}" in text
+    assert f"{tricks[-1]:.3f} at the end" in text
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_the_code_runs(code: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_yaml_configures_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = blocks("yaml")
+    (tmp_path / "config.yaml").write_text(text + "  accelerator: cpu\n  logger: false\nmodel: tests.nets.Net\n")
+    monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(tmp_path / "config.yaml")])
+    trainer = LightningCLI(save_config_callback=None, run=False).trainer
+    assert trainer.precision == "bf16-mixed"
+    assert trainer.strategy.strategy_name == "ddp_bf16"
+    assert {lt.EMA, lt.LRSchedule} <= {type(callback) for callback in trainer.callbacks}
+
+
+def test_links_inside_the_repository_resolve() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_it_is_short() -> None:
+    assert len(README.split()) <= 1200
