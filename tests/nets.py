@@ -101,7 +101,8 @@ def fit(
     """Seed, fit and hand back the Trainer. Build the module after a seed of its own."""
     run = trainer(**settings)
     pl.seed_everything(7, verbose=False)
-    run.fit(module, train or loader(), val or loader(24), ckpt_path=ckpt_path)
+    train, val = loader() if train is None else train, loader(24) if val is None else val
+    run.fit(module, train, val, ckpt_path=ckpt_path)
     return run
 
 

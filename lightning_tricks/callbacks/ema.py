@@ -143,7 +143,7 @@ class EMA(Callback):
         """
         if self._averages is None:
             raise ValueError("This EMA has no average yet: fit a module with it first.")
-        state = self._averages.in_state_dict(self._averages.module.state_dict(), "averaged")
+        state = self._averages.state_dict_with("averaged", self._averages.module.state_dict)
         return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     @override
@@ -246,8 +246,7 @@ class EMA(Callback):
             self._running.lerp(1 - decay)
 
     def _validated_state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        state_dict = original()
-        return state_dict if self._averages is None else self._averages.in_state_dict(state_dict, self.validate)
+        return original() if self._averages is None else self._averages.state_dict_with(self.validate, original)
 
     def _end_saving(self) -> None:
         if self._unwrap is not None:

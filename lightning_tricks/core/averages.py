@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -68,28 +68,21 @@ class Averages:
         pairs = zip(self.weights(), self.tensors.values(), strict=True)
         return self.holds == "raw" or all(torch.equal(w, a.to(w.device, w.dtype)) for w, a in pairs)
 
-    def in_state_dict(self, state_dict: dict[str, Any], which: Which) -> dict[str, Any]:
-        """The module's ``state_dict`` with the averaged or the raw weights in it.
+    def state_dict_with(self, which: Which, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What ``state_dict()`` gives while the module holds the averaged or the raw weights.
 
-        A weight is found by its storage and so under any name, a copy of one (a module may save copies) by its name.
+        They are put into the module for the call, so whatever ``state_dict`` renames, copies, ties or leaves out is
+        right. What it gives is live where the module holds those weights anyway, otherwise copies in host memory.
         """
-        if which == self.holds or not self.updates:
-            return state_dict
-        weights = self.weights()
-        values = list(self.tensors.values()) if which == "averaged" else self._swap.aside
-        assert values is not None
-        others: dict[tuple[int, torch.Size] | None, Tensor] = {
-            _place(w): v for w, v in zip(weights, values, strict=True)
-        }
-        places = {name: _place(tensor) for name, tensor in _named(self.module, remove_duplicate=False).items()}
-
-        def other(name: str, saved: Any) -> Any:
-            if not isinstance(saved, Tensor):
-                return saved
-            value = others.get(_place(saved), others.get(places.get(name)))
-            return saved if value is None or value.shape != saved.shape else value.to(saved.device, saved.dtype)
-
-        return {name: other(name, saved) for name, saved in state_dict.items()}
+        before = self.holds
+        self.show(which)
+        try:
+            state = state_dict()
+            if self.holds != before:
+                state = {n: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for n, v in state.items()}
+        finally:
+            self.show(before)
+        return state
 
     def state_dict(self, saved: Which) -> dict[str, Any]:
         """What a checkpoint whose ``state_dict`` has the ``saved`` weights needs besides to restore both exactly."""
@@ -126,10 +119,5 @@ class Averages:
                 copy_([named[name]], [state["raw"][name]])
 
 
-def _named(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    parameters = module.named_parameters(remove_duplicate=remove_duplicate)
-    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=remove_duplicate))}
-
-
-def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -35,6 +35,14 @@ class Renamed(nn.Module):
         return {f"net.{name}": value for name, value in state.items()} | {"version": 3}
 
 
+class RenamedCopies(Renamed):
+    """Saves copies under other names, so that nothing but the call itself tells which weight is which."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+
 class Cloned(Tied):
     """A module that saves copies of its weights."""
 
@@ -80,8 +88,16 @@ def _place(tensor: Tensor) -> int:
 
 EACH = pytest.mark.parametrize(
     ("kind", "buffers"),
-    [(Tied, False), (Renamed, False), (Cloned, False), (norm_net, False), (norm_net, True), (bf16, False)],
-    ids=["tied", "renamed", "cloned", "batchnorm", "batchnorm-averaged", "bf16"],
+    [
+        (Tied, False),
+        (Renamed, False),
+        (RenamedCopies, False),
+        (Cloned, False),
+        (norm_net, False),
+        (norm_net, True),
+        (bf16, False),
+    ],
+    ids=["tied", "renamed", "renamed-copies", "cloned", "batchnorm", "batchnorm-averaged", "bf16"],
 )
 
 
@@ -123,7 +139,7 @@ def test_either_set_goes_into_the_state_dict_whatever_is_held(
     both = {"raw": weights_of(nn.Module.state_dict(averages.module)), "averaged": expected(averages)}
     averages.show(held)
     for which in ("raw", "averaged"):
-        found = averages.in_state_dict(averages.module.state_dict(), which)
+        found = averages.state_dict_with(which, averages.module.state_dict)
         assert found.keys() == averages.module.state_dict().keys()
         tensors = {name.removeprefix("net."): value for name, value in found.items() if isinstance(value, Tensor)}
         assert_equal(tensors, both[which])
@@ -136,7 +152,7 @@ def weights_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_other_values_of_a_state_dict_stay() -> None:
     averages = make(Renamed)
-    assert averages.in_state_dict(averages.module.state_dict(), "averaged")["version"] == 3
+    assert averages.state_dict_with("averaged", averages.module.state_dict)["version"] == 3
 
 
 def test_before_the_first_update_the_averaged_weights_are_the_raw_ones() -> None:
@@ -145,7 +161,7 @@ def test_before_the_first_update_the_averaged_weights_are_the_raw_ones() -> None
     raw = weights(averages.module)
     averages.show("averaged")
     assert averages.holds == "raw"
-    assert_equal(averages.in_state_dict(averages.module.state_dict(), "averaged"), raw)
+    assert_equal(averages.state_dict_with("averaged", averages.module.state_dict), raw)
 
 
 @EACH
@@ -160,7 +176,7 @@ def test_a_checkpoint_restores_both_sets_bit_for_bit(
     raw = weights_of(nn.Module.state_dict(averages.module))
     averages.show(held)
     file = copy.deepcopy(
-        {"net": averages.in_state_dict(averages.module.state_dict(), saved), "averages": averages.state_dict(saved)}
+        {"net": averages.state_dict_with(saved, averages.module.state_dict), "averages": averages.state_dict(saved)}
     )
     restored = Averages(kind())
     tensors = {name.removeprefix("net."): value for name, value in file["net"].items() if isinstance(value, Tensor)}
