@@ -21,7 +21,7 @@ from lightning_tricks.core.checks import check_count, check_range
 Results = dict[str, list[dict[str, Any]]]
 
 
-def demo(output: Path, *, seeds: int = 5, epochs: int = 60, noise: float = 0.4) -> Results:
+def demo(output: Path, *, seeds: int = 5, epochs: int = 55, noise: float = 0.4) -> Results:
     """Run every variant with every seed; print the table; write report.png, results.json and digits.ckpt.
 
     Args:

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for the results (default: demo)")
     demo.add_argument("--seeds", type=int, default=5, help="runs of each variant (default: 5)")
-    demo.add_argument("--epochs", type=int, default=60, help="epochs of each run (default: 60)")
+    demo.add_argument("--epochs", type=int, default=55, help="epochs of each run (default: 55)")
     demo.add_argument("--noise", type=float, default=0.4, help="share of wrong training labels (default: 0.4)")
     return parser
 
