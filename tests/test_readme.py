@@ -74,7 +74,7 @@ def test_the_yaml_configures_what_it_says(tmp_path: Path, monkeypatch: pytest.Mo
     (text,) = blocks("yaml")
     (tmp_path / "config.yaml").write_text(text + "  accelerator: cpu\n  logger: false\nmodel: tests.nets.Net\n")
     monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(tmp_path / "config.yaml")])
-    trainer = LightningCLI(save_config_callback=None, run=False).trainer
+    trainer = LightningCLI(save_config_callback=None, seed_everything_default=0, run=False).trainer
     assert trainer.precision == "bf16-mixed"
     assert trainer.strategy.strategy_name == "ddp_bf16"
     assert {lt.EMA, lt.LRSchedule} <= {type(callback) for callback in trainer.callbacks}

@@ -82,8 +82,8 @@ def _picture(results: Results, path: Path) -> None:
         _draw(left, [r["val_accuracy"] for r in results[name]], name)
     for key, label in (("val_accuracy_raw", "raw weights"), ("val_accuracy", "averaged weights")):
         _draw(right, [r[key] for r in results["EMA"]], label)
-    left.set(title="three lines more", xlabel="epoch", ylabel="validation accuracy")
-    right.set(title="one run with EMA()", xlabel="epoch")
+    left.set(title="plain training, and three lines more", xlabel="epoch", ylabel="validation accuracy")
+    right.set(title="EMA(): raw and averaged weights of the same runs", xlabel="epoch")
     figure.savefig(path, dpi=120)
 
 
