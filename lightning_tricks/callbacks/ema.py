@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages
+from lightning_tricks.core.averaging import AveragingCallback
 from lightning_tricks.core.checks import (
     check_bool,
     check_choice,
@@ -21,9 +18,7 @@ from lightning_tricks.core.checks import (
     check_range,
     duration_steps,
 )
-from lightning_tricks.core.trainer import StepWatch, is_fitting, require_whole_weights, wrap_method
-from lightning_tricks.core.weights import float_buffers, trainable
-from lightning_tricks.schedules.steps import optimizer_steps
+from lightning_tricks.schedules.steps import UnknownTotalSteps, optimizer_steps
 
 
 def ema_decay(updates: int, decay: float, *, warmup: bool = True, every_n_steps: int = 1) -> float:
@@ -47,7 +42,7 @@ def ema_decay(updates: int, decay: float, *, warmup: bool = True, every_n_steps:
 
 
 @final
-class EMA(Callback):
+class EMA(AveragingCallback):
     """Averaged weights for validation, checkpoints and the end: ``average += (1-d) * (weight - average)``.
 
     The average starts as a copy of the weights once ``start`` is reached (fp32 at least, whatever the weights are) and
@@ -67,12 +62,13 @@ class EMA(Callback):
         buffers: "copy" keeps the module's current buffers, "average" averages the floating-point ones too.
         validate: Validate "averaged" or "raw" weights.
         at_end: Which weights the module holds when training has ended, "averaged" or "raw".
-        device: Where the average lives: None for beside the weights, or for example "cpu".
+        device: Where the average lives: None for beside the weights, or "cpu".
 
     Raises:
+        TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At setup, under a strategy that shards the weights. (A second EMA in one Trainer
-            is refused by the Trainer.)
+        MisconfigurationException: At setup, under a strategy that shards the weights; when training starts, if
+            ``start`` is a fraction of an unknown length. (The Trainer itself refuses a second EMA.)
 
     Example:
         >>> import lightning.pytorch as pl
@@ -92,7 +88,7 @@ class EMA(Callback):
         buffers: Literal["copy", "average"] = "copy",
         validate: Literal["averaged", "raw"] = "averaged",
         at_end: Literal["averaged", "raw"] = "averaged",
-        device: str | None = None,
+        device: Literal["cpu"] | None = None,
     ) -> None:
         check_range("decay", decay, 0.0, 1.0, below=True)
         check_bool("warmup", warmup)
@@ -101,6 +97,8 @@ class EMA(Callback):
         check_choice("buffers", buffers, ("copy", "average"))
         check_choice("validate", validate, ("averaged", "raw"))
         check_choice("at_end", at_end, ("averaged", "raw"))
+        if device is not None:
+            check_choice("device", device, ("cpu",))
         self.decay = decay
         self.warmup = warmup
         self.every_n_steps = every_n_steps
@@ -108,147 +106,24 @@ class EMA(Callback):
         self.buffers = buffers
         self.validate = validate
         self.at_end = at_end
-        self.device = None if device is None else str(torch.device(device))
-        self._trainer: pl.Trainer | None = None
-        self._averages: Averages | None = None
-        self._steps = 0
-        self._start_step = 0.0
-        self._watch = StepWatch()
-        self._unwrap: Callable[[], None] | None = None
+        self.device = device
+        super().__init__()
 
-    @contextmanager
-    def averaged(self, pl_module: pl.LightningModule) -> Iterator[None]:
-        """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
-
-        Args:
-            pl_module: The module that was or is being trained with this callback.
-
-        Raises:
-            ValueError: If this callback has no average of that module.
-        """
-        if self._averages is None or self._averages.module is not pl_module:
-            raise ValueError(f"This EMA has no average of that {type(pl_module).__name__}: fit it with EMA first.")
-        before = self._averages.holds
-        self._averages.show("averaged")
+    @override
+    def _first_step(self, trainer: pl.Trainer) -> float:
+        if isinstance(self.start, int) or self.start == 0:
+            return self.start
         try:
-            yield
-        finally:
-            self._averages.show(before)
-
-    def averaged_state_dict(self) -> dict[str, Any]:
-        """A copy of the module's ``state_dict()`` with the averaged weights in it.
-
-        Raises:
-            ValueError: If nothing was trained with this callback yet.
-        """
-        if self._averages is None:
-            raise ValueError("This EMA has no average yet: fit a module with it first.")
-        state = self._averages.state_dict_with("averaged", self._averages.module.state_dict)
-        return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+            return duration_steps(self.start, optimizer_steps(trainer))
+        except UnknownTotalSteps as error:
+            raise MisconfigurationException(
+                f"EMA(start={self.start}) is a fraction of a training whose length is unknown: {error.reason}. Give"
+                " start in optimizer steps (an int)."
+            ) from error
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not is_fitting(trainer):
-            return
-        require_whole_weights(trainer, "EMA")
-        goes_on = trainer is self._trainer and self._averages is not None and self._averages.module is pl_module
-        if self._averages is not None and goes_on and self._averages.untouched():
-            self._averages.show("raw")
-        else:
-            self._trainer, self._averages, self._steps = trainer, Averages(pl_module, self.device), 0
-        self._end_saving()  # still wrapped if the last fit failed, perhaps that of another Trainer
-        self._unwrap = wrap_method(trainer.strategy, "lightning_module_state_dict", self._validated_state_dict)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        total = optimizer_steps(trainer) if isinstance(self.start, float) and self.start else 0
-        self._start_step = duration_steps(self.start, total)
-        if self._running.tensors or trainer.global_step >= self._start_step:
-            self._track(pl_module)
-        self._watch.start(trainer)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 0 and self._running.tensors:
-            self._track(pl_module)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not self._watch.stepped():
-            return
-        if self._running.tensors:
-            self._update()
-        elif trainer.global_step >= self._start_step:
-            self._track(pl_module)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if is_fitting(trainer):
-            self._running.show(self.validate)
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if is_fitting(trainer):
-            self._running.show("raw")
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch.stop()
-        self._running.show(self.at_end)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._watch.stop()
-        if is_fitting(trainer) and self._averages is not None:
-            self._averages.show("raw")
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if is_fitting(trainer):
-            self._end_saving()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._averages is None or not self._averages.tensors:
-            return {}
-        # after the fit nothing is wrapped any more and the module is saved as it is
-        saved = self._averages.holds if self._unwrap is None else self.validate
-        return {"steps": self._steps, **self._averages.state_dict(saved)}
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if not is_fitting(trainer):
-            self._averages = None  # the module now holds the weights of that checkpoint
-        elif state := checkpoint["callbacks"].get(self.state_key):
-            self._steps = state["steps"]
-            self._running.load_state_dict(state, strict=pl_module.strict_loading)
-
-    @property
-    def _running(self) -> Averages:
-        assert self._averages is not None, "setup comes first"
-        return self._averages
-
-    def _track(self, pl_module: pl.LightningModule) -> None:
-        buffers = float_buffers(pl_module) if self.buffers == "average" else {}
-        self._running.track({**trainable(pl_module), **buffers})
-
-    def _update(self) -> None:
-        self._steps += 1
-        if self._steps % self.every_n_steps == 0:
-            updates = self._running.updates
-            decay = ema_decay(updates, self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
-            self._running.lerp(1 - decay)
-
-    def _validated_state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return original() if self._averages is None else self._averages.state_dict_with(self.validate, original)
-
-    def _end_saving(self) -> None:
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
+    def _update(self, averages: Averages) -> None:
+        averages.steps += 1
+        if averages.steps % self.every_n_steps == 0:
+            decay = ema_decay(averages.updates, self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
+            averages.lerp(1 - decay)

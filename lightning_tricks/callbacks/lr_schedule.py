@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.trainer import is_fitting
-from lightning_tricks.schedules import factories
+from lightning_tricks.schedules import CurveLR, factories
 
 _CURVES = {
     factory.__name__: factory
@@ -107,3 +107,10 @@ class LRSchedule(Callback):
             optimizer, pl_module, total_steps=self.total_steps, **self.settings
         )["lr_scheduler"]
         trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**schedule))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # resumed from a checkpoint without a schedule: nothing was restored, the steps were taken all the same
+        scheduler = trainer.lr_scheduler_configs[0].scheduler
+        if trainer.ckpt_path and isinstance(scheduler, CurveLR) and scheduler.last_epoch == 0:
+            scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": trainer.global_step})

@@ -50,8 +50,8 @@ class Digits(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        return lt.flat_cos(optimizer, self) if self.schedule else optimizer
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return lt.flat_cos(optimizer, self, warmup=0.05) if self.schedule else optimizer
 
 
 class SharpDigits(lt.SAMMixin, Digits):

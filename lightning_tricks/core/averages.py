@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks.core.weights import Swap, copies, copy_, lerp_
+from lightning_tricks.core.weights import copies, copy_, lerp_
 
 Which = Literal["averaged", "raw"]
 
@@ -26,76 +27,86 @@ class Averages:
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
         self.module = module
         self.device = device
+        self.steps = 0
         self.updates = 0
         self.tensors: dict[str, Tensor] = {}
-        self._parameters: list[Tensor] | None = None
-        self._swap = Swap()
+        self._aside: list[Tensor] | None = None  # the raw weights, while averaged ones are in their place
+        self._left: list[int] = []
 
     def weights(self) -> list[Tensor]:
         """The tensors of the module that have an average, in the order of the averages."""
         named = _named(self.module)
+        if gone := [name for name in self.tensors if name not in named]:
+            raise RuntimeError(f"{type(self.module).__name__} has lost weights that are averaged: {', '.join(gone)}.")
         return [named[name] for name in self.tensors]
 
     def track(self, chosen: Mapping[str, Tensor]) -> None:
-        """Start an average, a copy, for each chosen weight that has none; move all to where they belong."""
+        """Average the chosen weights, from a copy for those that have no average yet, and put all where they belong.
+
+        Averages of other parameters (frozen meanwhile) stay, those of other buffers go.
+        """
+        for name in [name for name in dict(self.module.named_buffers()) if name not in chosen]:
+            self.tensors.pop(name, None)
         new = {name: weight for name, weight in chosen.items() if name not in self.tensors}
         self.tensors.update(zip(new, copies(list(new.values())), strict=True))
-        weights = self.weights()
-        for (name, average), weight in zip(list(self.tensors.items()), weights, strict=True):
+        for (name, average), weight in zip(list(self.tensors.items()), self.weights(), strict=True):
             self.tensors[name] = average.to(self.device or weight.device)
-        # a parameter stays the same object while training, a buffer may be assigned anew at any step
-        self._parameters = weights if all(isinstance(weight, nn.Parameter) for weight in weights) else None
 
     def lerp(self, fraction: float) -> None:
         """Move every average by ``fraction`` of the way to its weight."""
-        lerp_(list(self.tensors.values()), self._parameters or self.weights(), fraction)
+        lerp_(list(self.tensors.values()), self.weights(), fraction)
         self.updates += 1
 
     @property
     def holds(self) -> Which:
         """Which weights the module holds."""
-        return "raw" if self._swap.aside is None else "averaged"
+        return "raw" if self._aside is None else "averaged"
 
     def show(self, which: Which) -> None:
-        """Put the averaged or the raw weights into the module."""
-        if which == "averaged" and self.holds == "raw" and self.updates:
-            self._swap.put(self.weights(), list(self.tensors.values()))
-        elif which == "raw":
-            self._swap.back(self.weights())
+        """Put the averaged or the raw weights into the module.
 
-    def untouched(self) -> bool:
-        """Whether averaged weights that the module holds are still those that were put there."""
-        pairs = zip(self.weights(), self.tensors.values(), strict=True)
-        return self.holds == "raw" or all(torch.equal(w, a.to(w.device, w.dtype)) for w, a in pairs)
-
-    def state_dict_with(self, which: Which, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``state_dict()`` gives while the module holds the averaged or the raw weights.
-
-        They are put into the module for the call, so whatever ``state_dict`` renames, copies, ties or leaves out is
-        right. What it gives is live where the module holds those weights anyway, otherwise copies in host memory.
+        Only copies are made and each can be made again, so after an interrupt at any instruction ``show("raw")`` gives
+        the raw weights bit for bit.
         """
-        before = self.holds
-        self.show(which)
+        if which == "averaged" and self._aside is None and self.updates:
+            weights = self.weights()
+            self._aside = [w.detach().clone() for w in weights]
+            copy_(weights, list(self.tensors.values()))
+        elif which == "raw" and self._aside is not None:
+            copy_(self.weights(), self._aside)
+            self._aside = None
+
+    @contextmanager
+    def showing(self, which: Which) -> Iterator[None]:
+        """Show the averaged or the raw weights inside the block, then what was shown before."""
+        before, untouched = self.holds, self.untouched()
         try:
-            state = state_dict()
-            if self.holds != before:
-                state = {n: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for n, v in state.items()}
+            self.show(which)
+            yield
         finally:
             self.show(before)
-        return state
+            if untouched:
+                self.leave()
 
-    def state_dict(self, saved: Which) -> dict[str, Any]:
-        """What a checkpoint whose ``state_dict`` has the ``saved`` weights needs besides to restore both exactly."""
-        weights = self.weights()
-        if saved == "raw" or not self.updates:
-            return {"updates": self.updates, "raw": {}, "averaged": dict(self.tensors)}
-        raw = [w.detach() for w in weights] if self._swap.aside is None else self._swap.aside
-        rounded = {n: a for (n, a), w in zip(self.tensors.items(), weights, strict=True) if a.dtype != w.dtype}
-        return {
-            "updates": self.updates,
-            "raw": dict(zip(self.tensors, raw, strict=True)),
-            "averaged": rounded,
-        }
+    def leave(self) -> None:
+        """Note the parameters as they are, for ``untouched``."""
+        self._left = self._versions()
+
+    def untouched(self) -> bool:
+        """Whether nobody has written to the parameters since ``leave``."""
+        return self._left == self._versions()
+
+    def _versions(self) -> list[int]:
+        return [weight._version for weight in self.weights() if isinstance(weight, nn.Parameter)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the weights that the module holds now to restore both kinds exactly."""
+        counts = {"steps": self.steps, "updates": self.updates}
+        if self._aside is None:
+            return {**counts, "raw": {}, "averaged": dict(self.tensors)} if self.tensors else {}
+        pairs = zip(self.tensors.items(), self.weights(), strict=True)
+        rounded = {name: average for (name, average), weight in pairs if average.dtype != weight.dtype}
+        return {**counts, "raw": dict(zip(self.tensors, self._aside, strict=True)), "averaged": rounded}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -111,7 +122,7 @@ class Averages:
                 f"The checkpoint has averages of weights that {type(self.module).__name__} does not have:"
                 f" {', '.join(unknown)}. Load it into the module it was made with, or set strict_loading=False."
             )
-        self.updates = state["updates"]
+        self.steps, self.updates = state["steps"], state["updates"]
         for name in [name for name in names if name in named]:
             average = state["averaged"].get(name)
             self.tensors[name] = copies([named[name]])[0] if average is None else average

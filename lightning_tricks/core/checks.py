@@ -31,7 +31,7 @@ def check_bool(name: str, value: bool) -> None:
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise unless ``value`` is one of ``allowed``; the error suggests the nearest of them."""
-    if value in allowed:
+    if isinstance(value, str) and value in allowed:
         return
     near = difflib.get_close_matches(str(value).lower(), allowed, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

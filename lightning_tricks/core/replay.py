@@ -1,16 +1,18 @@
-"""Running a step again: the same random numbers, and a module's state as it was."""
+"""Running a step again: from the same batch, the same random numbers and the same state of the module."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 RandomState = dict[str, Any]
 
@@ -45,30 +47,82 @@ def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None
         _set_random_state(outside, device)
 
 
-@contextmanager
-def state_kept(module: nn.Module) -> Iterator[None]:
-    """Leave every buffer and every torchmetrics state of ``module`` as it was before the block, bit for bit."""
-    owners = [
-        (owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)
-    ]
-    values = [buffer.clone() for *_, buffer in owners]
-    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for (owner, name, buffer), value in zip(owners, values, strict=True):
-                setattr(owner, name, buffer if _is_expanded(buffer) else buffer.copy_(value))
-        for metric, state in metrics:
-            metric.__dict__.update(state)
+class ModuleState:
+    """What a step may change of a module besides its parameters: buffers and attributes, its submodules' too.
+
+    That covers the statistics of BatchNorm, torchmetrics, carried tensors, counters, lists, dictionaries and
+    generators. Objects of other kinds are not looked into.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        spaces = [space for owner in module.modules() for space in (owner.__dict__, owner._buffers)]
+        self._spaces = [(space, dict(space)) for space in spaces]
+        self._contents = [
+            contents
+            for space in spaces
+            for name, value in space.items()
+            if name not in _STRUCTURE and (contents := _contents(value))
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put every attribute, and what is in it, back to what it was; to be called once."""
+        for space, before in self._spaces:
+            for name in space.keys() - before.keys():
+                del space[name]
+            for name, value in before.items():
+                if space.get(name) is not value:
+                    space[name] = value
+        for restore in self._contents:
+            restore()
 
 
-def _is_expanded(buffer: Tensor) -> bool:
-    """Whether elements share memory; torch lets nobody write into such a tensor."""
-    return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+_STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
 
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    """Copies of the accumulated values (``metric_state``) and of the bookkeeping that an update changes."""
-    values = {name: list(v) if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
-    return values | {name: metric.__dict__[name] for name in ("_update_count", "_computed", "_forward_cache")}
+def _contents(value: Any) -> Callable[[], object] | None:
+    """A function that puts back what can change inside a value; None if nothing can."""
+    if isinstance(value, Tensor):
+        if value.is_inference() or 0 in value.stride():  # which torch refuses to write into
+            return None
+        return partial(value.detach().copy_, value.detach().clone())
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if type(value) is list:
+        return partial(value.__setitem__, slice(None), value.copy())
+    if type(value) in (dict, set, deque):
+        fill = value.extend if isinstance(value, deque) else value.update
+        before = value.copy()
+        return lambda: (value.clear(), fill(before))
+    return None
+
+
+def rebuilt(batch: Any) -> Any:
+    """The same tensors in new tuples, lists and dictionaries: taking items out of one leaves the other whole."""
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor)
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, wherever they are in it."""
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """A number for each tensor that moves when something is written into it."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def find_node(loss: Tensor, wanted: Callable[[str], bool]) -> str | None:
+    """The name of a node of the loss's graph that is ``wanted``, if there is one."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if wanted(node.name()):
+            return node.name()
+        seen.add(node)
+        todo.extend(following for following, _ in node.next_functions)
+    return None

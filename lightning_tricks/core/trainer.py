@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 Kind = TypeVar("Kind")
@@ -77,8 +78,10 @@ class StepWatch:
         stepped, self._stepped = self._stepped, False
         return stepped
 
-    def _note(self, *_: object) -> None:
-        self._stepped = True
+    def _note(self, optimizer: Optimizer, *_: object) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer is called and itself skips the step
+        if found_inf is None or not found_inf.item():
+            self._stepped = True
 
 
 def has_static_graph(trainer: pl.Trainer) -> bool:

@@ -47,27 +47,3 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm over all tensors together, in fp32 (fp64 if one of them is)."""
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
-
-
-class Swap:
-    """Other values in the place of some weights, which are kept aside meanwhile.
-
-    Only copies are made and each can be made again, so an interrupt at any instruction leaves a state from which
-    ``back`` gives the own weights bit for bit.
-    """
-
-    def __init__(self) -> None:
-        self.aside: list[Tensor] | None = None
-
-    @torch.no_grad()
-    def put(self, weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Keep ``weights`` aside and write ``values`` into them."""
-        assert self.aside is None, "weights are swapped already"
-        self.aside = [w.detach().clone() for w in weights]
-        copy_(weights, values)
-
-    def back(self, weights: Sequence[Tensor]) -> None:
-        """Write the own weights back, if others are in their place."""
-        if self.aside is not None:
-            copy_(weights, self.aside)
-            self.aside = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -12,18 +12,18 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
-from lightning_tricks.core.replay import RandomState, random_numbers_of, random_state, state_kept
+from lightning_tricks.core.recorder import Step, StepRecorder
+from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of
 from lightning_tricks.core.trainer import (
-    callbacks_of,
     has_static_graph,
     is_fitting,
     require_whole_weights,
-    wrap_method,
 )
-from lightning_tricks.core.weights import copy_, global_norm, trainable
+from lightning_tricks.core.weights import copy_, global_norm
 
 if TYPE_CHECKING:
     _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
@@ -72,6 +72,8 @@ def sam_perturb_(weights: Sequence[Tensor], gradients: Sequence[Tensor], rho: fl
         >>> sam_perturb_([w], [torch.tensor([3.0, 4.0])], rho=0.5), w
         (tensor(5.), tensor([0.3000, 0.4000]))
     """
+    if not gradients:
+        return torch.zeros(())
     norm = global_norm(gradients)
     scaled = torch._foreach_mul(list(gradients), rho / (norm + 1e-12))  # a zero gradient moves nothing
     torch._foreach_add_(list(weights), scaled)
@@ -84,15 +86,20 @@ class SAMMixin(_Module):
     Every training batch is run twice: for g, the gradient at w, and again at the perturbed weights for the gradient
     that the optimizer gets. This happens inside ``backward``, so accumulation, clipping, mixed precision, schedules and
     checkpoints work by the Trainer's own arguments. Each micro-batch on each device has its own perturbation
-    (m-sharpness). The second run sees the same batch and random numbers, logs nothing, and leaves buffers (BatchNorm
-    statistics) and metrics as the first run did.
+    (m-sharpness). Perturbed are the weights that the optimizer trains.
+
+    The second run starts from the same batch, random numbers and state as the first and logs nothing; afterwards
+    buffers (BatchNorm statistics), metrics and plain attributes of the module are as the first run left them. What a
+    step does to objects outside the module (a file, an object of your own) it does twice.
 
     Write the mixin *before* ``LightningModule`` and set ``sam`` on the class or in ``__init__``.
 
     Raises:
         TypeError: If the mixin comes after LightningModule.
-        MisconfigurationException: At fit start: ``sam`` is not a ``SAM``, manual optimization, ``static_graph=True``,
-            16-bit weights, or a strategy that shards the weights.
+        MisconfigurationException: At fit start or in the first step, for what cannot be right: ``sam`` is not a
+            ``SAM``, manual optimization, ``dataloader_iter``, ``static_graph=True``, 16-bit weights, weights in shards,
+            sparse gradients, reentrant activation checkpointing, a ``backward`` or ``configure_callbacks`` that leaves
+            out ``super()``, a step that writes into its batch.
 
     Example:
         >>> class Net(SAMMixin, pl.LightningModule):
@@ -103,6 +110,7 @@ class SAMMixin(_Module):
     """
 
     sam: SAM = SAM()
+    _sam_recorder: StepRecorder | None = None
     _sam_replays = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -114,7 +122,7 @@ class SAMMixin(_Module):
     @override
     def configure_callbacks(self) -> list[Callback]:
         inherited = super().configure_callbacks()
-        return [*([inherited] if isinstance(inherited, Callback) else inherited), _Recorder()]
+        return [*([inherited] if isinstance(inherited, Callback) else inherited), _SAMCallback()]
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -123,30 +131,44 @@ class SAMMixin(_Module):
 
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        recorders = callbacks_of(self.trainer, _Recorder)
-        if not recorders or recorders[0].step is None:
+        if self._sam_recorder is None:
             raise MisconfigurationException(
-                f"SAM did not see the training step of {type(self).__name__}: its configure_callbacks must return"
-                " [*super().configure_callbacks(), ...]."
+                f"{type(self).__name__}.configure_callbacks must return [*super().configure_callbacks(), ...]: SAM's"
+                " own callback is missing."
             )
-        parameters = list(trainable(self).values())
-        found = zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True)
-        pairs = [(weight, gradient) for weight, gradient in found if gradient is not None]
-        weights, gradients = [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
-        before = [weight.detach().clone() for weight in weights]
+        first = self._sam_recorder.take()
+        weights, gradients = self._sam_gradients(loss)
+        ours = [weight.detach().clone() for weight in weights]
+        after = ModuleState(self)
         try:
             sam_perturb_(weights, gradients, self.sam.rho)
-            with state_kept(self):  # until backward is through: the graph holds on to the buffers
-                super().backward(self._sam_loss(recorders[0].step, recorders[0].random), *args, **kwargs)
+            first.state.restore()
+            super().backward(self._sam_loss(first), *args, **kwargs)
         finally:
-            copy_(weights, before)
+            copy_(weights, ours)
+            after.restore()
 
-    def _sam_loss(self, step: Callable[[], Any], random: RandomState) -> Tensor:
+    def _sam_gradients(self, loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The optimizer's weights that the loss depends on, and their gradients; ``.grad`` is left alone."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, Optimizer)
+        trained = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=False)
+        pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
+        if len(pairs) < len(trained) and find_node(loss, "CheckpointFunctionBackward".__eq__):
+            raise MisconfigurationException(
+                "SAM cannot see the gradients inside a reentrant activation checkpoint: pass use_reentrant=False."
+            )
+        if any(gradient.is_sparse for _, gradient in pairs):
+            raise MisconfigurationException("SAM works on dense gradients, got sparse ones: pass sparse=False.")
+        return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _sam_loss(self, first: Step) -> Tensor:
         """The loss of the step run once more, divided and scaled as Lightning did with the first."""
         self._sam_replays = True
         try:
-            with random_numbers_of(random, self.device):
-                output = step()
+            with random_numbers_of(first.random, self.device):
+                output = first.run()
         finally:
             self._sam_replays = False
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -154,65 +176,71 @@ class SAMMixin(_Module):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         return loss if scaler is None else scaler.scale(loss)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_sam_recorder": None}
 
-class _Recorder(Callback):
-    """Keeps the training step that runs, with its batch and random state, to be run again."""
+
+class _SAMCallback(Callback):
+    """Checks the Trainer and records its training steps for the module."""
 
     def __init__(self) -> None:
-        self.step: Callable[[], Any] | None = None
-        self.random: RandomState = {}
-        self._unwrap: Callable[[], None] | None = None
+        self._recorder = StepRecorder()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not is_fitting(trainer) or not isinstance(pl_module, SAMMixin):
-            return
-        _check(trainer, pl_module)
-        self._unwrap = wrap_method(trainer.strategy, "training_step", self._record)
+        if is_fitting(trainer) and isinstance(pl_module, SAMMixin):
+            _check(trainer, pl_module)
+            pl_module._sam_recorder = self._recorder
+            self._recorder.start(trainer, pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(pl_module, SAMMixin):
-            return
-        for name, weight in trainable(pl_module).items():
-            if weight.dtype not in (torch.float32, torch.float64):
+        for name, weight in pl_module.named_parameters() if isinstance(pl_module, SAMMixin) else ():
+            if weight.requires_grad and weight.dtype not in (torch.float32, torch.float64):
                 raise MisconfigurationException(
                     f"SAM needs fp32 weights, since 16-bit ones round its perturbation away; {name} is {weight.dtype}."
                     " Use precision='bf16-mixed' or '16-mixed'."
                 )
 
     @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recorder.step is not None:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__}.backward must call super().backward(loss): SAM works inside it."
+            )
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._end()
+        self._end(pl_module)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end()
+        self._end(pl_module)
 
-    def _end(self) -> None:
-        self.step, self.random = None, {}
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
-
-    def _record(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.step = partial(original, *args, **kwargs)
-        self.random = random_state(original.__self__.root_device)  # type: ignore[attr-defined]
-        return self.step()
+    def _end(self, pl_module: pl.LightningModule) -> None:
+        self._recorder.stop()
+        if isinstance(pl_module, SAMMixin):
+            pl_module._sam_recorder = None
 
 
 def _check(trainer: pl.Trainer, pl_module: SAMMixin) -> None:
+    name = type(pl_module).__name__
     if not isinstance(pl_module.sam, SAM):
-        raise MisconfigurationException(
-            f"{type(pl_module).__name__}.sam must be a SAM(rho=...), got {pl_module.sam!r}."
-        )
+        raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {pl_module.sam!r}.")
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
-            f"SAMMixin works in automatic optimization, got {type(pl_module).__name__}.automatic_optimization=False."
+            f"SAMMixin works in automatic optimization, got {name}.automatic_optimization=False."
             " Set it to True, or leave the mixin out."
+        )
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise MisconfigurationException(
+            f"SAM runs every batch twice, which {name}.training_step(dataloader_iter) does not allow: take the batch."
         )
     require_whole_weights(trainer, "SAM")
     if has_static_graph(trainer):
         raise MisconfigurationException(
             "SAM runs every step twice, which DDP's static_graph=True does not allow: leave static_graph out."
         )
+
+
+torch.serialization.add_safe_globals([SAM])  # a checkpoint with a SAM among its hyperparameters loads weights_only

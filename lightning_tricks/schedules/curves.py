@@ -1,7 +1,9 @@
 """Learning-rate curves: the factor of the base learning rate at each optimizer step, in closed form.
 
-Every curve is a function of the step and nothing else. ``warmup`` and the other lengths are in optimizer steps and
-may be fractional. Past ``total_steps`` a curve stays at its last value.
+Every curve is a function of the step and nothing else: ``f(t)`` after t optimizer steps, T in all (``total_steps``),
+with a linear warm-up ``f(t) = min(1, (t+1)/W)`` while ``t < W`` (``warmup``, in steps, may be fractional). p is the
+progress of the fall, clipped to [0, 1], so past T a curve stays at its last value. The factories of the same names in
+``lightning_tricks.schedules`` document the arguments.
 """
 
 from __future__ import annotations
@@ -22,39 +24,19 @@ def _cosine(progress: float) -> float:
 
 
 def constant(step: float, *, total_steps: int, warmup: float = 0, floor: float = 0.0) -> float:
-    """Warm-up, then 1: ``f(t) = min(1, (t+1)/W)``; total_steps and floor are not reached.
+    """1 after the warm-up; total_steps and floor are not reached.
 
-    Args:
-        step: t, the optimizer steps taken so far.
-        total_steps: T.
-        warmup: W, steps of linear warm-up.
-        floor: Lowest factor after the warm-up; a constant curve never falls to it.
-
-    Returns:
-        The factor of the base learning rate.
-
-    Example:
-        >>> [constant(t, total_steps=4, warmup=2) for t in range(4)]
-        [0.5, 1.0, 1.0, 1.0]
+    >>> [constant(t, total_steps=4, warmup=2) for t in range(4)]
+    [0.5, 1.0, 1.0, 1.0]
     """
     return _ramp(step, warmup) if step < warmup else 1.0
 
 
 def linear(step: float, *, total_steps: int, warmup: float = 0, floor: float = 0.0) -> float:
-    """Warm-up, then a straight line to the floor: ``f(t) = floor + (1-floor) (1-p)``, ``p = (t-W)/(T-W)``.
+    """A straight line to the floor: ``f(t) = floor + (1-floor) (1-p)``, ``p = (t-W)/(T-W)``.
 
-    Args:
-        step: t, the optimizer steps taken so far.
-        total_steps: T.
-        warmup: W, steps of linear warm-up, ``(t+1)/W``.
-        floor: Factor at T and after.
-
-    Returns:
-        The factor of the base learning rate.
-
-    Example:
-        >>> [linear(t, total_steps=4) for t in range(6)]
-        [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    >>> [linear(t, total_steps=4) for t in range(6)]
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
     if step < warmup:
         return _ramp(step, warmup)
@@ -62,52 +44,21 @@ def linear(step: float, *, total_steps: int, warmup: float = 0, floor: float = 0
 
 
 def cosine(step: float, *, total_steps: int, warmup: float = 0, floor: float = 0.0) -> float:
-    """Warm-up, then half a cosine to the floor: ``f(t) = floor + (1-floor) (1+cos(pi p))/2``, ``p = (t-W)/(T-W)``.
+    """Half a cosine to the floor: ``f(t) = floor + (1-floor) (1+cos(pi p))/2``, ``p = (t-W)/(T-W)``.
 
-    Args:
-        step: t, the optimizer steps taken so far.
-        total_steps: T.
-        warmup: W, steps of linear warm-up, ``(t+1)/W``.
-        floor: Factor at T and after.
-
-    Returns:
-        The factor of the base learning rate.
-
-    Example:
-        >>> [round(cosine(t, total_steps=4), 3) for t in range(6)]
-        [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
-
-    References:
-        Loshchilov and Hutter, SGDR, arXiv 1608.03983.
+    >>> [round(cosine(t, total_steps=4), 3) for t in range(6)]
+    [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
-    if step < warmup:
-        return _ramp(step, warmup)
-    return floor + (1 - floor) * _cosine(_progress(step, warmup, total_steps))
+    return flat_cos(step, total_steps=total_steps, warmup=warmup, flat=warmup, floor=floor)
 
 
 def flat_cos(
     step: float, *, total_steps: int, warmup: float = 0, flat: float | None = None, floor: float = 0.0
 ) -> float:
-    """Warm-up, flat at 1, then half a cosine to the floor.
+    """1 up to step F (0.75 T by default), then ``f(t) = floor + (1-floor) (1+cos(pi p))/2``, ``p = (t-F)/(T-F)``.
 
-    ``f(t) = floor + (1-floor) (1+cos(pi p))/2``, ``p = (t-F)/(T-F)``
-
-    Args:
-        step: t, the optimizer steps taken so far.
-        total_steps: T.
-        warmup: W, steps of linear warm-up, ``(t+1)/W``.
-        flat: F, the step at which the factor starts to fall; by default three quarters of T.
-        floor: Factor at T and after.
-
-    Returns:
-        The factor of the base learning rate.
-
-    Example:
-        >>> [round(flat_cos(t, total_steps=8, flat=4), 3) for t in range(9)]
-        [1.0, 1.0, 1.0, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
-
-    References:
-        ``fit_flat_cos`` of fastai.
+    >>> [round(flat_cos(t, total_steps=8, flat=4), 3) for t in range(9)]
+    [1.0, 1.0, 1.0, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if step < warmup:
         return _ramp(step, warmup)
@@ -117,27 +68,13 @@ def flat_cos(
 def one_cycle(
     step: float, *, total_steps: int, warmup: float | None = None, start: float = 1 / 25, floor: float = 4e-6
 ) -> float:
-    """Up by half a cosine from ``start`` to 1 and down to the floor; equals torch's OneCycleLR.
+    """Up by half a cosine from ``start`` to 1 at step W-1 and down to the floor at T-1; equals torch's OneCycleLR.
 
-    ``f(t) = start + (1-start) (1-cos(pi t/(W-1)))/2`` up to step W-1, then
-    ``f(t) = floor + (1-floor) (1+cos(pi p))/2`` with ``p = (t-W+1)/(T-W)``, which is at the floor in the last step.
+    ``f(t) = start + (1-start) (1-cos(pi t/(W-1)))/2`` up to step W-1 (W is 0.3 T by default), then
+    ``f(t) = floor + (1-floor) (1+cos(pi p))/2``, ``p = (t-W+1)/(T-W)``.
 
-    Args:
-        step: t, the optimizer steps taken so far.
-        total_steps: T.
-        warmup: W, steps of the way up; by default 0.3 T.
-        start: Factor of the first step.
-        floor: Factor at step T-1 and after.
-
-    Returns:
-        The factor of the base learning rate, which is the highest one of the cycle.
-
-    Example:
-        >>> [round(one_cycle(t, total_steps=10), 3) for t in range(10)]
-        [0.04, 0.52, 1.0, 0.95, 0.812, 0.611, 0.389, 0.188, 0.05, 0.0]
-
-    References:
-        Smith and Topin, Super-Convergence, arXiv 1708.07120.
+    >>> [round(one_cycle(t, total_steps=10), 3) for t in range(10)]
+    [0.04, 0.52, 1.0, 0.95, 0.812, 0.611, 0.389, 0.188, 0.05, 0.0]
     """
     peak = (0.3 * total_steps if warmup is None else warmup) - 1
     if step < peak:

@@ -224,6 +224,8 @@ def _schedule(
     total_steps: int | None,
     **settings: float,
 ) -> Schedule:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch Optimizer (module comes second), got {optimizer!r}.")
     check_settings(settings)
     total = _count(module) if total_steps is None else total_steps
     check_count("total_steps", total)
@@ -244,8 +246,12 @@ def _schedule(
 def _count(module: pl.LightningModule | None) -> int:
     if module is None:
         raise UnknownTotalSteps("neither module nor total_steps was given: pass the module (self) to count them")
+    if not isinstance(module, pl.LightningModule):
+        raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
     try:
         trainer = module.trainer
     except RuntimeError as error:
         raise UnknownTotalSteps("the module has no Trainer yet (call this in configure_optimizers)") from error
-    return optimizer_steps(trainer)
+    # a Trainer that fits a second time goes on counting, but this schedule starts anew; a resumed one is restored
+    taken = 0 if trainer.ckpt_path else trainer.global_step
+    return max(1, optimizer_steps(trainer) - taken)

@@ -37,6 +37,8 @@ class CurveLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, curve: partial[float], last_epoch: int = -1) -> None:
+        if not isinstance(curve, partial):
+            raise TypeError(f"curve must be a curve bound to its settings by functools.partial, got {curve!r}.")
         self.curve: Callable[[int], float] = curve
         self.settings: dict[str, Any] = {"curve": curve.func.__name__, **curve.keywords}
         super().__init__(optimizer, last_epoch)
@@ -55,6 +57,11 @@ class CurveLR(LRScheduler):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "settings" not in state_dict:
+            raise ValueError(
+                "The checkpoint holds the state of another kind of scheduler than CurveLR, with"
+                f" {', '.join(map(repr, state_dict))}: resume with that one, or start from the checkpoint's weights."
+            )
         if state_dict["settings"] != self.settings:
             warnings.warn(
                 f"The schedule of the checkpoint, {state_dict['settings']}, is not this run's, {self.settings}:"

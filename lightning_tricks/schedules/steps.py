@@ -21,21 +21,11 @@ class UnknownTotalSteps(ValueError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; pass total_steps=...")
-
-
-def count_steps(batches: int, accumulation: list[int]) -> int:
-    """Optimizer steps of epochs of ``batches`` each, with one accumulation factor an epoch: ``sum ceil(B / a_e)``.
-
-    A partial window at the end of an epoch is a step.
-
-    >>> count_steps(5, [2, 2]), count_steps(4, [4, 1])
-    (6, 5)
-    """
-    return sum(math.ceil(batches / factor) for factor in accumulation)
+        self.reason = reason
 
 
 def optimizer_steps(trainer: pl.Trainer) -> int:
-    """The exact number of optimizer steps of this fit, from its first epoch to its last.
+    """The exact number of optimizer steps of this fit, from its first epoch to its last, those before a resume too.
 
     ``min(max_steps, sum_e ceil(B / a_e))`` with B training batches and accumulation ``a_e`` in epoch e. Counts
     limits, distributed samplers and ragged windows; reads nothing from the loaders, starts no workers and leaves the
@@ -69,17 +59,23 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
     if trainer.max_epochs == -1:
         if trainer.max_steps == -1:
             raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever")
-        return _at_least_one(trainer, trainer.max_steps)
-    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        steps = trainer.max_steps
+    elif trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise UnknownTotalSteps("loaders reloaded every n epochs can change their length")
-    batches = train_batches(trainer)
-    if batches is None:
+    elif (batches := train_batches(trainer)) is None:
         raise UnknownTotalSteps(
             "the training loader has no length that can be relied on (none attached yet, an IterableDataset, or a"
             " length that differs between ranks)"
         )
-    steps = count_steps(batches, _accumulation(trainer))
-    return _at_least_one(trainer, steps if trainer.max_steps == -1 else min(steps, trainer.max_steps))
+    else:
+        steps = sum(math.ceil(batches / factor) for factor in _accumulation(trainer))  # a ragged window is a step
+        steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+    if steps < 1:
+        raise UnknownTotalSteps(
+            f"there is no optimizer step to count with max_epochs={trainer.max_epochs},"
+            f" max_steps={trainer.max_steps}, limit_train_batches={trainer.limit_train_batches}"
+        )
+    return steps
 
 
 def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:
@@ -99,12 +95,3 @@ def _accumulation(trainer: pl.Trainer) -> list[int]:
     if schedulers := callbacks_of(trainer, GradientAccumulationScheduler):
         return [schedulers[-1].get_accumulate_grad_batches(epoch) for epoch in epochs]
     return [trainer.accumulate_grad_batches] * len(epochs)
-
-
-def _at_least_one(trainer: pl.Trainer, steps: int) -> int:
-    if steps < 1:
-        raise UnknownTotalSteps(
-            f"there is no optimizer step to count with max_epochs={trainer.max_epochs},"
-            f" max_steps={trainer.max_steps}, limit_train_batches={trainer.limit_train_batches}"
-        )
-    return steps

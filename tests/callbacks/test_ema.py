@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,7 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.ema import ema_decay
@@ -20,6 +23,7 @@ from tests.nets import (
     assert_close,
     assert_equal,
     build,
+    data,
     fit,
     loader,
     trainer,
@@ -217,8 +221,12 @@ def test_manual_optimization_updates_once_a_batch_that_stepped() -> None:
     naive.assert_equals(module.state_dict())
 
 
-def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_grad_scaler_skips_does_not_count(fused: bool) -> None:
     class Overflow(PlainNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), fused=fused)
+
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return super().training_step(batch, batch_idx) * (float("inf") if batch_idx in (1, 2) else 1.0)
 
@@ -229,11 +237,13 @@ def test_a_step_that_the_grad_scaler_skips_does_not_count() -> None:
     assert all(torch.isfinite(value).all() for value in ema.averaged_state_dict().values())
 
 
-def test_the_average_can_live_on_another_device() -> None:
-    beside, apart = build(), build()
-    fit(beside, callbacks=[lt.EMA(0.9)])
-    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")])
-    assert_equal(weights(beside), weights(apart))
+def test_a_fraction_of_an_unknown_length_is_refused_with_the_remedy() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(data())
+
+    with pytest.raises(MisconfigurationException, match=r"EMA\(start=0.5\).*no length.*Give start in optimizer steps"):
+        fit(build(), train=DataLoader(Stream(), batch_size=8), callbacks=[lt.EMA(start=0.5)])
 
 
 # ---- where the averaged weights are seen
@@ -273,6 +283,22 @@ def test_the_context_manager_always_swaps_back() -> None:
     assert_equal(weights(module), raw)
 
 
+def test_an_interrupt_while_swapping_in_leaves_the_module_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    ema, module, copy = lt.EMA(0.9, at_end="raw"), build(), torch._foreach_copy_
+    fit(module, callbacks=[ema])
+    raw = weights(module)
+
+    def interrupted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        monkeypatch.setattr(torch, "_foreach_copy_", copy)
+        copy(targets[:2], sources[:2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
+    with pytest.raises(KeyboardInterrupt), ema.averaged(module):
+        pass
+    assert_equal(weights(module), raw)
+
+
 # ---- checkpoints and resume
 
 
@@ -297,6 +323,159 @@ def test_validate_and_test_after_fit_equal_a_fresh_process(tmp_path: Any) -> Non
     assert here == trainer().test(build(), loader(24), ckpt_path=path, verbose=False)
     predicted = torch.cat(run.predict(module, loader(24), ckpt_path=path))
     torch.testing.assert_close(predicted, torch.cat(trainer().predict(build(), loader(24), ckpt_path=path)))
+
+
+def test_a_module_that_rewrites_its_checkpoint_saves_the_averaged_weights_too(tmp_path: Any) -> None:
+    class Rewriting(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = self.state_dict()
+
+    checkpoint, module = ModelCheckpoint(tmp_path, filename="x"), build(Rewriting)
+    fit(module, callbacks=[lt.EMA(0.9), checkpoint], enable_checkpointing=True)
+    assert_equal(load(tmp_path / "x.ckpt")["state_dict"], weights(module))
+
+
+def test_a_checkpoint_saved_before_the_callback_has_its_turn_misses_no_update(tmp_path: Any) -> None:
+    class Early(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    ema = lt.EMA(0.9)
+    fit(build(), callbacks=[Early(), ema])
+    saved = load(tmp_path / "x.ckpt")
+    assert saved["callbacks"]["EMA"]["updates"] == ema._running.updates == 12
+    assert_equal(saved["state_dict"], ema.averaged_state_dict())
+
+
+def test_an_exception_before_the_callback_has_its_turn_loses_no_update(tmp_path: Any) -> None:
+    class Early(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 9:
+                raise RuntimeError("planned")
+
+    checkpoint = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_epochs=99)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(build(), callbacks=[Early(), lt.EMA(0.9), checkpoint], enable_checkpointing=True)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert load(path)["callbacks"]["EMA"]["updates"] == load(path)["global_step"] == 9
+
+
+def test_a_finished_fit_started_again_ends_with_the_averaged_weights(tmp_path: Any) -> None:
+    module, again = build(), build()
+    run = fit(module, callbacks=[lt.EMA(0.9)])
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    rerun = fit(again, callbacks=[lt.EMA(0.9)], ckpt_path=tmp_path / "x.ckpt")
+    assert_equal(weights(again), weights(module))
+    rerun.save_checkpoint(tmp_path / "y.ckpt")
+    assert_equal(load(tmp_path / "y.ckpt")["state_dict"], weights(module))
+    run.fit(module, loader(), loader(24))
+    assert_equal(weights(module), weights(again))
+
+
+def test_a_checkpoint_saved_after_the_fit_holds_the_validated_weights_whatever_the_module_holds(tmp_path: Any) -> None:
+    ema, module, plain = lt.EMA(0.9, at_end="raw"), build(), build()
+    fit(plain)
+    run = fit(module, callbacks=[ema])
+    for _ in range(2):
+        run.save_checkpoint(tmp_path / "x.ckpt")
+        assert_equal(load(tmp_path / "x.ckpt")["state_dict"], ema.averaged_state_dict())
+        assert_equal(weights(module), weights(plain))
+
+
+# ---- averages that belong to other weights
+
+
+def saved_after(run: pl.Trainer, path: Any) -> dict[str, Any]:
+    run.save_checkpoint(path)
+    saved = load(path)
+    assert "EMA" not in saved["callbacks"]
+    return saved["state_dict"]
+
+
+def test_the_first_trainer_of_two_saves_its_own_module(tmp_path: Any) -> None:
+    ema, first = lt.EMA(0.9), build()
+    run = fit(first, callbacks=[ema])
+    fit(build(lr=0.01), callbacks=[ema])
+    assert_equal(saved_after(run, tmp_path / "x.ckpt"), weights(first))
+
+
+def test_another_module_is_saved_without_the_average(tmp_path: Any) -> None:
+    run, other = fit(build(), callbacks=[lt.EMA(0.9)]), build()
+    run.validate(other, loader(24), verbose=False)
+    assert_equal(saved_after(run, tmp_path / "x.ckpt"), weights(other))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_weights_loaded_for_a_test_are_saved_without_the_average(tmp_path: Any, weights_only: bool) -> None:
+    module, other = build(), build(lr=0.01)
+    fit(other, max_epochs=1).save_checkpoint(tmp_path / "other.ckpt", weights_only=weights_only)
+    run = fit(module, callbacks=[lt.EMA(0.9)])
+    run.test(module, loader(24), ckpt_path=tmp_path / "other.ckpt", verbose=False)
+    assert_equal(saved_after(run, tmp_path / "x.ckpt"), weights(other))
+
+
+def test_weights_put_in_after_a_failed_fit_are_saved_without_the_average(tmp_path: Any) -> None:
+    run, module = trainer(callbacks=[lt.EMA(0.9)]), build(Failing)
+    with pytest.raises(RuntimeError, match="planned"):
+        run.fit(module, loader(), loader(24))
+    module.load_state_dict(build(Failing).state_dict())
+    assert_equal(saved_after(run, tmp_path / "x.ckpt"), weights(build(Failing)))
+
+
+def test_a_later_fit_that_fails_at_once_leaves_the_first_module_alone() -> None:
+    class Broken(Net):
+        def setup(self, stage: str) -> None:
+            raise RuntimeError("planned")
+
+    ema, module = lt.EMA(0.9), build()
+    fit(module, callbacks=[ema])
+    ended = weights(module)
+    for broken in (Broken, pl.LightningModule):  # one fails in its setup, one before any callback's
+        with pytest.raises(Exception, match=r"planned|training_step"):
+            trainer(callbacks=[ema]).fit(build(broken), loader(), loader(24))
+        assert_equal(weights(module), ended)
+
+
+def test_a_resume_from_before_the_start_forgets_the_average(tmp_path: Any) -> None:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    fresh, again, ema = build(NormNet), build(NormNet), lt.EMA(0.9, start=8)
+    run = fit(again, callbacks=[ema, Save()])
+    run.fit(again, loader(), loader(24), ckpt_path=tmp_path / "x.ckpt")
+    other = lt.EMA(0.9, start=8)
+    fit(fresh, callbacks=[other], ckpt_path=tmp_path / "x.ckpt")
+    assert ema._running.updates == other._running.updates == 4
+    assert_equal(weights(again), weights(fresh))
+
+
+def test_raw_weights_changed_between_two_fits_start_a_new_average() -> None:
+    module, ema = build(), lt.EMA(0.9, at_end="raw")
+    run = fit(module, callbacks=[ema], max_epochs=1)
+    module.load_state_dict(build(lr=0.01).state_dict())
+    run.fit_loop.max_epochs = 2
+    run.fit(module, loader(), loader(24))
+    assert ema._running.updates == 6
+
+
+def test_a_forward_in_train_mode_between_two_fits_does_not_lose_the_raw_weights() -> None:
+    module, ema = build(), lt.EMA(0.9, buffers="average")
+    run = fit(module, callbacks=[ema], max_epochs=1)
+    module.train()(torch.randn(4, 8))
+    run.fit_loop.max_epochs = 2
+    run.fit(module, loader(), loader(24))
+    assert ema._running.updates == 12
+
+
+def test_averaged_buffers_of_a_checkpoint_can_be_resumed_as_copied_ones(tmp_path: Any) -> None:
+    plain, module = build(NormNet), build(NormNet)
+    fit(plain, max_epochs=4)
+    half = fit(build(NormNet), callbacks=[lt.EMA(0.9, buffers="average")])
+    half.save_checkpoint(tmp_path / "x.ckpt")
+    fit(module, callbacks=[lt.EMA(0.9)], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    assert torch.equal(module.layers[1].running_mean, plain.layers[1].running_mean)
 
 
 def test_another_module_is_evaluated_with_its_own_weights() -> None:
@@ -414,6 +593,8 @@ class Failing(Net):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.current_epoch == 1 and batch_idx == 1:
+            if self.error is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)  # Ctrl-C
             raise self.error("planned")
         super().validation_step(batch, batch_idx)
 
@@ -426,8 +607,10 @@ def test_an_exception_in_validation_leaves_the_module_raw_and_the_checkpoint_rig
     raw = build()
     fit(raw, max_epochs=2)
     checkpoint = ModelCheckpoint(tmp_path, filename="broken", save_on_exception=True)
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises((RuntimeError, SystemExit)):
         fit(module, callbacks=[checkpoint, lt.EMA(0.9), naive], enable_checkpointing=True)
+    signal.signal(signal.SIGINT, handler)  # which Lightning ignores from the first Ctrl-C on
     assert_equal(weights(module), weights(raw))
     (path,) = [path for path in tmp_path.iterdir() if "exception" in path.name or "broken" in path.name]
     saved = load(path)
@@ -455,10 +638,8 @@ def test_a_checkpoint_of_another_trainer_after_a_failed_fit_holds_the_averaged_w
     assert_equal(load(tmp_path / "x.ckpt")["state_dict"], weights(module))
 
 
-def test_nothing_stays_wrapped_after_a_fit() -> None:
-    module = build()
-    run = fit(module, callbacks=[lt.EMA(0.9)])
-    assert "lightning_module_state_dict" not in vars(run.strategy)
+def test_no_hook_stays_on_the_optimizer_after_a_fit() -> None:
+    run = fit(build(), callbacks=[lt.EMA(0.9)])
     assert not run.optimizers or not any(o._optimizer_step_post_hooks for o in run.optimizers)
 
 
@@ -481,6 +662,7 @@ def test_nothing_stays_wrapped_after_a_fit() -> None:
         ({"buffers": "avg"}, ValueError, "buffers must be one of 'copy', 'average', got 'avg'"),
         ({"validate": "average"}, ValueError, "Did you mean 'averaged'"),
         ({"at_end": None}, ValueError, "at_end"),
+        ({"device": "gpu"}, ValueError, "device must be one of 'cpu', got 'gpu'"),
     ],
 )
 def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed(

@@ -222,3 +222,10 @@ def test_it_trains_from_the_command_line(cli):
         "last_epoch": 12,
         "settings": {"curve": "linear", "total_steps": 12, "warmup": 4, "floor": 0.0},
     }
+
+
+def test_a_schedule_added_on_resume_stands_where_training_stands(tmp_path: Any) -> None:
+    fit(build(), max_epochs=2).save_checkpoint(tmp_path / "x.ckpt")
+    run = fit(build(), callbacks=[LRSchedule("linear")], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == 24
+    assert run.optimizers[0].param_groups[0]["lr"] == 0

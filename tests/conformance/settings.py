@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -45,8 +46,8 @@ class Trick:
         return self.callbacks[state]() if self.callbacks else []
 
 
-def schedule(factory: Callable[..., Any]) -> Trick:
-    return Trick(schedule={"on": factory, "off": lt.constant})
+def schedule(factory: Callable[..., Any], **off: float) -> Trick:
+    return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
 
 
 SETTINGS: dict[str, Trick] = {
@@ -56,7 +57,10 @@ SETTINGS: dict[str, Trick] = {
         refused=("FSDP2", "DeepSpeed"),
     ),
     "LRSchedule": Trick(
-        callbacks={"on": lambda: [lt.LRSchedule("cosine", warmup=2)], "off": lambda: [lt.LRSchedule("constant")]},
+        callbacks={
+            "on": lambda: [lt.LRSchedule("cosine", warmup=2)],
+            "off": lambda: [lt.LRSchedule("cosine", floor=1.0)],
+        },
         yaml={"trainer": {"callbacks": [{"class_path": "LRSchedule", "init_args": {"curve": "cosine", "warmup": 2}}]}},
         refused=("DeepSpeed",),
     ),
@@ -69,7 +73,7 @@ SETTINGS: dict[str, Trick] = {
     "cosine": schedule(lt.cosine),
     "flat_cos": schedule(lt.flat_cos),
     "linear": schedule(lt.linear),
-    "one_cycle": schedule(lt.one_cycle),
+    "one_cycle": schedule(lt.one_cycle, start=1.0),
 }
 
 EXEMPT: dict[str, str] = {

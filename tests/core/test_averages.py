@@ -139,7 +139,8 @@ def test_either_set_goes_into_the_state_dict_whatever_is_held(
     both = {"raw": weights_of(nn.Module.state_dict(averages.module)), "averaged": expected(averages)}
     averages.show(held)
     for which in ("raw", "averaged"):
-        found = averages.state_dict_with(which, averages.module.state_dict)
+        with averages.showing(which):
+            found = copy.deepcopy(averages.module.state_dict())
         assert found.keys() == averages.module.state_dict().keys()
         tensors = {name.removeprefix("net."): value for name, value in found.items() if isinstance(value, Tensor)}
         assert_equal(tensors, both[which])
@@ -150,18 +151,14 @@ def weights_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
-def test_other_values_of_a_state_dict_stay() -> None:
-    averages = make(Renamed)
-    assert averages.state_dict_with("averaged", averages.module.state_dict)["version"] == 3
-
-
 def test_before_the_first_update_the_averaged_weights_are_the_raw_ones() -> None:
     averages = make(Tied, updates=0)
     move(averages.module)
     raw = weights(averages.module)
     averages.show("averaged")
     assert averages.holds == "raw"
-    assert_equal(averages.state_dict_with("averaged", averages.module.state_dict), raw)
+    with averages.showing("averaged"):
+        assert_equal(averages.module.state_dict(), raw)
 
 
 @EACH
@@ -175,9 +172,8 @@ def test_a_checkpoint_restores_both_sets_bit_for_bit(
     move(averages.module)
     raw = weights_of(nn.Module.state_dict(averages.module))
     averages.show(held)
-    file = copy.deepcopy(
-        {"net": averages.state_dict_with(saved, averages.module.state_dict), "averages": averages.state_dict(saved)}
-    )
+    with averages.showing(saved):
+        file = copy.deepcopy({"net": averages.module.state_dict(), "averages": averages.state_dict()})
     restored = Averages(kind())
     tensors = {name.removeprefix("net."): value for name, value in file["net"].items() if isinstance(value, Tensor)}
     restored.module.load_state_dict(tensors)
@@ -194,13 +190,37 @@ def test_a_checkpoint_restores_both_sets_bit_for_bit(
 
 def test_a_checkpoint_keeps_only_what_the_state_dict_cannot() -> None:
     fp32, half = make(Tied), make(bf16)
-    assert fp32.state_dict("averaged")["averaged"] == {}
-    assert half.state_dict("averaged")["averaged"].keys() == half.tensors.keys()
-    assert fp32.state_dict("raw")["raw"] == {}
+    assert fp32.state_dict()["raw"] == half.state_dict()["raw"] == {}
+    fp32.show("averaged"), half.show("averaged")
+    assert fp32.state_dict()["averaged"] == {}
+    assert half.state_dict()["averaged"].keys() == half.tensors.keys()
+
+
+def test_a_write_to_the_parameters_after_leaving_is_noticed_and_one_of_ours_is_not() -> None:
+    averages = make(norm_net)
+    averages.leave()
+    with averages.showing("averaged"):
+        pass
+    averages.module.train()(torch.randn(4, 3))  # moves buffers only
+    assert averages.untouched()
+    averages.module.load_state_dict(averages.module.state_dict())
+    assert not averages.untouched()
+    with averages.showing("averaged"):
+        pass
+    assert not averages.untouched()
+
+
+def test_a_weight_that_is_gone_is_named() -> None:
+    averages = make(Tied)
+    del averages.module.b
+    with pytest.raises(RuntimeError, match=r"has lost weights that are averaged: b\.bias"):
+        averages.lerp(0.1)
 
 
 def test_an_unknown_name_is_refused_when_strict_and_left_out_otherwise() -> None:
-    state = make(Tied).state_dict("averaged")
+    averages = make(Tied)
+    averages.show("averaged")
+    state = averages.state_dict()
     other = Averages(nn.ModuleDict({"a": nn.Linear(3, 3)}))
     before = weights(other.module)
     with pytest.raises(KeyError, match=r"weights that ModuleDict does not have: b\.bias\. .*strict_loading"):
@@ -252,17 +272,7 @@ def test_an_interrupted_swap_leaves_the_way_back(
     assert_equal(weights(averages.module), raw)
 
 
-def test_a_write_into_shown_averages_is_noticed() -> None:
-    for kind in (Tied, bf16):
-        averages = make(kind)
-        assert averages.untouched()
-        averages.show("averaged")
-        assert averages.untouched()
-        move(averages.module)
-        assert not averages.untouched()
-
-
 def test_averages_live_on_the_device_asked_for() -> None:
-    averages = Averages(nn.Linear(2, 2), "cpu")
+    averages = Averages(nn.Linear(2, 2), "meta")
     averages.track(trainable(averages.module))
-    assert {average.device.type for average in averages.tensors.values()} == {"cpu"}
+    assert {average.device.type for average in averages.tensors.values()} == {"meta"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,9 +17,26 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
-from lightning_tricks.core.replay import random_numbers_of, random_state, state_kept
+from lightning_tricks.core.replay import (
+    ModuleState,
+    find_node,
+    random_numbers_of,
+    random_state,
+    rebuilt,
+    tensors_in,
+    versions,
+)
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def state_kept(module: nn.Module) -> Iterator[None]:
+    state = ModuleState(module)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 class Counters(nn.Module):
@@ -196,3 +215,86 @@ def test_cudas_generator_is_among_them() -> None:
     first = torch.rand(3, device=device)
     with random_numbers_of(state, device):
         assert torch.equal(torch.rand(3, device=device), first)
+
+
+class Carrier(nn.Module):
+    """Plain attributes of every sort that a step may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+        self.items = [1, 2]
+        self.table = {"a": 1}
+        self.names = {"x"}
+        self.recent = deque([1, 2], maxlen=2)
+        self.carried = torch.zeros(2)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def change(self) -> None:
+        self.number += 1
+        self.items.append(3)
+        self.table["b"] = self.table.pop("a")
+        self.names.clear()
+        self.recent.append(3)
+        self.carried.add_(1)
+        self.carried = self.carried + 1
+        torch.rand(1, generator=self.generator)
+        self.added = True
+
+    def state(self) -> list[Any]:
+        contents = [self.number, *self.items, *self.table.items(), *self.names, *self.recent, *self.carried.tolist()]
+        return [*contents, self.generator.get_state().tolist(), hasattr(self, "added")]
+
+
+def test_attributes_are_the_same_objects_with_the_same_contents() -> None:
+    module = nn.Sequential(Carrier(), nn.Linear(2, 2))
+    carrier = module[0]
+    before, objects = carrier.state(), [id(v) for v in carrier.__dict__.values()]
+    with state_kept(module):
+        carrier.change()
+        assert carrier.state() != before
+    assert carrier.state() == before
+    assert [id(v) for v in carrier.__dict__.values()] == objects
+
+
+def test_parameters_are_left_alone() -> None:
+    module = nn.Linear(2, 2)
+    with state_kept(module), torch.no_grad():
+        module.weight.fill_(7)
+    assert module.weight.eq(7).all()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    rest: list[Any]
+
+
+def test_a_batch_is_rebuilt_around_the_same_tensors() -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    batch = {"pair": Pair(x, [y, "text"]), "more": (x, None)}
+    again = rebuilt(batch)
+    batch["pair"].rest.pop()
+    batch.clear()
+    assert type(again["pair"]) is Pair
+    assert again["pair"].first is again["more"][0] is x
+    assert again["pair"].rest == [y, "text"]
+
+
+def test_a_write_into_a_tensor_of_the_batch_is_seen() -> None:
+    with torch.inference_mode():
+        fixed = torch.zeros(2)
+    batch = {"x": [torch.zeros(2), "text"], "y": (torch.ones(2), fixed)}
+    tensors = tensors_in(batch)
+    before = versions(tensors)
+    assert len(before) == 3
+    _ = batch["x"][0] + 1
+    assert versions(tensors) == before
+    batch["x"][0].mul_(2)
+    assert versions(tensors) != before
+
+
+def test_a_node_of_the_graph_is_found_by_name() -> None:
+    x = torch.ones(2, requires_grad=True)
+    loss = (x.exp() * x).sum()
+    assert find_node(loss, "ExpBackward0".__eq__) == "ExpBackward0"
+    assert find_node(loss, "LogBackward0".__eq__) is None

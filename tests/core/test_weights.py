@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_tricks.core.weights import (
-    Swap,
     copies,
     copy_,
     float_buffers,
@@ -25,19 +21,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 4), (5,), (), (0, 2))]
-
-
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The next foreach copy copies so many tensors and is then interrupted."""
-    real: Callable[..., Any] = torch._foreach_copy_
-
-    def interrupted(targets: list[Tensor], sources: list[Tensor]) -> None:
-        monkeypatch.setattr(torch, "_foreach_copy_", real)
-        if number:
-            real(targets[:number], sources[:number])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
 
 
 def test_a_tied_parameter_trains_once_and_a_frozen_one_never() -> None:
@@ -108,39 +91,3 @@ def test_the_norm_of_fp16_does_not_overflow() -> None:
 def test_the_norm_of_fp32_and_fp64_together_is_fp64() -> None:
     norm = global_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)])
     assert (norm.item(), norm.dtype) == (5.0, torch.float64)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_swap_puts_and_gives_back_bit_for_bit(dtype: torch.dtype) -> None:
-    weights, own, values = tensors(dtype), tensors(dtype), tensors(seed=1)
-    weights[0][0, 0] = own[0][0, 0] = float("nan")
-    swap = Swap()
-    swap.put(weights, values)
-    assert all(torch.equal(w, v.to(dtype)) for w, v in zip(weights, values, strict=True))
-    with pytest.raises(AssertionError, match="swapped already"):
-        swap.put(weights, values)
-    swap.back(weights)
-    swap.back(weights)
-    assert all(torch.equal(w.nan_to_num(7), o.nan_to_num(7)) for w, o in zip(weights, own, strict=True))
-    assert swap.aside is None
-
-
-@pytest.mark.parametrize("number", [0, 1, 2, 4])
-def test_an_interrupted_swap_still_gives_the_own_weights_back(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, swap = tensors(), Swap()
-    interrupt_after(monkeypatch, number)
-    with pytest.raises(KeyboardInterrupt):
-        swap.put(weights, tensors(seed=1))
-    swap.back(weights)
-    assert all(torch.equal(w, o) for w, o in zip(weights, tensors(), strict=True))
-
-
-@pytest.mark.parametrize("number", [0, 1, 2, 4])
-def test_an_interrupted_way_back_can_be_taken_again(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, swap = tensors(), Swap()
-    swap.put(weights, tensors(seed=1))
-    interrupt_after(monkeypatch, number)
-    with pytest.raises(KeyboardInterrupt):
-        swap.back(weights)
-    swap.back(weights)
-    assert all(torch.equal(w, o) for w, o in zip(weights, tensors(), strict=True))

@@ -13,8 +13,12 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
@@ -26,9 +30,11 @@ from tests.nets import (
     assert_close,
     assert_equal,
     build,
+    data,
     fit,
     loader,
     rank_loader,
+    trainer,
     weights,
 )
 from tests.ranks import run_ranks
@@ -141,6 +147,14 @@ def test_learning_rate_zero_leaves_the_weights_bit_equal() -> None:
 # ---- the second run
 
 
+class Runs:
+    """An object of the user's own, which SAM does not look into."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.draws: list[tuple[float, float, float]] = []
+
+
 class Watched(SAMNet):
     """Counts what a user could notice twice."""
 
@@ -148,18 +162,17 @@ class Watched(SAMNet):
         super().__init__()
         self.accuracy = MulticlassAccuracy(num_classes=2)
         self.steps = 0
-        self.losses: list[float] = []
-        self.draws: list[tuple[float, float, float]] = []
+        self.runs = Runs()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         logits = self(x)
         self.accuracy(logits, y)
         self.steps += 1
-        self.draws.append((torch.rand(()).item(), numpy.random.rand(), random.random()))
+        self.runs.draws.append((torch.rand(()).item(), numpy.random.rand(), random.random()))
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         loss = F.cross_entropy(logits, y)
-        self.losses.append(loss.item())
+        self.runs.losses.append(loss.item())
         self.log_dict({"loss": loss}, on_step=False, on_epoch=True)
         return loss
 
@@ -167,13 +180,15 @@ class Watched(SAMNet):
 def test_the_second_run_is_not_seen_in_logs_metrics_and_random_numbers() -> None:
     module = build(Watched)
     run = fit(module, max_epochs=1)
-    assert module.steps == 12
-    assert module.draws[0::2] == module.draws[1::2]
-    assert len(set(module.draws)) == 6
+    runs = module.runs
+    assert len(runs.losses) == 12
+    assert module.steps == 6
+    assert runs.draws[0::2] == runs.draws[1::2]
+    assert len(set(runs.draws)) == 6
     sizes = [8, 8, 8, 8, 8, 4]
-    mean = sum(loss * size for loss, size in zip(module.losses[0::2], sizes, strict=True)) / 44
+    mean = sum(loss * size for loss, size in zip(runs.losses[0::2], sizes, strict=True)) / 44
     assert run.callback_metrics["loss"].item() == pytest.approx(mean, abs=1e-6)
-    assert module.losses[0::2] != module.losses[1::2]
+    assert runs.losses[0::2] != runs.losses[1::2]
 
 
 def test_metrics_and_batchnorm_count_each_sample_once() -> None:
@@ -200,6 +215,101 @@ def test_a_module_may_use_the_hooks_itself_and_return_a_dictionary() -> None:
     fit(ours, max_epochs=1)
     naive_sam(theirs, windows(1), rho=0.1, accumulate=1)
     assert_close(weights(ours), weights(theirs))
+
+
+class Stateful(Net):
+    """Everything that a step may carry over to the next, so that a second run could do harm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(8, 16)),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 2),
+        )
+        self.register_buffer("center", torch.zeros(2))
+        self.carried = torch.zeros(2)
+        self.generator = torch.Generator().manual_seed(0)
+        self.running = RunningMean(window=4)
+        self.range = MinMaxMetric(MeanMetric())
+        self.losses: list[Tensor] = []
+        self.seen = {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = {"x": batch[0], "y": batch[1]} if isinstance(batch, list) else batch
+        logits = self(batch.pop("x")) - self.center + 0.1 * self.carried
+        loss = F.cross_entropy(logits + 0.1 * torch.randn(2, generator=self.generator), batch["y"])
+        self.center.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+        self.carried = logits.detach().mean(0)
+        self.losses.append(loss.detach())
+        self.seen["steps"] += 1
+        self.running(loss)
+        self.range(loss)
+        return loss
+
+
+def test_rho_zero_is_bit_equal_for_a_module_that_carries_state_from_step_to_step() -> None:
+    class Still(lt.SAMMixin, Stateful):
+        sam = lt.SAM(rho=0)
+
+    class Dictionaries(Dataset):
+        def __len__(self) -> int:
+            return 44
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return dict(zip("xy", data()[index], strict=True))
+
+    plain, still = build(Stateful), build(Still)
+    for module in (plain, still):
+        fit(module, train=DataLoader(Dictionaries(), batch_size=8), max_epochs=1)
+    assert_equal(weights(plain), weights(still))
+    assert torch.equal(torch.stack(plain.losses), torch.stack(still.losses))
+    assert still.seen == {"steps": 6}
+    assert plain.running.compute() == still.running.compute()
+    assert plain.range.compute() == still.range.compute()
+
+
+def test_only_weights_of_the_optimizer_are_perturbed() -> None:
+    class Head(SAMPlainNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.layers[2].parameters(), lr=0.1)
+
+    class Frozen(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0].requires_grad_(False)
+
+    head, frozen = build(Head), build(Frozen)
+    fit(head), fit(frozen)
+    assert_equal(weights(head), weights(frozen))
+
+
+def test_non_reentrant_checkpointing_changes_nothing() -> None:
+    class Checkpointed(SAMPlainNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[2](checkpoint(self.layers[:2], x, use_reentrant=False))
+
+    plain, checkpointed = build(SAMPlainNet), build(Checkpointed)
+    fit(plain), fit(checkpointed)
+    assert_equal(weights(plain), weights(checkpointed))
+
+
+def test_a_learning_rate_search_works() -> None:
+    run, module = trainer(), build(SAMPlainNet)
+    found = Tuner(run).lr_find(module, loader(400), loader(24), num_training=20, attr_name="lr")
+    assert found is not None
+    assert len(found.results["lr"]) >= 10
+
+
+def test_hyperparameters_with_sam_load_with_weights_only(tmp_path: Any) -> None:
+    class Saved(SAMPlainNet):
+        def __init__(self, sam: lt.SAM) -> None:
+            super().__init__()
+            self.sam = sam
+            self.save_hyperparameters()
+
+    fit(build(Saved, sam=lt.SAM(0.2))).save_checkpoint(tmp_path / "x.ckpt")
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"]["sam"] == lt.SAM(0.2)
 
 
 def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None:
@@ -338,6 +448,55 @@ def test_what_cannot_be_right_is_refused_by_name(change: dict[str, Any], setting
         fit(module, **settings)
 
 
+class Reentrant(SAMPlainNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[2](checkpoint(self.layers[:2], x.requires_grad_(), use_reentrant=True))
+
+
+class Sparse(SAMPlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(2, 2, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.embedding((x[:, 0] > 0).long())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Inplace(SAMPlainNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].mul_(2)
+        return super().training_step(batch, batch_idx)
+
+
+class OwnBackward(SAMPlainNet):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Iterates(SAMPlainNet):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")  # which is what is refused
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Reentrant, "pass use_reentrant=False"),
+        (Sparse, "pass sparse=False"),
+        (Inplace, "Inplace.training_step writes into its batch"),
+        (OwnBackward, r"OwnBackward.backward must call super\(\).backward\(loss\)"),
+        (Iterates, r"Iterates.training_step\(dataloader_iter\)"),
+    ],
+)
+def test_a_step_that_cannot_be_run_twice_is_refused_by_name(kind: type[Net], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(build(kind))
+
+
 def test_a_configure_callbacks_that_forgets_super_is_refused() -> None:
     class Forgetful(SAMPlainNet):
         def configure_callbacks(self) -> list[Callback]:
@@ -347,9 +506,16 @@ def test_a_configure_callbacks_that_forgets_super_is_refused() -> None:
         fit(build(Forgetful))
 
 
-@pytest.mark.parametrize(("rho", "error"), [(-1, ValueError), (float("inf"), ValueError), ("0.1", TypeError)])
-def test_a_bad_radius_is_named(rho: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"rho must be a.*|rho must be in \[0.0, inf\)"):
+@pytest.mark.parametrize(
+    ("rho", "error", "message"),
+    [
+        (-1, ValueError, r"rho must be in \[0.0, inf\), got -1"),
+        (float("inf"), ValueError, r"rho must be in \[0.0, inf\), got inf"),
+        ("0.1", TypeError, "rho must be a number"),
+    ],
+)
+def test_a_bad_radius_is_named(rho: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         lt.SAM(rho=rho)
 
 

@@ -18,7 +18,7 @@ from lightning_tricks.schedules import (
     linear,
     one_cycle,
 )
-from tests.nets import Net, assert_equal, build, fit, trainer, weights
+from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.schedules.recording import Tiny, ones
 
 FACTORIES = [constant, cosine, flat_cos, linear, one_cycle]
@@ -182,3 +182,25 @@ def test_a_constant_schedule_trains_bit_equal_to_none():
     fit(plain)
     fit(scheduled)
     assert_equal(weights(plain), weights(scheduled))
+
+
+def test_arguments_in_the_wrong_order_are_named() -> None:
+    module, optimizer = build(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(TypeError, match="optimizer must be a torch Optimizer"):
+        schedules.flat_cos(module, optimizer)
+    with pytest.raises(TypeError, match="module must be a LightningModule, got Linear"):
+        schedules.flat_cos(optimizer, torch.nn.Linear(1, 1))
+
+
+def test_a_second_fit_of_one_trainer_has_a_whole_schedule_of_its_own() -> None:
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            return schedules.linear(super().configure_optimizers(), self)
+
+    module = build(Scheduled)
+    run = fit(module, max_epochs=2)
+    assert run.optimizers[0].param_groups[0]["lr"] == 0
+    run.fit_loop.max_epochs = 4
+    run.fit(module, loader(), loader(24))
+    assert run.lr_scheduler_configs[0].scheduler.settings["total_steps"] == 12
+    assert run.optimizers[0].param_groups[0]["lr"] == 0

@@ -125,3 +125,16 @@ def test_a_fit_resumed_for_longer_warns_once_and_ends_at_the_floor(tmp_path):
 def test_a_scheduler_continues_from_a_given_step():
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "initial_lr": 0.1}], lr=0.1)
     assert advance(CurveLR(optimizer, FLAT_COS, last_epoch=4), 3) == [0.1 * FLAT_COS(t) for t in (5, 6, 7)]
+
+
+def test_the_state_of_another_scheduler_is_refused_by_name() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    theirs = torch.optim.lr_scheduler.StepLR(optimizer, 3).state_dict()
+    with pytest.raises(ValueError, match="another kind of scheduler than CurveLR, with 'step_size'"):
+        CurveLR(optimizer, partial(curves.linear, total_steps=4)).load_state_dict(theirs)
+
+
+def test_a_curve_that_is_not_bound_by_partial_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(TypeError, match=r"curve must be .* functools\.partial"):
+        CurveLR(optimizer, lambda step: 1.0)
