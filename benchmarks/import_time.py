@@ -58,7 +58,8 @@ def measure(repeats: int) -> dict[str, object]:
 def machine() -> dict[str, object]:
     """The CPU and the versions that the figures belong to."""
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),

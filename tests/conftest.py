@@ -13,6 +13,13 @@ torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def _no_process_group() -> object:
     yield

@@ -13,6 +13,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_tricks as lt
+from lightning_tricks.cli.digits import SharpDigits
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -62,6 +63,14 @@ def test_the_best_epochs_are_the_committed_ones() -> None:
     for curve in (plain, ema):
         assert f"{max(curve):.3f} at epoch {curve.index(max(curve)) + 1}" in text
     assert f"{tricks[-1]:.3f} at the end" in text
+
+
+def test_the_radius_is_the_best_on_validation_and_the_default_is_reported() -> None:
+    rows = json.loads((RESULTS / "digits_rho.json").read_text())["rows"]
+    of_all = [row for row in rows if row["variant"] == "SAM + EMA + flat_cos"]
+    assert max(of_all, key=lambda row: row["val_accuracy"])["rho"] == SharpDigits.sam.rho
+    (default,) = [row["test_accuracy"] for row in of_all if row["rho"] == lt.SAM().rho]
+    assert f"have {default:.3f})" in " ".join(README.split())
 
 
 @pytest.mark.parametrize("code", blocks("python"))

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import statistics
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ import torch
 from lightning_tricks.cli.digits import VARIANTS, run
 from lightning_tricks.core.checks import check_count, check_range
 
+EPOCHS = 55
+
 Results = dict[str, list[dict[str, Any]]]
 
 
-def demo(output: Path, *, seeds: int = 5, epochs: int = 55, noise: float = 0.4) -> Results:
+def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0.4) -> Results:
     """Run every variant with every seed; print the table; write report.png, results.json and digits.ckpt.
 
     Args:
@@ -50,14 +53,14 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = 55, noise: float = 0.4) 
     console.print(f"scikit-learn's handwritten digits, {noise:.0%} of the training labels wrong, {epochs} epochs")
     results: Results = {name: [] for name in VARIANTS}
     jobs = [(name, seed) for seed in range(seeds) for name in VARIANTS]
-    with _small_runs():
+    with small_runs():
         for name, seed in track(jobs, "training", console=console):
             last = (name, seed) == jobs[-1]
             checkpoint = output / "digits.ckpt" if last else None
             results[name].append(run(VARIANTS[name], seed, epochs=epochs, noise=noise, checkpoint=checkpoint))
     console.print(_table(results))
     _picture(results, output / "report.png")
-    report = {"machine": _machine(), "noise": noise, "epochs": epochs, "runs": results}
+    report = {"machine": machine(), "noise": noise, "epochs": epochs, "runs": results}
     (output / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"wrote {output}/report.png, {output}/results.json and {output}/digits.ckpt (the last run's weights)")
     return results
@@ -68,8 +71,9 @@ def _table(results: Results) -> Any:
 
     table = Table("training", "test accuracy", "seconds", title=f"mean and std of {len(results['plain'])} seeds")
     for name, runs in results.items():
-        mean, std = _mean_std([r["test_accuracy"] for r in runs])
-        table.add_row(name, f"{mean:.3f} ± {std:.3f}", f"{_mean_std([r['seconds'] for r in runs])[0]:.1f}")
+        scores = [run["test_accuracy"] for run in runs]
+        seconds = statistics.fmean(run["seconds"] for run in runs)
+        table.add_row(name, f"{statistics.fmean(scores):.3f} ± {statistics.pstdev(scores):.3f}", f"{seconds:.1f}")
     return table
 
 
@@ -83,7 +87,7 @@ def _picture(results: Results, path: Path) -> None:
     for key, label in (("val_accuracy_raw", "raw weights"), ("val_accuracy", "averaged weights")):
         _draw(right, [r[key] for r in results["EMA"]], label)
     left.set(title="plain training, and three lines more", xlabel="epoch", ylabel="validation accuracy")
-    right.set(title="EMA(): raw and averaged weights of the same runs", xlabel="epoch")
+    right.set(title="EMA(): raw and averaged weights", xlabel="epoch")
     figure.savefig(path, dpi=120)
 
 
@@ -97,12 +101,8 @@ def _draw(axes: Any, curves: list[list[float]], label: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def _mean_std(values: list[float]) -> tuple[float, float]:
-    tensor = torch.tensor(values)
-    return tensor.mean().item(), tensor.std(correction=0).item()
-
-
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """The machine and the versions that figures belong to."""
     return {
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -112,7 +112,7 @@ def _machine() -> dict[str, Any]:
 
 
 @contextmanager
-def _small_runs() -> Iterator[None]:
+def small_runs() -> Iterator[None]:
     """Without Lightning's notes on devices, workers and the end of training; one thread, which suits a tiny network."""
     logger = logging.getLogger("lightning.pytorch")
     level, threads = logger.level, torch.get_num_threads()

@@ -57,7 +57,7 @@ class Digits(pl.LightningModule):
 class SharpDigits(lt.SAMMixin, Digits):
     """The same with sharpness-aware minimization."""
 
-    sam = lt.SAM(rho=0.5)
+    sam = lt.SAM(rho=0.3)
 
 
 class Curves(Callback):

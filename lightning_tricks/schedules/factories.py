@@ -1,7 +1,8 @@
 """Schedules for ``configure_optimizers``: each returns the whole dictionary that Lightning wants.
 
 Lengths are durations: an int counts optimizer steps, a float in [0, 1] is a fraction of training. The total is counted
-from the module's Trainer unless ``total_steps`` is given.
+from the module's Trainer unless ``total_steps`` is given. All return
+``{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step", "frequency": 1}}``.
 """
 
 from __future__ import annotations
@@ -39,9 +40,6 @@ def constant(
         warmup: W, length of the linear warm-up (int steps, float fraction).
         floor: As for the other curves; a constant one never falls to it.
 
-    Returns:
-        ``{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step", "frequency": 1}}``.
-
     Raises:
         ValueError: If a length or the floor is out of range.
         UnknownTotalSteps: If the total is needed and cannot be known.
@@ -74,9 +72,6 @@ def linear(
         warmup: W, length of the linear warm-up, ``(t+1)/W`` (int steps, float fraction).
         floor: Factor at T and after, in [0, 1].
 
-    Returns:
-        ``{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step", "frequency": 1}}``.
-
     Raises:
         ValueError: If a length or the floor is out of range.
         UnknownTotalSteps: If the total is not given and cannot be known.
@@ -106,9 +101,6 @@ def cosine(
         total_steps: T, the number of optimizer steps, instead of counting it.
         warmup: W, length of the linear warm-up, ``(t+1)/W`` (int steps, float fraction).
         floor: Factor at T and after, in [0, 1].
-
-    Returns:
-        ``{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step", "frequency": 1}}``.
 
     Raises:
         ValueError: If a length or the floor is out of range.
@@ -146,9 +138,6 @@ def flat_cos(
         warmup: W, length of the linear warm-up, ``(t+1)/W`` (int steps, float fraction).
         flat: F, when the cosine starts (int steps, float fraction of training), at least W.
         floor: Factor at T and after, in [0, 1].
-
-    Returns:
-        ``{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step", "frequency": 1}}``.
 
     Raises:
         ValueError: If a length or the floor is out of range.
@@ -188,9 +177,6 @@ def one_cycle(
         warmup: W, length of the way up (int steps, float fraction); ``pct_start`` of torch.
         start: Factor of the first step, in [0, 1]; ``1/div_factor`` of torch.
         floor: Factor of the last step and after, in [0, 1]; ``1/(div_factor*final_div_factor)`` of torch.
-
-    Returns:
-        ``{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step", "frequency": 1}}``.
 
     Raises:
         ValueError: If a length or a factor is out of range.

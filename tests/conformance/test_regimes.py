@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.conformance.settings import EXEMPT, SETTINGS, Trick
+from tests.conformance.settings import SETTINGS, Trick
 from tests.nets import (
     Net,
     NormNet,
@@ -32,6 +32,7 @@ from tests.nets import (
     weights,
 )
 from tests.ranks import run_ranks
+from tests.reference.averages import NaiveEMA
 
 tricks = pytest.mark.parametrize("trick", SETTINGS.values(), ids=SETTINGS.keys())
 
@@ -43,13 +44,18 @@ def run(trick: Trick, state: str = "on", base: type[Net] = NormNet, **settings: 
     return weights(module)
 
 
+class Compiled(PlainNet):
+    """The network runs compiled."""
+
+    def setup(self, stage: str) -> None:
+        self.run = torch.compile(self.layers, backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
 def fp16() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]}
-
-
-def test_every_public_name_is_enrolled_or_exempt_with_a_reason() -> None:
-    assert sorted([*SETTINGS, *EXEMPT]) == sorted(lt.__all__)
-    assert all(EXEMPT.values())
 
 
 @tricks
@@ -59,8 +65,7 @@ def test_the_trick_does_something(trick: Trick) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(run(trick).values(), weights(plain).values(), strict=True))
 
 
-@tricks
-@pytest.mark.parametrize(
+regimes = pytest.mark.parametrize(
     "regime",
     [
         dict,
@@ -70,10 +75,48 @@ def test_the_trick_does_something(trick: Trick) -> None:
         lambda: {"accumulate_grad_batches": 4},
         lambda: {"gradient_clip_val": 0.1},
         lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        lambda: {"strategy": "single_bf16"},
+        lambda: {"strategy": "single_bf16", "accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
     ],
     ids=["fp32", "bf16-mixed", "fp64", "fp16", "accumulate", "clip-norm", "clip-value", "single_bf16"],
 )
+
+
+@regimes
+def test_an_average_equals_a_naive_one(regime: Any) -> None:
+    naive, module = NaiveEMA(0.9), build(NormNet)
+    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], **regime())
+    naive.assert_equals(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"accumulate_grad_batches": 4}, {"gradient_clip_val": 0.1}, {"max_steps": 5}],
+    ids=str,
+)
+def test_a_preset_equals_strategy_and_precision_apart(settings: dict[str, Any]) -> None:
+    together, apart = build(Compiled), build(Compiled)
+    fit(together, strategy="single_bf16", **settings)
+    fit(apart, precision="bf16-mixed", **settings)
+    assert_equal(weights(together), weights(apart))
+
+
+def preset_and_apart(settings: dict[str, Any]) -> None:
+    ours = {"strategy": "ddp_bf16"}
+    theirs = {"strategy": DDPStrategy(gradient_as_bucket_view=True), "precision": "bf16-mixed"}
+    ended = []
+    for strategy in (ours, theirs):
+        module = build(Compiled)
+        fit(module, train=rank_loader(), devices=2, use_distributed_sampler=False, **strategy, **settings)
+        ended.append(weights(module))
+    assert_equal(*ended)
+
+
+def test_two_ranks_of_a_preset_equal_strategy_and_precision_apart() -> None:
+    run_ranks(preset_and_apart, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
+
+
+@tricks
+@regimes
 def test_the_no_op_limit_is_bit_equal_to_a_run_without(trick: Trick, regime: Any) -> None:
     plain = build(Net)
     fit(plain, **regime())
@@ -99,13 +142,6 @@ def test_two_ranks_agree_and_equal_one_process_on_their_batches(name: str, strat
 
 @tricks
 def test_a_compiled_network_gives_the_same(trick: Trick) -> None:
-    class Compiled(PlainNet):
-        def setup(self, stage: str) -> None:
-            self.run = torch.compile(self.layers, backend="aot_eager")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.run(x)
-
     eager, compiled = run(trick, base=PlainNet), run(trick, base=Compiled)
     assert_close({name: compiled[name] for name in eager}, eager)
 
@@ -210,3 +246,15 @@ def test_sharded_weights_are_right_or_refused_by_name(name: str, engine: str) ->
     else:
         alone = run(SETTINGS[name], base=PlainNet, train=loader(48), accumulate_grad_batches=2)
         assert_close({key: torch.from_numpy(value) for key, value in first.items()}, alone, 1e-5)
+
+
+def accumulating_across_epochs() -> str:
+    module = build(SETTINGS["cosine"].module(PlainNet, "on"))
+    with pytest.raises(lt.UnknownTotalSteps) as caught:
+        fit(module, strategy=cpu_deepspeed(), devices=2, accumulate_grad_batches=2)
+    return str(caught.value)
+
+
+def test_accumulation_by_deepspeed_is_not_counted_but_refused() -> None:
+    first, second = run_ranks(accumulating_across_epochs)
+    assert first == second == "CPUDeepSpeedStrategy accumulates gradients across epochs; pass total_steps=..."
