@@ -53,6 +53,7 @@ class EMA(AveragingCallback):
     In a checkpoint ``state_dict`` holds the weights that were validated and this callback's state the others, so the
     file loads anywhere without this package and a resumed fit continues exactly. Exceptions and Ctrl-C leave the module
     with its raw weights. One object can be used for several fits: with another Trainer or module it starts anew.
+    A callback that reads weights in its validation hooks goes behind this one in the list.
 
     Args:
         decay: Decay per optimizer step, in [0, 1).

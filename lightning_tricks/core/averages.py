@@ -31,7 +31,7 @@ class Averages:
         self.updates = 0
         self.tensors: dict[str, Tensor] = {}
         self._aside: list[Tensor] | None = None  # the raw weights, while averaged ones are in their place
-        self._left: list[int] = []
+        self._left: list[tuple[int, str]] = []
 
     def weights(self) -> list[Tensor]:
         """The tensors of the module that have an average, in the order of the averages."""
@@ -90,14 +90,16 @@ class Averages:
 
     def leave(self) -> None:
         """Note the parameters as they are, for ``untouched``."""
-        self._left = self._versions()
+        self._left = self._marks()
 
     def untouched(self) -> bool:
-        """Whether nobody has written to the parameters since ``leave``."""
-        return self._left == self._versions()
+        """Whether the module still has the parameters that were averaged, with the values they had at ``leave``."""
+        return self.tensors.keys() <= _named(self.module).keys() and self._left == self._marks()
 
-    def _versions(self) -> list[int]:
-        return [weight._version for weight in self.weights() if isinstance(weight, nn.Parameter)]
+    def _marks(self) -> list[tuple[int, str]]:
+        """What tells a parameter written to; the sum finds writes through ``.data``, which has versions of its own."""
+        parameters = [weight for weight in self.weights() if isinstance(weight, nn.Parameter)]
+        return [(p._version, str(p.detach().abs().sum(dtype=torch.float64).item())) for p in parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the weights that the module holds now to restore both kinds exactly."""

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages, Which
 from lightning_tricks.core.trainer import StepWatch, is_fitting, require_whole_weights, wrap_method
-from lightning_tricks.core.weights import float_buffers, trainable
+from lightning_tricks.core.weights import float_buffers, trainable, unnoticed
 
 
 class AveragingCallback(Callback, ABC):
@@ -154,7 +154,7 @@ class AveragingCallback(Callback, ABC):
                 self._foreign = False
         if self._fits:
             self._catch_up(trainer, trainer.lightning_module)  # asked for between a step and on_train_batch_end
-        with self._averages.showing(self.validate):
+        with unnoticed(self._averages.weights()), self._averages.showing(self.validate):
             return original(*args, **kwargs)
 
     def _owns(self, trainer: pl.Trainer) -> bool:

@@ -51,8 +51,15 @@ class StepRecorder:
         again = partial(original, *rebuilt(args), **rebuilt(kwargs))
         self.step = Step(again, random_state(module.device), ModuleState(module))
         tensors = tensors_in((args, kwargs))
-        before = versions(tensors)
+        frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
+        before, kept = versions(tensors), versions(list(frozen.values()))
         output = original(*args, **kwargs)
+        if (now := versions(list(frozen.values()))) != kept:
+            name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
+            raise MisconfigurationException(
+                f"{type(module).__name__}.training_step writes into the frozen parameter {name}, which a second run of"
+                " it would do again: update it in on_train_batch_end."
+            )
         if versions(tensors) != before:
             raise MisconfigurationException(
                 f"{type(module).__name__}.training_step writes into its batch, which a second run of it would see: make"

@@ -50,19 +50,35 @@ def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None
 class ModuleState:
     """What a step may change of a module besides its parameters: buffers and attributes, its submodules' too.
 
-    That covers the statistics of BatchNorm, torchmetrics, carried tensors, counters, lists, dictionaries and
-    generators. Objects of other kinds are not looked into.
+    That covers the statistics of BatchNorm, torchmetrics, carried tensors, counters, generators, and lists,
+    dictionaries, sets and deques within each other. Objects of other kinds are not looked into.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        spaces = [space for owner in module.modules() for space in (owner.__dict__, owner._buffers)]
+        spaces = [s for owner in module.modules() for s in (owner.__dict__, owner._buffers, owner._modules)]
         self._spaces = [(space, dict(space)) for space in spaces]
-        self._contents = [
-            contents
-            for space in spaces
-            for name, value in space.items()
-            if name not in _STRUCTURE and (contents := _contents(value))
-        ]
+        self._restore: list[Callable[[], object]] = []
+        seen: set[int] = set()
+        for space in spaces:
+            for name, value in space.items():
+                if name not in _STRUCTURE:
+                    self._note(value, seen)
+
+    def _note(self, value: Any, seen: set[int]) -> None:
+        """Remember how to put back what can change inside a value."""
+        if isinstance(value, Tensor):
+            if not value.is_inference() and 0 not in value.stride():  # which torch refuses to write into
+                self._restore.append(partial(value.detach().copy_, value.detach().clone()))
+        elif isinstance(value, torch.Generator):
+            self._restore.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+            seen.add(id(value))
+            inner = list(value.values() if isinstance(value, dict) else value)
+            if not isinstance(value, tuple):
+                self._restore.append(partial(_refill, value, list(value.items()) if isinstance(value, dict) else inner))
+            for each in inner:
+                if isinstance(each, _CONTAINERS):  # tensors in there may be many; they are taken as they are
+                    self._note(each, seen)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -73,28 +89,17 @@ class ModuleState:
             for name, value in before.items():
                 if space.get(name) is not value:
                     space[name] = value
-        for restore in self._contents:
+        for restore in self._restore:
             restore()
 
 
 _STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
+_CONTAINERS = (list, dict, set, deque, tuple)
 
 
-def _contents(value: Any) -> Callable[[], object] | None:
-    """A function that puts back what can change inside a value; None if nothing can."""
-    if isinstance(value, Tensor):
-        if value.is_inference() or 0 in value.stride():  # which torch refuses to write into
-            return None
-        return partial(value.detach().copy_, value.detach().clone())
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if type(value) is list:
-        return partial(value.__setitem__, slice(None), value.copy())
-    if type(value) in (dict, set, deque):
-        fill = value.extend if isinstance(value, deque) else value.update
-        before = value.copy()
-        return lambda: (value.clear(), fill(before))
-    return None
+def _refill(container: Any, contents: list[Any]) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(contents)
 
 
 def rebuilt(batch: Any) -> Any:
@@ -109,9 +114,9 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return found
 
 
-def versions(tensors: list[Tensor]) -> list[int]:
-    """A number for each tensor that moves when something is written into it."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Numbers for each tensor that move when something is written into it or its ``.data`` is set."""
+    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 def find_node(loss: Tensor, wanted: Callable[[str], bool]) -> str | None:

@@ -6,6 +6,7 @@ A trick works on the parameters as a process holds them. Plain and DDP modules h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,15 @@ def lerp_(averages: Sequence[Tensor], weights: Sequence[Tensor], fraction: float
     if averages:
         near = [w.to(a.device, a.dtype) for a, w in zip(averages, weights, strict=True)]
         torch._foreach_lerp_(list(averages), near, fraction)
+
+
+def unnoticed(weights: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Hide from autograd that the weights are other ones inside the block; they must be the same again at its end.
+
+    A private name of torch: without it a checkpoint saved between a forward and its backward would make the backward
+    raise, though the weights are bit for bit what the graph was made with.
+    """
+    return torch.autograd._unsafe_preserve_version_counter(tuple(weights))
 
 
 @torch.no_grad()

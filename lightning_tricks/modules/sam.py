@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -22,8 +24,9 @@ from lightning_tricks.core.trainer import (
     has_static_graph,
     is_fitting,
     require_whole_weights,
+    wrap_method,
 )
-from lightning_tricks.core.weights import copy_, global_norm
+from lightning_tricks.core.weights import copy_, global_norm, unnoticed
 
 if TYPE_CHECKING:
     _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
@@ -86,7 +89,8 @@ class SAMMixin(_Module):
     Every training batch is run twice: for g, the gradient at w, and again at the perturbed weights for the gradient
     that the optimizer gets. This happens inside ``backward``, so accumulation, clipping, mixed precision, schedules and
     checkpoints work by the Trainer's own arguments. Each micro-batch on each device has its own perturbation
-    (m-sharpness). Perturbed are the weights that the optimizer trains.
+    (m-sharpness). Perturbed are the weights that the optimizer trains. The module's own state is copied twice a step,
+    so large tensors and lists belong into the data module.
 
     The second run starts from the same batch, random numbers and state as the first and logs nothing; afterwards
     buffers (BatchNorm statistics), metrics and plain attributes of the module are as the first run left them. What a
@@ -99,7 +103,7 @@ class SAMMixin(_Module):
         MisconfigurationException: At fit start or in the first step, for what cannot be right: ``sam`` is not a
             ``SAM``, manual optimization, ``dataloader_iter``, ``static_graph=True``, 16-bit weights, weights in shards,
             sparse gradients, reentrant activation checkpointing, a ``backward`` or ``configure_callbacks`` that leaves
-            out ``super()``, a step that writes into its batch.
+            out ``super()``, a step that writes into its batch or into frozen parameters.
 
     Example:
         >>> class Net(SAMMixin, pl.LightningModule):
@@ -112,6 +116,7 @@ class SAMMixin(_Module):
     sam: SAM = SAM()
     _sam_recorder: StepRecorder | None = None
     _sam_replays = False
+    _sam_aside: tuple[list[Tensor], list[Tensor]] | None = None  # weights that are perturbed now, and their own values
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -132,33 +137,31 @@ class SAMMixin(_Module):
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._sam_recorder is None:
-            raise MisconfigurationException(
-                f"{type(self).__name__}.configure_callbacks must return [*super().configure_callbacks(), ...]: SAM's"
-                " own callback is missing."
-            )
+            name = type(self).__name__
+            raise MisconfigurationException(f"{name}.configure_callbacks must include super().configure_callbacks().")
         first = self._sam_recorder.take()
         weights, gradients = self._sam_gradients(loss)
         ours = [weight.detach().clone() for weight in weights]
         after = ModuleState(self)
         try:
-            sam_perturb_(weights, gradients, self.sam.rho)
             first.state.restore()
+            self._sam_aside = weights, ours
+            sam_perturb_(weights, gradients, self.sam.rho)
             super().backward(self._sam_loss(first), *args, **kwargs)
         finally:
             copy_(weights, ours)
             after.restore()
+            self._sam_aside = None
 
     def _sam_gradients(self, loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The optimizer's weights that the loss depends on, and their gradients; ``.grad`` is left alone."""
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, Optimizer)
         trained = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=False)
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
         if len(pairs) < len(trained) and find_node(loss, "CheckpointFunctionBackward".__eq__):
-            raise MisconfigurationException(
-                "SAM cannot see the gradients inside a reentrant activation checkpoint: pass use_reentrant=False."
-            )
+            raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
         if any(gradient.is_sparse for _, gradient in pairs):
             raise MisconfigurationException("SAM works on dense gradients, got sparse ones: pass sparse=False.")
         return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
@@ -177,7 +180,7 @@ class SAMMixin(_Module):
         return loss if scaler is None else scaler.scale(loss)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_sam_recorder": None}
+        return {**super().__getstate__(), "_sam_recorder": None, "_sam_aside": None}
 
 
 class _SAMCallback(Callback):
@@ -185,6 +188,7 @@ class _SAMCallback(Callback):
 
     def __init__(self) -> None:
         self._recorder = StepRecorder()
+        self._undo = ExitStack()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -192,6 +196,8 @@ class _SAMCallback(Callback):
             _check(trainer, pl_module)
             pl_module._sam_recorder = self._recorder
             self._recorder.start(trainer, pl_module)
+            self._undo.callback(self._recorder.stop)
+            self._undo.callback(wrap_method(trainer, "save_checkpoint", partial(_save, pl_module)))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -211,16 +217,27 @@ class _SAMCallback(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._end(pl_module)
+        self._undo.close()
+        if isinstance(pl_module, SAMMixin):
+            pl_module._sam_recorder = None
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._end(pl_module)
+        self.teardown(trainer, pl_module, "fit")
 
-    def _end(self, pl_module: pl.LightningModule) -> None:
-        self._recorder.stop()
-        if isinstance(pl_module, SAMMixin):
-            pl_module._sam_recorder = None
+
+def _save(module: SAMMixin, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Save a checkpoint with the module's own weights, also when it is asked for at perturbed ones."""
+    if module._sam_aside is None:
+        return original(*args, **kwargs)
+    weights, ours = module._sam_aside
+    perturbed = [weight.detach().clone() for weight in weights]
+    with unnoticed(weights):
+        try:
+            copy_(weights, ours)
+            return original(*args, **kwargs)
+        finally:
+            copy_(weights, perturbed)
 
 
 def _check(trainer: pl.Trainer, pl_module: SAMMixin) -> None:
@@ -228,18 +245,13 @@ def _check(trainer: pl.Trainer, pl_module: SAMMixin) -> None:
     if not isinstance(pl_module.sam, SAM):
         raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {pl_module.sam!r}.")
     if not pl_module.automatic_optimization:
-        raise MisconfigurationException(
-            f"SAMMixin works in automatic optimization, got {name}.automatic_optimization=False."
-            " Set it to True, or leave the mixin out."
-        )
+        raise MisconfigurationException(f"SAM needs automatic optimization, got {name}.automatic_optimization=False.")
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-        raise MisconfigurationException(
-            f"SAM runs every batch twice, which {name}.training_step(dataloader_iter) does not allow: take the batch."
-        )
+        raise MisconfigurationException(f"SAM needs the batch: {name}.training_step must not take dataloader_iter.")
     require_whole_weights(trainer, "SAM")
     if has_static_graph(trainer):
         raise MisconfigurationException(
-            "SAM runs every step twice, which DDP's static_graph=True does not allow: leave static_graph out."
+            "DDP's static_graph=True allows no second run of a step: leave static_graph out."
         )
 
 

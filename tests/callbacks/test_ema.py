@@ -719,3 +719,34 @@ def test_cuda_average_equals_naive_and_can_live_in_host_memory() -> None:
     fit(beside, callbacks=[lt.EMA(0.9)], accelerator="cuda")
     fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator="cuda")
     assert_close(weights(beside), weights(apart))
+
+
+# ---- the module changed behind the callback's back
+
+
+def test_weights_written_through_data_between_two_fits_are_respected() -> None:
+    module, ema = build(), lt.EMA(0.9)
+    run = fit(module, callbacks=[ema], max_epochs=1)
+    module.layers[0].weight.data.fill_(7.0)
+    run.fit(module, loader(), loader(24))  # nothing left to do but to start
+    assert module.layers[0].weight.eq(7).all()
+
+
+def test_layers_replaced_after_a_fit_are_saved_and_trained(tmp_path: Any) -> None:
+    module = build()
+    run = fit(module, callbacks=[lt.EMA(0.9)], max_epochs=1)
+    module.layers = nn.Sequential(nn.Linear(8, 2))
+    assert_equal(saved_after(run, tmp_path / "x.ckpt"), weights(module))
+    run.fit_loop.max_epochs = 2
+    run.fit(module, loader(), loader(24))
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_zero_grad", "on_after_backward"])
+def test_a_checkpoint_saved_between_forward_and_step_disturbs_nothing(hook: str, tmp_path: Any) -> None:
+    def save(module: pl.LightningModule, _: Any = None) -> None:
+        module.trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    saving, plain = build(type("Saving", (Net,), {hook: save})), build()
+    fit(plain, callbacks=[lt.EMA(0.9)])
+    fit(saving, callbacks=[lt.EMA(0.9)])
+    assert_equal(weights(saving), weights(plain))

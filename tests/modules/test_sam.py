@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -489,7 +490,7 @@ class Iterates(SAMPlainNet):
         (Sparse, "pass sparse=False"),
         (Inplace, "Inplace.training_step writes into its batch"),
         (OwnBackward, r"OwnBackward.backward must call super\(\).backward\(loss\)"),
-        (Iterates, r"Iterates.training_step\(dataloader_iter\)"),
+        (Iterates, "Iterates.training_step must not take dataloader_iter"),
     ],
 )
 def test_a_step_that_cannot_be_run_twice_is_refused_by_name(kind: type[Net], message: str) -> None:
@@ -529,3 +530,69 @@ def test_cuda_rho_zero_is_bit_equal_to_no_mixin(precision: Any) -> None:
     fit(plain, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
     fit(still, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
     assert_equal(weights(plain), weights(still))
+
+
+def test_nested_containers_are_changed_once() -> None:
+    class Nested(SAMPlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outs: dict[str, list[Tensor]] = defaultdict(list)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.outs["train"].append(loss.detach())
+            return loss
+
+    module = build(Nested)
+    fit(module)
+    assert len(module.outs["train"]) == 12
+
+
+def test_layers_made_in_the_first_step_are_made_again_in_its_second_run() -> None:
+    class Lazy(SAMPlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if not hasattr(self, "scale"):
+                self.head, self.scale = torch.nn.Identity(), 1.0
+            return super().training_step((self.head(batch[0]) * self.scale, batch[1]), batch_idx)
+
+    lazy, plain = build(Lazy), build(SAMPlainNet)
+    fit(lazy), fit(plain)
+    assert_equal(weights(lazy), weights(plain))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_teacher_updated_in_the_step_is_refused_with_the_remedy(assign: bool) -> None:
+    class Teacher(SAMPlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = torch.nn.Linear(2, 2).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if assign:
+                self.teacher.weight.data = self.teacher.weight.data * 0.9
+            else:
+                self.teacher.weight.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"frozen parameter teacher\.weight.*on_train_batch_end"):
+        fit(build(Teacher))
+
+
+def test_a_checkpoint_saved_inside_a_step_holds_the_weights_themselves_and_disturbs_nothing(tmp_path: Any) -> None:
+    class Saving(SAMPlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.trainer.save_checkpoint(tmp_path / f"{self.trainer.global_step}.ckpt")  # in the second run too
+            return loss
+
+    class Steps(Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            own.append(weights(pl_module))
+
+    own: list[dict[str, Tensor]] = []
+    saving, plain = build(Saving), build(SAMPlainNet)
+    fit(plain, max_epochs=1)
+    fit(saving, max_epochs=1, callbacks=[Steps()])
+    assert_equal(weights(saving), weights(plain))
+    for step, expected in enumerate(own):
+        assert_equal(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["state_dict"], expected)
