@@ -69,22 +69,29 @@ def test_a_ragged_window_is_a_step():
 def _counts_on_a_rank(grid: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
     counts = []
     for settings in grid:
-        module = Counted()
-        trainer(strategy="ddp", devices=2, **{"max_epochs": 2, **settings}).fit(module, ones(7, shuffle=True))
+        module, arguments = Counted(), {"batches": 7, "max_epochs": 2, **settings}
+        train = ones(arguments.pop("batches"), shuffle=True)
+        trainer(strategy="ddp", devices=2, **arguments).fit(module, train)
         counts.append((module.totals, module.taken))
     return counts
 
 
 def test_the_count_is_what_two_ranks_take():
     grid: list[dict[str, Any]] = [
-        {"accumulate_grad_batches": accumulation, "limit_train_batches": limit, "max_steps": max_steps}
-        for accumulation, limit, max_steps in product(ACCUMULATION, LIMITS, (-1, 3))
-    ]
-    grid += [{"use_distributed_sampler": False}, {"max_epochs": -1, "max_steps": 5}]
+        {
+            "batches": batches, "max_epochs": epochs, "accumulate_grad_batches": accumulation,
+            "limit_train_batches": limit, "max_steps": max_steps,
+        }
+        for batches, epochs, accumulation, limit, max_steps in product(
+            (1, 3, 4, 7), EPOCHS, ACCUMULATION, LIMITS, MAX_STEPS
+        )
+        if isinstance(limit, int) or int((batches + 1) // 2 * limit)
+    ]  # fmt: skip
+    grid += [{"use_distributed_sampler": False}, {"max_epochs": -1, "max_steps": 5}, {}]
     ranks = run_ranks(_counts_on_a_rank, grid)
     assert ranks[0] == ranks[1]
     assert [totals for totals, _ in ranks[0]] == [[taken] * 2 for _, taken in ranks[0]]
-    assert ranks[0][0] == ([8, 8], 8)  # 7 samples on two ranks, two epochs: not the 14 of one process
+    assert ranks[0][-1] == ([8, 8], 8)  # 7 samples on two ranks, two epochs: not the 14 of one process
 
 
 class SizedStream:
