@@ -123,7 +123,7 @@ class EMA(AveragingCallback):
             ) from error
 
     @override
-    def _update(self, averages: Averages) -> None:
+    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
         averages.steps += 1
         if averages.steps % self.every_n_steps == 0:
             decay = ema_decay(averages.updates, self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)

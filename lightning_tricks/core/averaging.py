@@ -39,8 +39,14 @@ class AveragingCallback(Callback, ABC):
         """The number of optimizer steps after which averaging starts."""
 
     @abstractmethod
-    def _update(self, averages: Averages) -> None:
+    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
         """Go on with the averages after an optimizer step."""
+
+    def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
+        """The averages have just become copies of the weights, by the step that reached the start."""
+
+    def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
+        """Training ends with the step just made; the module holds its raw weights."""
 
     def averaged(self, pl_module: pl.LightningModule) -> AbstractContextManager[None]:
         """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
@@ -174,9 +180,10 @@ class AveragingCallback(Callback, ABC):
         if not self._watch.stepped():
             return
         if self._running.tensors:
-            self._update(self._running)
+            self._update(trainer, self._running)
         elif trainer.global_step >= self._start_step:
             self._track(pl_module)
+            self._begin(trainer, self._running)
 
     def _track(self, pl_module: pl.LightningModule) -> None:
         buffers = float_buffers(pl_module) if self.buffers == "average" else {}

@@ -24,7 +24,7 @@ class Mean(AveragingCallback):
     def _first_step(self, trainer: pl.Trainer) -> float:
         return 0
 
-    def _update(self, averages: Averages) -> None:
+    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
         averages.lerp(1 / (averages.updates + 2))
 
 
