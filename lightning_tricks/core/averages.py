@@ -9,7 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks.core.weights import copies, copy_, lerp_
+from lightning_tricks.core.exchange import Exchange
+from lightning_tricks.core.offload import Offload
+from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.weights import buckets, copies, copy_, global_norm, lerp_
 
 Which = Literal["averaged", "raw"]
 
@@ -17,31 +20,53 @@ Which = Literal["averaged", "raw"]
 class Averages:
     """Averages by parameter (or buffer) name, at least fp32, and which weights the module holds at the moment.
 
-    Until the first update the averaged weights *are* the raw weights, whatever the averages say.
+    Until the first update the averaged weights *are* the raw weights, whatever the averages say. While the module shows
+    the averaged ones, the averages of the same dtype have the raw values: the two have changed places.
 
     Args:
-        module: The module whose weights are averaged.
+        weights: Where this process holds the weights that are averaged.
         device: Where the averages live; None for beside the weights.
     """
 
-    def __init__(self, module: nn.Module, device: str | None = None) -> None:
-        self.module = module
+    def __init__(self, weights: Whole, device: str | None = None) -> None:
+        self.weights = weights
         self.device = device
         self.steps = 0
         self.updates = 0
-        self.tensors: dict[str, Tensor] = {}
-        self._aside: list[Tensor] | None = None  # the raw weights, while averaged ones are in their place
-        self._left: list[tuple[int, str]] = []
+        self._tensors: dict[str, Tensor] = {}
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._offload: Offload | None = None
+        self._aside: list[Tensor] | None = None  # raw values that find no place in an average; a list while shown
+        self._exchange = Exchange([])
+        self._left: list[tuple[int, int]] = []
 
-    def weights(self) -> list[Tensor]:
-        """The tensors of the module that have an average, in the order of the averages."""
-        named = _named(self.module)
-        if gone := [name for name in self.tensors if name not in named]:
+    @property
+    def module(self) -> nn.Module:
+        """The module whose weights are averaged."""
+        return self.weights.module
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages by name; while the averaged weights are shown, see the class."""
+        if self._offload is not None:
+            self._offload.settle()
+        return self._tensors
+
+    def parts(self) -> list[Tensor]:
+        """The tensors that have an average, in the order of the averages."""
+        self.weights.settle()
+        places = _places(self.module)
+        if gone := [name for name in self._tensors if name not in places]:
             raise RuntimeError(f"{type(self.module).__name__} has lost weights that are averaged: {', '.join(gone)}.")
-        return [named[name] for name in self.tensors]
+        self._places = [places[name] for name in self._tensors]
+        return self._parts()
+
+    def _parts(self) -> list[Tensor]:
+        parts = [self.weights.local(owner[key]) for owner, key in self._places]
+        return [part for part in parts if part is not None]
 
     def track(self, chosen: Mapping[str, Tensor]) -> None:
-        """Average the chosen weights, from a copy for those that have no average yet, and put all where they belong.
+        """Average the chosen local parts, from a copy for those that have no average yet, and put all in their place.
 
         Averages of other parameters (frozen meanwhile) stay, those of other buffers go.
         """
@@ -49,13 +74,24 @@ class Averages:
             self.tensors.pop(name, None)
         new = {name: weight for name, weight in chosen.items() if name not in self.tensors}
         self.tensors.update(zip(new, copies(list(new.values())), strict=True))
-        for (name, average), weight in zip(list(self.tensors.items()), self.weights(), strict=True):
-            self.tensors[name] = average.to(self.device or weight.device)
+        for (name, average), part in zip(list(self.tensors.items()), self.parts(), strict=True):
+            self._tensors[name] = average.to(self.device or part.device)
+        self._offload = Offload.between(list(self._tensors.values()), self.parts())
 
     def lerp(self, fraction: float) -> None:
         """Move every average by ``fraction`` of the way to its weight."""
-        lerp_(list(self.tensors.values()), self.weights(), fraction)
+        # not self.parts(): to look the names up costs as much as to average a small network
+        averages, parts = list(self.tensors.values()), self._parts()
+        if self._offload is None:
+            lerp_(averages, parts, fraction)
+        else:
+            self._offload.start(averages, parts, fraction)
         self.updates += 1
+
+    def guard(self) -> None:
+        """The weights may change from now on: let the device wait for copies of them that are under way."""
+        if self._offload is not None:
+            self._offload.guard()
 
     @property
     def holds(self) -> Which:
@@ -63,23 +99,38 @@ class Averages:
         return "raw" if self._aside is None else "averaged"
 
     def show(self, which: Which) -> None:
-        """Put the averaged or the raw weights into the module.
+        """Put the averaged or the raw weights into the module; under ZeRO all ranks put the averaged ones together.
 
-        Only copies are made and each can be made again, so after an interrupt at any instruction ``show("raw")`` gives
-        the raw weights bit for bit.
+        Whatever is interrupted, and at any instruction, ``show("raw")`` gives the raw weights bit for bit. It needs no
+        other rank, which may have failed.
         """
         if which == "averaged" and self._aside is None and self.updates:
-            weights = self.weights()
-            self._aside = [w.detach().clone() for w in weights]
-            copy_(weights, list(self.tensors.values()))
+            alike, other = self._pairs()
+            self._exchange = Exchange([part for part, _ in alike])
+            self._aside = [tensor.detach().clone() for tensor in self._without_average(other)]
+            self._exchange.run(*_columns(alike))
+            copy_(*_columns(other))
+            self.weights.publish()
         elif which == "raw" and self._aside is not None:
-            copy_(self.weights(), self._aside)
+            alike, other = self._pairs()
+            self._exchange.run(*_columns(alike), back=True)
+            copy_(self._without_average(other), self._aside)
+            self.weights.release()
             self._aside = None
+
+    def _pairs(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Parts with their averages: of the same dtype, and of another."""
+        pairs = list(zip(self.parts(), self.tensors.values(), strict=True))
+        return [pair for pair in pairs if _alike(*pair)], [pair for pair in pairs if not _alike(*pair)]
+
+    def _without_average(self, other: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """The tensors whose raw values must be kept aside while the averaged weights are shown."""
+        return [part for part, _ in other] + self.weights.derived()
 
     @contextmanager
     def showing(self, which: Which) -> Iterator[None]:
         """Show the averaged or the raw weights inside the block, then what was shown before."""
-        before, untouched = self.holds, self.untouched()
+        before, untouched = self.holds, bool(self._left) and self.untouched()
         try:
             self.show(which)
             yield
@@ -88,27 +139,40 @@ class Averages:
             if untouched:
                 self.leave()
 
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Squared norms of what lies between this rank's weights and their averages, and of the weights."""
+        parts, averages = self.parts(), list(self.tensors.values())
+        between, size = zip(*[_squares(parts[each], averages[each]) for each in buckets(averages)], strict=True)
+        return torch.stack(between).sum(), torch.stack(size).sum()
+
     def leave(self) -> None:
         """Note the parameters as they are, for ``untouched``."""
         self._left = self._marks()
 
     def untouched(self) -> bool:
         """Whether the module still has the parameters that were averaged, with the values they had at ``leave``."""
-        return self.tensors.keys() <= _named(self.module).keys() and self._left == self._marks()
+        return self.tensors.keys() <= _places(self.module).keys() and self._left == self._marks()
 
-    def _marks(self) -> list[tuple[int, str]]:
-        """What tells a parameter written to; the sum finds writes through ``.data``, which has versions of its own."""
-        parameters = [weight for weight in self.weights() if isinstance(weight, nn.Parameter)]
-        return [(p._version, str(p.detach().abs().sum(dtype=torch.float64).item())) for p in parameters]
+    def _marks(self) -> list[tuple[int, int]]:
+        """What tells a parameter written to.
+
+        The sum of its bits, which no device and no order of summing changes, finds writes through ``.data``, which has
+        versions of its own.
+        """
+        buffers = dict(self.module.named_buffers())
+        named = zip(self._tensors, self.parts(), strict=True)
+        return [(p._version, int(_bits(p).sum(dtype=torch.int64))) for name, p in named if name not in buffers]
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the weights that the module holds now to restore both kinds exactly."""
         counts = {"steps": self.steps, "updates": self.updates}
         if self._aside is None:
-            return {**counts, "raw": {}, "averaged": dict(self.tensors)} if self.tensors else {}
-        pairs = zip(self.tensors.items(), self.weights(), strict=True)
-        rounded = {name: average for (name, average), weight in pairs if average.dtype != weight.dtype}
-        return {**counts, "raw": dict(zip(self.tensors, self._aside, strict=True)), "averaged": rounded}
+            return {**counts, "raw": {}, "averaged": dict(self.tensors)}
+        pairs = list(zip(self.tensors.items(), self.parts(), strict=True))
+        raw = {name: average for (name, average), part in pairs if _alike(part, average)}
+        averaged = {name: average for (name, average), part in pairs if not _alike(part, average)}
+        aside = dict(zip(averaged, self._aside, strict=False))  # behind them are what ZeRO derives from its masters
+        return {**counts, "raw": {**raw, **aside}, "averaged": averaged}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -117,20 +181,50 @@ class Averages:
         Raises:
             KeyError: If ``strict`` and the checkpoint averaged weights that the module does not have.
         """
-        named = _named(self.module)
+        self.weights.settle()
+        places = _places(self.module)
         names = {**state["raw"], **state["averaged"]}
-        if strict and (unknown := sorted(names.keys() - named.keys())):
+        if strict and (unknown := sorted(names.keys() - places.keys())):
             raise KeyError(
                 f"The checkpoint has averages of weights that {type(self.module).__name__} does not have:"
                 f" {', '.join(unknown)}. Load it into the module it was made with, or set strict_loading=False."
             )
         self.steps, self.updates = state["steps"], state["updates"]
-        for name in [name for name in names if name in named]:
-            average = state["averaged"].get(name)
-            self.tensors[name] = copies([named[name]])[0] if average is None else average
+        for name in [name for name in names if name in places]:
+            owner, key = places[name]
+            part, average = self.weights.local(owner[key]), state["averaged"].get(name)
+            assert part is not None, "a checkpoint holds the parts that this rank saved"
+            self._tensors[name] = copies([part])[0] if average is None else average
             if name in state["raw"]:
-                copy_([named[name]], [state["raw"][name]])
+                copy_([part], [state["raw"][name]])
+        self.weights.publish()
 
 
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def _places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where each parameter and buffer is found by name; the dictionaries are those of ``register_parameter``."""
+    return {
+        f"{path}.{key}" if path else key: (owner, key)
+        for path, each in module.named_modules()
+        for owner in (each._parameters, each._buffers)
+        for key, tensor in owner.items()
+        if tensor is not None
+    }
+
+
+def _alike(part: Tensor, average: Tensor) -> bool:
+    return part.dtype == average.dtype
+
+
+def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [part for part, _ in pairs], [average for _, average in pairs]
+
+
+@torch.no_grad()
+def _squares(parts: list[Tensor], averages: list[Tensor]) -> tuple[Tensor, Tensor]:
+    near = [part.to(average.device, average.dtype) for part, average in zip(parts, averages, strict=True)]
+    return global_norm(torch._foreach_sub(near, averages)) ** 2, global_norm(near) ** 2
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integer)

@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages, Which
-from lightning_tricks.core.trainer import StepWatch, is_fitting, require_whole_weights, wrap_method
-from lightning_tricks.core.weights import float_buffers, trainable, unnoticed
+from lightning_tricks.core.history import History
+from lightning_tricks.core.ranks import agree_on_buffers, relative_distance
+from lightning_tricks.core.saved import callback_state, find_state, local_state, save_shards
+from lightning_tricks.core.trainer import (
+    StepWatch,
+    callbacks_of,
+    ends_here,
+    is_fitting,
+    log_now_and_then,
+    monitors,
+    validate_once_more,
+    weights_held,
+    wrap_method,
+)
+from lightning_tricks.core.weights import float_buffers, unnoticed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights' metrics
+_IS_RAW = re.compile(RAW + r"(_epoch|_step)?(/dataloader_idx_\d+)?$")
 
 
 class AveragingCallback(Callback, ABC):
     """Puts averaged weights where they belong; a subclass says when averaging starts and how it goes on."""
 
-    validate: Which
+    validate: str
     at_end: Which
     buffers: str
     device: str | None
+    label: str = ""  # tells several of a kind apart in the names of what they log
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
         self._averages: Averages | None = None
+        self._history = History()
         self._watch = StepWatch()
+        self._unwrap: Callable[[], None] = _nothing
         self._start_step = 0.0
+        self._finished = False
         self._fits = False  # whether the Trainer is in a fit that this callback was set up for
         self._foreign = False  # whether a checkpoint is being saved that the averages do not belong to
 
@@ -47,6 +73,10 @@ class AveragingCallback(Callback, ABC):
 
     def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
         """Training ends with the step just made; the module holds its raw weights."""
+
+    def _metrics(self, averages: Averages) -> dict[str, float]:
+        """What is logged besides the distance."""
+        return {}
 
     def averaged(self, pl_module: pl.LightningModule) -> AbstractContextManager[None]:
         """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
@@ -66,26 +96,44 @@ class AveragingCallback(Callback, ABC):
     def averaged_state_dict(self) -> dict[str, Any]:
         """A copy of the module's ``state_dict()`` with the averaged weights in it.
 
+        Where the weights are in shards, all ranks take part and each gets all of it, in host memory. Save a model that
+        is too large for that with ``trainer.save_checkpoint`` and use ``lightning-tricks export``.
+
         Raises:
             ValueError: If nothing was trained with this callback yet.
         """
         if self._averages is None:
             raise ValueError(f"This {type(self).__name__} has no average yet: fit a module with it first.")
         with self._averages.showing("averaged"):
-            state = self._averages.module.state_dict()
-            return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+            return self._averages.weights.state()
+
+    def plot(self, metric: str | None = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw a validation metric of the averaged and of the raw weights over the optimizer steps.
+
+        Args:
+            metric: Name of the averaged weights' metric; None for the first that was logged.
+            ax: Where to draw; None for a new figure.
+
+        Raises:
+            ValueError: If there is no such metric; there is one only with ``validate="both"``.
+        """
+        return self._history.plot(metric, ax)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not is_fitting(trainer):
             return
-        require_whole_weights(trainer, type(self).__name__)
+        weights = weights_held(trainer, pl_module, type(self).__name__)
+        _require_one_shown(trainer)
         if trainer is not self._trainer:
             wrap_method(trainer, "save_checkpoint", partial(self._save, trainer))
         if self._averages is not None and self._owns(trainer):
             self._averages.show("raw")  # the fit goes on
         else:
-            self._averages = Averages(pl_module, self.device)
+            self._averages, self._history = Averages(weights, self.device), History()
+        if self.validate == "both":
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            self._unwrap = wrap_method(loop, "run", partial(self._validate_both, trainer))
         self._trainer, self._fits = trainer, True
 
     @override
@@ -95,13 +143,17 @@ class AveragingCallback(Callback, ABC):
         if not is_fitting(trainer):
             self._averages = None  # the module now holds the weights of that checkpoint
             return
-        self._averages = Averages(pl_module, self.device)
-        if state := checkpoint["callbacks"].get(self.state_key):
+        weights = weights_held(trainer, pl_module, type(self).__name__)
+        self._averages, self._history = Averages(weights, self.device), History()
+        key, state = find_state(trainer, self, checkpoint)
+        if state:
+            self._history.load_state_dict(state["history"])
+            state = local_state(trainer, self._averages, key, state, checkpoint["global_step"])
             self._averages.load_state_dict(state, strict=pl_module.strict_loading)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start_step = self._first_step(trainer)
+        self._start_step, self._finished = self._first_step(trainer), False
         if self._running.tensors or trainer.global_step >= self._start_step:
             self._track(pl_module)
         self._watch.start(trainer)
@@ -115,24 +167,44 @@ class AveragingCallback(Callback, ABC):
             self._track(pl_module)
 
     @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        self._running.guard()
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._catch_up(trainer, pl_module)
+        if not self._running.tensors:
+            return
+        if ends_here(trainer):  # before the last validation and the last checkpoint
+            self._finish_once(trainer)
+        log_now_and_then(trainer, partial(self._logged, trainer))
+
+    def _logged(self, trainer: pl.Trainer) -> dict[str, float]:
+        values = {"distance": relative_distance(trainer, self._running), **self._metrics(self._running)}
+        suffix = f"/{self.label}" if len(callbacks_of(trainer, type(self))) > 1 else ""
+        return {f"tricks/{type(self).__name__.lower()}_{name}{suffix}": value for name, value in values.items()}
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_fitting(trainer):
-            self._running.show(self.validate)
+            agree_on_buffers(trainer, self._running)
+            self._running.show("raw" if self.validate == "raw" else "averaged")
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if is_fitting(trainer):
-            self._running.show("raw")
+        if not is_fitting(trainer):
+            return
+        self._running.show("raw")
+        if self.validate == "both" and not trainer.sanity_checking:
+            self._history.record(trainer.global_step, trainer.callback_metrics, RAW)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch.stop()
+        self._finish_once(trainer)
+        agree_on_buffers(trainer, self._running)
         self._running.show(self.at_end)
 
     @override
@@ -148,20 +220,48 @@ class AveragingCallback(Callback, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._foreign or self._averages is None else self._averages.state_dict()
+        if self._foreign or self._averages is None or self._trainer is None:
+            return {}
+        return {**callback_state(self._trainer, self._averages), "history": self._history.state_dict()}
 
-    def _save(self, trainer: pl.Trainer, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save(
+        self,
+        trainer: pl.Trainer,
+        original: Callable[..., None],
+        filepath: str | Path,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+    ) -> None:
         """Save a checkpoint while the module holds the weights that are validated, whoever asks for it and when."""
-        if self._averages is None or not self._owns(trainer):
+        averages = self._averages
+        if averages is None or not self._owns(trainer):
             self._foreign = True
             try:
-                return original(*args, **kwargs)
+                original(filepath, weights_only, storage_options)
             finally:
                 self._foreign = False
+            return
         if self._fits:
             self._catch_up(trainer, trainer.lightning_module)  # asked for between a step and on_train_batch_end
-        with unnoticed(self._averages.weights()), self._averages.showing(self.validate):
-            return original(*args, **kwargs)
+            agree_on_buffers(trainer, self._running)
+        with (
+            unnoticed([*averages.parts(), *averages.weights.derived()]),
+            averages.showing(self._scored(trainer, filepath)),
+        ):
+            original(filepath, weights_only, storage_options)
+            if not weights_only:
+                save_shards(trainer, averages, self.state_key, filepath)
+
+    def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
+        """The weights that a file's score was measured with."""
+        monitor = monitors(trainer, str(filepath)) if self.validate == "both" else None
+        return "raw" if self.validate == "raw" or (monitor and _IS_RAW.search(monitor)) else "averaged"
+
+    def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
+        """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""
+        if not trainer.sanity_checking:
+            validate_once_more(trainer, run, RAW)
+        return run()
 
     def _owns(self, trainer: pl.Trainer) -> bool:
         """Whether the averages belong to the Trainer's module and nobody has changed its weights since the fit."""
@@ -171,6 +271,8 @@ class AveragingCallback(Callback, ABC):
         return self._fits or averages.untouched()
 
     def _leave(self, which: Which) -> None:
+        self._unwrap()
+        self._unwrap = _nothing
         self._running.show(which)
         self._running.leave()
         self._fits = False
@@ -185,11 +287,31 @@ class AveragingCallback(Callback, ABC):
             self._track(pl_module)
             self._begin(trainer, self._running)
 
+    def _finish_once(self, trainer: pl.Trainer) -> None:
+        if self._running.tensors and not self._finished:
+            self._finish(trainer, self._running)
+            self._finished = True
+
     def _track(self, pl_module: pl.LightningModule) -> None:
         buffers = float_buffers(pl_module) if self.buffers == "average" else {}
-        self._running.track({**trainable(pl_module), **buffers})
+        self._running.track({**self._running.weights.trainable(), **buffers})
 
     @property
     def _running(self) -> Averages:
         assert self._averages is not None, "setup comes first"
         return self._averages
+
+
+def _require_one_shown(trainer: pl.Trainer) -> None:
+    callbacks = [each for each in callbacks_of(trainer, Callback) if isinstance(each, AveragingCallback)]
+    for argument in ("validate", "at_end"):
+        shown = [each.state_key for each in callbacks if getattr(each, argument) != "raw"]
+        if len(shown) > 1:
+            raise MisconfigurationException(
+                f'Only one average can have {argument} other than "raw", got {", ".join(shown)}. Set it to "raw" on all'
+                " but one; averaged() and averaged_state_dict() of each give its weights."
+            )
+
+
+def _nothing() -> None:
+    pass

@@ -15,7 +15,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import (
     _parse_num_batches,
@@ -29,6 +30,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from lightning_tricks.core.shards import FSDP2, Whole, ZeRO, ZeRO3
 
 Kind = TypeVar("Kind")
 
@@ -53,6 +56,80 @@ def require_whole_weights(trainer: pl.Trainer, trick: str) -> None:
         )
 
 
+def weights_held(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> Whole:
+    """Where this process holds the weights of the module, by the Trainer's strategy.
+
+    Raises:
+        MisconfigurationException: For strategies whose weights a trick does not find.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):
+        zero = (strategy.config or {}).get("zero_optimization", {})
+        stage, offload = zero.get("stage", 0), (zero.get("offload_optimizer") or {}).get("device")
+        if stage in (1, 2, 3) and offload != "nvme":
+            return ZeRO3(module) if stage == 3 else ZeRO(module, lambda: trainer.optimizers[0])
+        kind = f"DeepSpeedStrategy with ZeRO stage {stage}" + (" and masters on NVMe" if offload == "nvme" else "")
+    elif isinstance(strategy, ModelParallelStrategy):
+        return FSDP2(module)
+    elif isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        return Whole(module)
+    else:
+        kind = type(strategy).__name__
+    raise MisconfigurationException(
+        f"{trick} averages weights under the single-device and DDP strategies, ModelParallelStrategy (FSDP2) and"
+        f" DeepSpeed ZeRO-1, 2 and 3, got {kind}. Use such a strategy, or leave {trick} out."
+    )
+
+
+def saves_folder(trainer: pl.Trainer) -> bool:
+    """Whether a checkpoint is a folder to which each rank writes its shards; ModelParallelStrategy does not tell."""
+    strategy = trainer.strategy
+    return isinstance(strategy, DeepSpeedStrategy) or bool(getattr(strategy, "_save_distributed_checkpoint", False))
+
+
+def ends_here(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer step just made is the last that is planned."""
+    last_epoch = 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1
+    return (trainer.is_last_batch and last_epoch) or 0 < trainer.max_steps <= trainer.global_step
+
+
+def monitors(trainer: pl.Trainer, filepath: str) -> str | None:
+    """The metric that is monitored by the ModelCheckpoint which saves a file; None if none does."""
+    for callback in callbacks_of(trainer, ModelCheckpoint):
+        if filepath in {*callback.best_k_models, callback.last_model_path}:
+            return callback.monitor
+    return None
+
+
+def validate_once_more(trainer: pl.Trainer, run: Callable[[], Any], suffix: str) -> None:
+    """Run the fit's validation loop with the module's hooks only, every logged name with a suffix.
+
+    The loop has no public name. Callbacks stay out of it: a ModelCheckpoint or an EarlyStopping would take it for a
+    second validation. Random numbers and progress are afterwards as if it had not run.
+    """
+    loop, module = trainer.fit_loop.epoch_loop.val_loop, trainer.lightning_module
+    callbacks, progress, restarting = vars(trainer)["callbacks"], loop.batch_progress.state_dict(), loop.restarting
+    unwrap = wrap_method(module, "log", lambda log, name, *args, **kwargs: log(name + suffix, *args, **kwargs))
+    vars(trainer)["callbacks"], loop.restarting = [], False
+    try:
+        with isolate_rng():
+            run()
+    finally:
+        vars(trainer)["callbacks"], loop.restarting = callbacks, restarting
+        loop.batch_progress.load_state_dict(progress)
+        unwrap()
+
+
+def log_now_and_then(trainer: pl.Trainer, values: Callable[[], dict[str, float]]) -> None:
+    """Log what a callback has to say every ``log_every_n_steps``, logger or not, as Lightning's LearningRateMonitor."""
+    if not trainer._logger_connector.should_update_logs:
+        return
+    metrics = values()
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+
+
 class StepWatch:
     """Tells whether an optimizer stepped.
 
@@ -66,7 +143,9 @@ class StepWatch:
     def start(self, trainer: pl.Trainer) -> None:
         """Watch the Trainer's optimizers from now on."""
         self._stepped = False
-        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in trainer.optimizers]
+        # DeepSpeed's own is no torch Optimizer but has one, which it calls when it does step
+        optimizers = [each if isinstance(each, Optimizer) else each.optimizer for each in trainer.optimizers]
+        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
 
     def stop(self) -> None:
         """Leave the optimizers as they were."""

@@ -38,9 +38,26 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def lerp_(averages: Sequence[Tensor], weights: Sequence[Tensor], fraction: float) -> None:
     """Move each average towards its weight: ``average += fraction * (weight - average)``."""
-    if averages:
-        near = [w.to(a.device, a.dtype) for a, w in zip(averages, weights, strict=True)]
-        torch._foreach_lerp_(list(averages), near, fraction)
+    pairs = list(zip(averages, weights, strict=True))
+    if all(a.dtype == w.dtype and a.device == w.device for a, w in pairs):
+        if averages:
+            torch._foreach_lerp_(list(averages), list(weights), fraction)
+        return
+    for bucket in buckets(averages):  # converted weights take memory
+        near = [w.to(a.device, a.dtype) for a, w in pairs[bucket]]
+        torch._foreach_lerp_(list(averages[bucket]), near, fraction)
+
+
+def buckets(tensors: Sequence[Tensor]) -> list[slice]:
+    """Slices of the list of about a megabyte each on CPU, which stays in its cache, and 64 on other devices."""
+    limit = 2**20 if all(tensor.device.type == "cpu" for tensor in tensors) else 2**26
+    ends, filled = [0], 0
+    for index, tensor in enumerate(tensors):
+        if filled and filled + tensor.nbytes > limit:
+            ends.append(index)
+            filled = 0
+        filled += tensor.nbytes
+    return [slice(start, end) for start, end in zip(ends, [*ends[1:], len(tensors)], strict=True) if end > start]
 
 
 def unnoticed(weights: Sequence[Tensor]) -> AbstractContextManager[None]:

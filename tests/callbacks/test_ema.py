@@ -38,7 +38,7 @@ def load(path: Any) -> dict[str, Any]:
 
 
 def raw_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    return checkpoint["callbacks"]["EMA"]["raw"]
+    return checkpoint["callbacks"]["EMA(decay=0.9)"]["raw"]
 
 
 class Probe(Callback):
@@ -343,7 +343,7 @@ def test_a_checkpoint_saved_before_the_callback_has_its_turn_misses_no_update(tm
     ema = lt.EMA(0.9)
     fit(build(), callbacks=[Early(), ema])
     saved = load(tmp_path / "x.ckpt")
-    assert saved["callbacks"]["EMA"]["updates"] == ema._running.updates == 12
+    assert saved["callbacks"]["EMA(decay=0.9)"]["updates"] == ema._running.updates == 12
     assert_equal(saved["state_dict"], ema.averaged_state_dict())
 
 
@@ -357,7 +357,7 @@ def test_an_exception_before_the_callback_has_its_turn_loses_no_update(tmp_path:
     with pytest.raises(RuntimeError, match="planned"):
         fit(build(), callbacks=[Early(), lt.EMA(0.9), checkpoint], enable_checkpointing=True)
     (path,) = tmp_path.glob("*.ckpt")
-    assert load(path)["callbacks"]["EMA"]["updates"] == load(path)["global_step"] == 9
+    assert load(path)["callbacks"]["EMA(decay=0.9)"]["updates"] == load(path)["global_step"] == 9
 
 
 def test_a_finished_fit_started_again_ends_with_the_averaged_weights(tmp_path: Any) -> None:

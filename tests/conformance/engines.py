@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
 
@@ -27,13 +28,14 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
         return torch.device("cpu", self.local_rank)
 
 
-def cpu_deepspeed() -> CPUDeepSpeedStrategy:
-    """ZeRO-3 that compiles nothing and partitions even tiny weights."""
+def cpu_deepspeed(stage: int = 3, *, persistent: bool = False, **settings: Any) -> CPUDeepSpeedStrategy:
+    """ZeRO that compiles nothing and partitions even tiny weights, unless those are to be kept whole as well."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a minute of compilation at init
-    strategy = CPUDeepSpeedStrategy(stage=3)
+    strategy = CPUDeepSpeedStrategy(stage=stage, **settings)
     assert strategy.config is not None
     strategy.config["zero_force_ds_cpu_optimizer"] = False
-    strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if not persistent:
+        strategy.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return strategy

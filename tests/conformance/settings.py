@@ -54,7 +54,6 @@ SETTINGS: dict[str, Trick] = {
     "EMA": Trick(
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
-        refused=("FSDP2", "DeepSpeed"),
     ),
     "LRSchedule": Trick(
         callbacks={

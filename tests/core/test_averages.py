@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks.core.averages import Averages
+from lightning_tricks.core.shards import Whole
 from lightning_tricks.core.weights import float_buffers, trainable
 from tests.nets import assert_equal, weights
 
@@ -61,7 +62,7 @@ def bf16() -> nn.Module:
 def make(kind: Callable[[], nn.Module], *, buffers: bool = False, updates: int = 3) -> Averages:
     """Averages after some updates of a module whose weights move at random."""
     torch.manual_seed(0)
-    averages = Averages(kind())
+    averages = Averages(Whole(kind()))
     averages.track({**trainable(averages.module), **(float_buffers(averages.module) if buffers else {})})
     for _ in range(updates):
         move(averages.module)
@@ -77,9 +78,9 @@ def move(module: nn.Module) -> None:
 
 def expected(averages: Averages) -> dict[str, Tensor]:
     """The module's own state with the averages in the place of the weights they are of."""
-    values = {_place(w): a for w, a in zip(averages.weights(), averages.tensors.values(), strict=True)}
+    values = {_place(w): a for w, a in zip(averages.parts(), averages.tensors.values(), strict=True)}
     own = nn.Module.state_dict(averages.module)
-    return {name: values[_place(v)].to(v.dtype) if _place(v) in values else v.clone() for name, v in own.items()}
+    return {name: values.get(_place(v), v).to(v.dtype, copy=True) for name, v in own.items()}
 
 
 def _place(tensor: Tensor) -> int:
@@ -108,7 +109,7 @@ def test_an_average_is_the_running_formula_in_fp32(kind: Callable[[], nn.Module]
     for _ in range(5):
         move(averages.module)
         averages.lerp(0.1)
-        now = zip(reference, averages.weights(), strict=True)
+        now = zip(reference, averages.parts(), strict=True)
         reference = {name: 0.9 * reference[name] + 0.1 * w.detach().double() for name, w in now}
     for name, average in averages.tensors.items():
         assert average.dtype is torch.float32
@@ -174,15 +175,15 @@ def test_a_checkpoint_restores_both_sets_bit_for_bit(
     averages.show(held)
     with averages.showing(saved):
         file = copy.deepcopy({"net": averages.module.state_dict(), "averages": averages.state_dict()})
-    restored = Averages(kind())
+    restored = Averages(Whole(kind()))
     tensors = {name.removeprefix("net."): value for name, value in file["net"].items() if isinstance(value, Tensor)}
     restored.module.load_state_dict(tensors)
     restored.load_state_dict(file["averages"], strict=True)
     assert_equal(nn.Module.state_dict(restored.module), raw)
+    averages.show("raw")
     assert_equal(restored.tensors, averages.tensors)
     assert restored.updates == averages.updates
     for each in (averages, restored):
-        each.show("raw")
         each.track(trainable(each.module))
         each.lerp(0.5)
     assert_equal(restored.tensors, averages.tensors)
@@ -214,14 +215,14 @@ def test_a_weight_that_is_gone_is_named() -> None:
     averages = make(Tied)
     del averages.module.b
     with pytest.raises(RuntimeError, match=r"has lost weights that are averaged: b\.bias"):
-        averages.lerp(0.1)
+        averages.show("averaged")
 
 
 def test_an_unknown_name_is_refused_when_strict_and_left_out_otherwise() -> None:
     averages = make(Tied)
     averages.show("averaged")
     state = averages.state_dict()
-    other = Averages(nn.ModuleDict({"a": nn.Linear(3, 3)}))
+    other = Averages(Whole(nn.ModuleDict({"a": nn.Linear(3, 3)})))
     before = weights(other.module)
     with pytest.raises(KeyError, match=r"weights that ModuleDict does not have: b\.bias\. .*strict_loading"):
         other.load_state_dict(state, strict=True)
@@ -273,6 +274,6 @@ def test_an_interrupted_swap_leaves_the_way_back(
 
 
 def test_averages_live_on_the_device_asked_for() -> None:
-    averages = Averages(nn.Linear(2, 2), "meta")
+    averages = Averages(Whole(nn.Linear(2, 2)), "meta")
     averages.track(trainable(averages.module))
     assert {average.device.type for average in averages.tensors.values()} == {"meta"}

@@ -1,0 +1,62 @@
+"""Validation metrics of two sets of weights, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class History:
+    """What was logged as ``name`` of the averaged weights and as ``name + suffix`` of the raw ones."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[tuple[int, float, float]]] = {}
+
+    def record(self, step: int, metrics: Mapping[str, Tensor], suffix: str) -> None:
+        """Note every metric that was logged of both."""
+        for name, value in metrics.items():
+            if (raw := metrics.get(_with(suffix, name))) is not None:
+                self._rows.setdefault(name, []).append((step, float(value), float(raw)))
+
+    def plot(self, metric: str | None, ax: Axes | None) -> tuple[Figure, Axes]:
+        """Draw a metric of both; None for the first."""
+        if metric not in self._rows and (metric is not None or not self._rows):
+            known = ", ".join(map(repr, self._rows)) or 'nothing (validate="both" records both)'
+            raise ValueError(f"There is no history of {metric!r} of averaged and raw weights; recorded: {known}.")
+        if ax is None:
+            import matplotlib.pyplot as plt  # only here: a user's own axes need no pyplot
+
+            _, ax = plt.subplots()
+        name = metric or next(iter(self._rows))
+        steps, averaged, raw = zip(*self._rows[name], strict=True)
+        ax.plot(steps, averaged, label="averaged weights")
+        ax.plot(steps, raw, label="raw weights", linestyle="--")
+        ax.set_xlabel("optimizer step")
+        ax.set_ylabel(name)
+        ax.legend()
+        figure = ax.get_figure(root=True)
+        assert figure is not None, "axes of a figure"
+        return figure, ax
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {name: list(rows) for name, rows in self._rows.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+        self._rows = {name: list(rows) for name, rows in state.items()}
+
+
+def _with(suffix: str, name: str) -> str:
+    """Lightning appends the number of the dataloader behind the name that the module logs."""
+    base, separator, dataloader = name.partition("/dataloader_idx_")
+    for fork in ("_epoch", "_step"):
+        if base.endswith(fork):
+            return f"{base.removesuffix(fork)}{suffix}{fork}{separator}{dataloader}"
+    return f"{base}{suffix}{separator}{dataloader}"

@@ -1,0 +1,28 @@
+"""What the ranks find out about averages together."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_tricks.core.averages import Averages
+from lightning_tricks.core.weights import float_buffers
+
+
+def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
+    """Give all ranks the mean of their averaged buffers: the BatchNorm of each rank sees other samples."""
+    if trainer.world_size == 1:
+        return
+    buffers = float_buffers(averages.module)
+    for average in [average for name, average in averages.tensors.items() if name in buffers]:
+        here = average.to(trainer.strategy.root_device, copy=True)
+        average.copy_(trainer.strategy.reduce(here, reduce_op="mean"))
+
+
+def relative_distance(trainer: pl.Trainer, averages: Averages) -> float:
+    """``||weights - averages|| / ||weights||``, over the shards of all ranks."""
+    squares = torch.stack(averages.squares())
+    if averages.weights.sharded:
+        squares = trainer.strategy.reduce(squares.to(trainer.strategy.root_device), reduce_op="sum")
+    between, size = squares.sqrt().tolist()
+    return between / size if size else 0.0
