@@ -1,6 +1,6 @@
 """Training tricks for a stock Lightning Trainer: add a callback, inherit a mixin, name a strategy preset."""
 
-from lightning_tricks.callbacks import EMA, LRSchedule
+from lightning_tricks.callbacks import EMA, LRSchedule, scale_ema_decay
 from lightning_tricks.modules import SAM, SAMMixin
 from lightning_tricks.schedules import (
     CurveLR,
@@ -31,4 +31,5 @@ __all__ = [
     "optimizer_steps",
     "preset",
     "presets",
+    "scale_ema_decay",
 ]

@@ -87,28 +87,41 @@ class EMA(AveragingCallback):
     with its raw weights. One object can be used for several fits: with another Trainer or module it starts anew.
     A callback that reads weights in its validation hooks goes behind this one in the list.
 
+    ``validate="both"`` validates twice: the averaged weights' metrics have their own names, those of the raw weights end
+    in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with the metrics of both. A ModelCheckpoint that
+    monitors a ``_raw`` metric saves the raw weights, every other the averaged ones.
+
+    Under FSDP2 and DeepSpeed ZeRO each rank averages its own shard, of ZeRO the fp32 masters; nothing is gathered.
+    Several averages can run together if their decays differ and all but one have ``validate="raw", at_end="raw"``.
+    ``tricks/ema_decay`` and ``tricks/ema_distance``, the averages' distance from the weights over the weights' norm,
+    are logged every ``log_every_n_steps``.
+
     Args:
         decay: Decay per optimizer step, in [0, 1).
-        warmup: Whether young averages forget faster.
+        warmup: Whether young averages forget faster; "power" for ``min(decay, 1 - (1+n)**(-2/3))``.
         every_n_steps: Update once in so many optimizer steps, with ``decay**every_n_steps``.
         start: When averaging begins (int optimizer steps, float fraction of training).
-        buffers: "copy" keeps the module's current buffers, "average" averages the floating-point ones too.
-        validate: Validate "averaged" or "raw" weights.
+        buffers: "copy" keeps the module's current buffers, "average" averages the floating-point ones too, over time
+            and over ranks.
+        validate: Validate "averaged" or "raw" weights, or "both".
         at_end: Which weights the module holds when training has ended, "averaged" or "raw".
-        device: Where the average lives: None for beside the weights, or "cpu".
+        device: Where the average lives: None for beside the weights, or "cpu". From a GPU they are copied while the
+            next forward pass runs, which must not write to them.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At setup, under a strategy that shards the weights; when training starts, if
-            ``start`` is a fraction of an unknown length. (The Trainer itself refuses a second EMA.)
+        MisconfigurationException: At setup, under a strategy whose shards are not found (FSDP1, NVMe offload), and if
+            two averages are to be shown; when training starts, if ``start`` is a fraction of an unknown length; on
+            resume, if several averages of the checkpoint could be this one.
 
     Example:
         >>> import lightning.pytorch as pl
         >>> trainer = pl.Trainer(callbacks=[EMA(decay=0.999)], accelerator="cpu", logger=False)
 
     References:
-        Polyak and Juditsky 1992; warm-up as in TensorFlow's ``ExponentialMovingAverage(num_updates=...)``.
+        Polyak and Juditsky 1992; warm-up as in TensorFlow's ``ExponentialMovingAverage(num_updates=...)`` and, for
+        "power", the inverse gamma schedule of Crowson's k-diffusion.
     """
 
     def __init__(
@@ -124,7 +137,9 @@ class EMA(AveragingCallback):
         device: Literal["cpu"] | None = None,
     ) -> None:
         check_range("decay", decay, 0.0, 1.0, below=True)
-        if warmup != "power":
+        if isinstance(warmup, str):
+            check_choice("warmup", warmup, ("power",))
+        else:
             check_bool("warmup", warmup)
         check_count("every_n_steps", every_n_steps)
         check_duration("start", start)
@@ -152,13 +167,14 @@ class EMA(AveragingCallback):
     def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
         averages.steps += 1
         if averages.steps % self.every_n_steps == 0:
-            decay = ema_decay(averages.updates, self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
-            averages.lerp(1 - decay)
+            averages.lerp(1 - self._decay(averages.updates))
 
     @override
     def _metrics(self, averages: Averages) -> dict[str, float]:
-        decay = ema_decay(averages.updates, self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
-        return {"decay": decay}
+        return {"decay": self._decay(max(averages.updates - 1, 0))}
+
+    def _decay(self, updates: int) -> float:
+        return ema_decay(updates, self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
 
     @property
     @override

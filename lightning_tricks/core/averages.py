@@ -78,6 +78,12 @@ class Averages:
             self._tensors[name] = average.to(self.device or part.device)
         self._offload = Offload.between(list(self._tensors.values()), self.parts())
 
+    def put(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give buffers values of their own in the averaged set, until ``track`` takes them out again."""
+        assert self.holds == "raw", "while the averaged weights are shown the averages have the raw values"
+        self.tensors.update({name: buffer.detach().clone() for name, buffer in buffers.items()})
+        self.parts()
+
     def lerp(self, fraction: float) -> None:
         """Move every average by ``fraction`` of the way to its weight."""
         # not self.parts(): to look the names up costs as much as to average a small network

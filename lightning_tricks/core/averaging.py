@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -18,47 +16,38 @@ from typing_extensions import override
 from lightning_tricks.core.averages import Averages, Which
 from lightning_tricks.core.history import History
 from lightning_tricks.core.ranks import agree_on_buffers, relative_distance
-from lightning_tricks.core.saved import callback_state, find_state, local_state, save_shards
+from lightning_tricks.core.saved import RAW, SavedAverages
 from lightning_tricks.core.trainer import (
     StepWatch,
     callbacks_of,
     ends_here,
     is_fitting,
     log_now_and_then,
-    monitors,
     validate_once_more,
     weights_held,
     wrap_method,
 )
-from lightning_tricks.core.weights import float_buffers, unnoticed
+from lightning_tricks.core.weights import float_buffers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights' metrics
-_IS_RAW = re.compile(RAW + r"(_epoch|_step)?(/dataloader_idx_\d+)?$")
 
-
-class AveragingCallback(Callback, ABC):
+class AveragingCallback(SavedAverages):
     """Puts averaged weights where they belong; a subclass says when averaging starts and how it goes on."""
 
-    validate: str
     at_end: Which
     buffers: str
     device: str | None
     label: str = ""  # tells several of a kind apart in the names of what they log
 
     def __init__(self) -> None:
-        self._trainer: pl.Trainer | None = None
-        self._averages: Averages | None = None
-        self._history = History()
+        super().__init__()
         self._watch = StepWatch()
         self._unwrap: Callable[[], None] = _nothing
         self._start_step = 0.0
         self._finished = False
-        self._fits = False  # whether the Trainer is in a fit that this callback was set up for
-        self._foreign = False  # whether a checkpoint is being saved that the averages do not belong to
 
     @abstractmethod
     def _first_step(self, trainer: pl.Trainer) -> float:
@@ -137,25 +126,10 @@ class AveragingCallback(Callback, ABC):
         self._trainer, self._fits = trainer, True
 
     @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if not is_fitting(trainer):
-            self._averages = None  # the module now holds the weights of that checkpoint
-            return
-        weights = weights_held(trainer, pl_module, type(self).__name__)
-        self._averages, self._history = Averages(weights, self.device), History()
-        key, state = find_state(trainer, self, checkpoint)
-        if state:
-            self._history.load_state_dict(state["history"])
-            state = local_state(trainer, self._averages, key, state, checkpoint["global_step"])
-            self._averages.load_state_dict(state, strict=pl_module.strict_loading)
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_step, self._finished = self._first_step(trainer), False
         if self._running.tensors or trainer.global_step >= self._start_step:
-            self._track(pl_module)
+            self._track()
         self._watch.start(trainer)
 
     @override
@@ -164,7 +138,7 @@ class AveragingCallback(Callback, ABC):
     ) -> None:
         # not in on_train_epoch_start, where a callback after this one (BackboneFinetuning) may still unfreeze
         if batch_idx == 0 and self._running.tensors:
-            self._track(pl_module)
+            self._track()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
@@ -174,7 +148,7 @@ class AveragingCallback(Callback, ABC):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._catch_up(trainer, pl_module)
+        self._catch_up(trainer)
         if not self._running.tensors:
             return
         if ends_here(trainer):  # before the last validation and the last checkpoint
@@ -215,60 +189,14 @@ class AveragingCallback(Callback, ABC):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._watch.stop()
         if self._fits:
-            self._catch_up(trainer, pl_module)  # the exception may have come before on_train_batch_end
+            self._catch_up(trainer)  # the exception may have come before on_train_batch_end
             self._leave("raw")
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._foreign or self._averages is None or self._trainer is None:
-            return {}
-        return {**callback_state(self._trainer, self._averages), "history": self._history.state_dict()}
-
-    def _save(
-        self,
-        trainer: pl.Trainer,
-        original: Callable[..., None],
-        filepath: str | Path,
-        weights_only: bool | None = None,
-        storage_options: Any = None,
-    ) -> None:
-        """Save a checkpoint while the module holds the weights that are validated, whoever asks for it and when."""
-        averages = self._averages
-        if averages is None or not self._owns(trainer):
-            self._foreign = True
-            try:
-                original(filepath, weights_only, storage_options)
-            finally:
-                self._foreign = False
-            return
-        if self._fits:
-            self._catch_up(trainer, trainer.lightning_module)  # asked for between a step and on_train_batch_end
-            agree_on_buffers(trainer, self._running)
-        with (
-            unnoticed([*averages.parts(), *averages.weights.derived()]),
-            averages.showing(self._scored(trainer, filepath)),
-        ):
-            original(filepath, weights_only, storage_options)
-            if not weights_only:
-                save_shards(trainer, averages, self.state_key, filepath)
-
-    def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
-        """The weights that a file's score was measured with."""
-        monitor = monitors(trainer, str(filepath)) if self.validate == "both" else None
-        return "raw" if self.validate == "raw" or (monitor and _IS_RAW.search(monitor)) else "averaged"
 
     def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
         """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""
         if not trainer.sanity_checking:
             validate_once_more(trainer, run, RAW)
         return run()
-
-    def _owns(self, trainer: pl.Trainer) -> bool:
-        """Whether the averages belong to the Trainer's module and nobody has changed its weights since the fit."""
-        averages = self._averages
-        if averages is None or trainer is not self._trainer or trainer.lightning_module is not averages.module:
-            return False
-        return self._fits or averages.untouched()
 
     def _leave(self, which: Which) -> None:
         self._unwrap()
@@ -277,14 +205,14 @@ class AveragingCallback(Callback, ABC):
         self._running.leave()
         self._fits = False
 
-    def _catch_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the optimizer step of this batch, if there was one, into the averages."""
+    @override
+    def _catch_up(self, trainer: pl.Trainer) -> None:
         if not self._watch.stepped():
             return
         if self._running.tensors:
             self._update(trainer, self._running)
         elif trainer.global_step >= self._start_step:
-            self._track(pl_module)
+            self._track()
             self._begin(trainer, self._running)
 
     def _finish_once(self, trainer: pl.Trainer) -> None:
@@ -292,14 +220,9 @@ class AveragingCallback(Callback, ABC):
             self._finish(trainer, self._running)
             self._finished = True
 
-    def _track(self, pl_module: pl.LightningModule) -> None:
-        buffers = float_buffers(pl_module) if self.buffers == "average" else {}
+    def _track(self) -> None:
+        buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
         self._running.track({**self._running.weights.trainable(), **buffers})
-
-    @property
-    def _running(self) -> Averages:
-        assert self._averages is not None, "setup comes first"
-        return self._averages
 
 
 def _require_one_shown(trainer: pl.Trainer) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.checkpoint.api import CheckpointException
+from typing_extensions import override
 
-from lightning_tricks.core.averages import Averages
+from lightning_tricks.core.averages import Averages, Which
+from lightning_tricks.core.history import History
+from lightning_tricks.core.ranks import agree_on_buffers
 from lightning_tricks.core.shards import read, write
-from lightning_tricks.core.trainer import callbacks_of, saves_folder
-from lightning_tricks.core.weights import float_buffers
+from lightning_tricks.core.trainer import callbacks_of, is_fitting, monitors, saves_folder, weights_held
+from lightning_tricks.core.weights import float_buffers, unnoticed
 
 KINDS = ("raw", "averaged")
+RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights' metrics
+_IS_RAW = re.compile(RAW + r"(_epoch|_step)?(/dataloader_idx_\d+)?$")
 
 
 def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
@@ -71,7 +79,7 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
     parts = {**weights.trainable(), **float_buffers(averages.module)}
     try:
         return {**state, **read(folder, weights, parts, stamp=step)}
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, CheckpointException) as error:
         raise MisconfigurationException(
             f"The averages of this checkpoint are in shards in {folder}, which cannot be read: {error}. Resume from the"
             " folder that was saved, from an earlier one, or leave the callback out."
@@ -81,3 +89,87 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
 def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
     """The same for all ranks, as are the strategy's own files."""
     return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
+
+
+class SavedAverages(Callback, ABC):
+    """Every checkpoint holds the weights that are validated, and what is needed to go on exactly as if not saved."""
+
+    validate: str
+    device: str | None
+
+    def __init__(self) -> None:
+        self._trainer: pl.Trainer | None = None
+        self._averages: Averages | None = None
+        self._history = History()
+        self._fits = False  # whether the Trainer is in a fit that this callback was set up for
+        self._foreign = False  # whether a checkpoint is being saved that the averages do not belong to
+
+    @abstractmethod
+    def _catch_up(self, trainer: pl.Trainer) -> None:
+        """Take the optimizer step of this batch, if there was one, into the averages."""
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not is_fitting(trainer):
+            self._averages = None  # the module now holds the weights of that checkpoint
+            return
+        weights = weights_held(trainer, pl_module, type(self).__name__)
+        self._averages, self._history = Averages(weights, self.device), History()
+        key, state = find_state(trainer, self, checkpoint)
+        if state:
+            self._history.load_state_dict(state["history"])
+            state = local_state(trainer, self._averages, key, state, checkpoint["global_step"])
+            self._averages.load_state_dict(state, strict=pl_module.strict_loading)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._foreign or self._averages is None or self._trainer is None:
+            return {}
+        return {**callback_state(self._trainer, self._averages), "history": self._history.state_dict()}
+
+    def _save(
+        self,
+        trainer: pl.Trainer,
+        original: Callable[..., None],
+        filepath: str | Path,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+    ) -> None:
+        """Save a checkpoint while the module holds the weights that are validated, whoever asks for it and when."""
+        averages = self._averages
+        if averages is None or not self._owns(trainer):
+            self._foreign = True
+            try:
+                original(filepath, weights_only, storage_options)
+            finally:
+                self._foreign = False
+            return
+        if self._fits:
+            self._catch_up(trainer)  # asked for between a step and on_train_batch_end
+            agree_on_buffers(trainer, self._running)
+        with (
+            unnoticed([*averages.parts(), *averages.weights.derived()]),
+            averages.showing(self._scored(trainer, filepath)),
+        ):
+            original(filepath, weights_only, storage_options)
+            if not weights_only:
+                save_shards(trainer, averages, self.state_key, filepath)
+
+    def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
+        """The weights that a file's score was measured with."""
+        monitor = monitors(trainer, str(filepath)) if self.validate == "both" else None
+        return "raw" if self.validate == "raw" or (monitor and _IS_RAW.search(monitor)) else "averaged"
+
+    def _owns(self, trainer: pl.Trainer) -> bool:
+        """Whether the averages belong to the Trainer's module and nobody has changed its weights since the fit."""
+        averages = self._averages
+        if averages is None or trainer is not self._trainer or trainer.lightning_module is not averages.module:
+            return False
+        return self._fits or averages.untouched()
+
+    @property
+    def _running(self) -> Averages:
+        assert self._averages is not None, "setup comes first"
+        return self._averages

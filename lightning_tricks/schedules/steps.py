@@ -6,7 +6,9 @@ import math
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_tricks.core.checks import duration_steps
 from lightning_tricks.core.trainer import callbacks_of, train_batches
 
 
@@ -76,6 +78,23 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
             f" max_steps={trainer.max_steps}, limit_train_batches={trainer.limit_train_batches}"
         )
     return steps
+
+
+def steps_of(trainer: pl.Trainer, duration: int | float, trick: str, name: str) -> float:
+    """The optimizer steps that an argument of a trick stands for (int steps, float fraction of training), not rounded.
+
+    Raises:
+        MisconfigurationException: For a fraction of a training whose length is unknown.
+    """
+    if isinstance(duration, int) or duration == 0:
+        return duration
+    try:
+        return duration_steps(duration, optimizer_steps(trainer))
+    except UnknownTotalSteps as error:
+        raise MisconfigurationException(
+            f"{trick}({name}={duration}) is a fraction of a training whose length is unknown: {error.reason}. Give"
+            f" {name} in optimizer steps (an int)."
+        ) from error
 
 
 def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:

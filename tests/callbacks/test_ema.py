@@ -80,6 +80,7 @@ class ProbedNet(Net):
     [
         {"decay": 0.9},
         {"decay": 0.9, "warmup": True},
+        {"decay": 0.9, "warmup": "power"},
         {"decay": 0.9, "every_n_steps": 3},
         {"decay": 0.9, "start": 4},
         {"decay": 0.99, "start": 3, "every_n_steps": 2, "warmup": True},
@@ -116,6 +117,23 @@ def test_warmup_forgets_the_first_weights_fast() -> None:
     assert ema_decay(90, 0.999) == 0.91
     assert ema_decay(10**6, 0.999) == 0.999
     assert ema_decay(0, 0.9, warmup=False, every_n_steps=2) == pytest.approx(0.81)
+
+
+def test_the_power_warmup_ends_at_the_decay() -> None:
+    assert ema_decay(0, 0.999, warmup="power") == 0
+    assert ema_decay(7, 0.999, warmup="power") == pytest.approx(0.75)
+    assert ema_decay(40_000, 0.999, warmup="power") == 0.999
+
+
+def test_a_scaled_decay_forgets_as_fast_per_sample() -> None:
+    assert lt.scale_ema_decay(0.999, batch_size=64, base_batch_size=64) == 0.999
+    assert lt.scale_ema_decay(0.9, batch_size=128, base_batch_size=64) == pytest.approx(0.9**2)
+    assert lt.scale_ema_decay(0.81, batch_size=32, base_batch_size=64) == pytest.approx(0.9)
+    for arguments in ({"batch_size": 0, "base_batch_size": 1}, {"batch_size": 1, "base_batch_size": -1}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            lt.scale_ema_decay(0.9, **arguments)
+    with pytest.raises(ValueError, match=r"decay must be in \[0.0, 1.0\), got 1"):
+        lt.scale_ema_decay(1, batch_size=1, base_batch_size=1)
 
 
 def test_the_fp32_average_of_bf16_weights_stays_exact_through_validations() -> None:
@@ -655,6 +673,7 @@ def test_no_hook_stays_on_the_optimizer_after_a_fit() -> None:
         ({"decay": "0.9"}, TypeError, "decay must be a number"),
         ({"decay": float("nan")}, ValueError, "decay"),
         ({"warmup": 3}, TypeError, "warmup must be True or False, got 3"),
+        ({"warmup": "powr"}, ValueError, "warmup must be one of 'power', got 'powr'. Did you mean 'power'"),
         ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
         ({"every_n_steps": 1.5}, TypeError, "every_n_steps"),
         ({"start": 1.5}, ValueError, "start must be an int"),
@@ -670,11 +689,6 @@ def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed(
 ) -> None:
     with pytest.raises(error, match=message):
         lt.EMA(**arguments)
-
-
-def test_two_averages_in_one_trainer_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="more than one stateful callback of type `EMA`"):
-        trainer(callbacks=[lt.EMA(0.9), lt.EMA(0.99)])
 
 
 def test_asking_for_an_average_before_there_is_one_is_an_error() -> None:

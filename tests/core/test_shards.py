@@ -1,4 +1,4 @@
-"""Averages of weights in shards, with the real engines on two ranks: equal to one process, exact on resume, half a rank."""
+"""Averages of shards by the real engines on two ranks: equal to one process, exact on resume, half on each rank."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
+from lightning_tricks.core.trainer import weights_held
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer
 from tests.ranks import run_ranks
 
 
@@ -57,19 +60,17 @@ def train(engine: str, ema: lt.EMA | None, *, plain: bool = False, **settings: A
     module = build(kind)
     callbacks = [*([ema] if ema else []), *settings.pop("callbacks", [])]
     own = {} if plain else make()
-    run = fit(module, train=rank_loader(), callbacks=callbacks, devices=2, use_distributed_sampler=False, **own, **settings)
+    run = fit(
+        module, train=rank_loader(), callbacks=callbacks, devices=2, use_distributed_sampler=False, **own, **settings
+    )
     return module, run
 
 
-class Seen(Callback):
-    """The weights of the forward pass at each validation, and the fp32 masters at the end of each epoch."""
+class State(Callback):
+    """The whole raw weights when training ends."""
 
-    def __init__(self) -> None:
-        self.validated: list[Tensor] = []
-
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        out = pl_module.layers(torch.eye(8, dtype=next(iter(pl_module.buffers()), torch.zeros(1)).dtype))
-        self.validated.append(out.detach().float().clone())
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = weights_held(trainer, pl_module, "State").state()
 
 
 def average(engine: str) -> tuple[dict[str, Any], float, int]:
@@ -87,7 +88,9 @@ def test_the_gathered_average_equals_one_process_and_a_rank_has_half(engine: str
     alone = fit(module, callbacks=[ema], train=loader(48), accumulate_grad_batches=2)
     tolerance = 1e-6 if engine in ENGINES else 2e-2
     for state in (first, second):
-        assert_close({name: torch.from_numpy(value) for name, value in state.items()}, ema.averaged_state_dict(), tolerance)
+        assert_close(
+            {name: torch.from_numpy(value) for name, value in state.items()}, ema.averaged_state_dict(), tolerance
+        )
     assert loss == pytest.approx(float(alone.callback_metrics["val_loss"]), abs=tolerance)
     whole = sum(p.numel() for p in module.parameters())
     assert shard + other <= whole + 16  # padding
@@ -102,17 +105,79 @@ def resume(engine: str, folder: str) -> None:
             if trainer.current_epoch == 1:
                 trainer.save_checkpoint(path)
 
-    whole, rest = lt.EMA(0.9, at_end="raw"), lt.EMA(0.9, at_end="raw")
-    through, _ = train(engine, whole, max_epochs=4, callbacks=[Save()])
-    resumed, _ = train(engine, rest, max_epochs=4, ckpt_path=path)
-    assert_equal(rest._running.tensors, whole._running.tensors)
-    assert_equal(rest.averaged_state_dict(), whole.averaged_state_dict())
-    assert_equal(rest._running.weights.state(), whole._running.weights.state())
-    plain, _ = train(engine, None, max_epochs=4)
-    assert_equal(type(whole._running.weights)(plain).state(), whole._running.weights.state()) if "zero" not in engine else None
+    emas, states = [lt.EMA(0.9, at_end="raw") for _ in range(2)], [State() for _ in range(3)]
+    train(engine, emas[0], max_epochs=4, callbacks=[Save(), states[0]])
     assert Path(path).is_dir() == (engine != "fsdp2-one-file")
+    train(engine, emas[1], max_epochs=4, callbacks=[states[1]], ckpt_path=path)
+    assert_equal(emas[1]._running.tensors, emas[0]._running.tensors)
+    assert_equal(emas[1].averaged_state_dict(), emas[0].averaged_state_dict())
+    assert_equal(states[1].weights, states[0].weights)
+    train(engine, None, max_epochs=4, callbacks=[states[2]])
+    assert_equal(states[2].weights, states[0].weights)
 
 
 @pytest.mark.parametrize("engine", ALL)
 def test_resume_from_what_was_saved_is_exact_and_training_untouched(engine: str, tmp_path: Path) -> None:
     run_ranks(resume, engine, str(tmp_path))
+
+
+class Breaks(Callback):
+    """Fails in a validation; from then on no rank answers another."""
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step > 3:
+            for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast"):
+                setattr(dist, name, None)
+                setattr(deepspeed.comm, name, None)
+            raise RuntimeError("planned")
+
+
+def fail(engine: str) -> None:
+    ema, state = lt.EMA(0.9), State()
+    train(engine, None, max_epochs=2, callbacks=[state])
+    with pytest.raises(RuntimeError, match="planned"):
+        train(engine, ema, max_epochs=3, callbacks=[Breaks()])
+    weights, expected = ema._running.weights, state.weights
+    assert ema._running.holds == "raw"
+    if engine == "zero2":
+        assert_equal(weights.state(), expected)
+    for name, part in weights.trainable().items():
+        whole = expected[name].flatten()
+        assert part.numel() <= whole.numel()
+        assert torch.isin(part[: part.numel() // 2].flatten(), torch.cat([whole, torch.zeros(1)])).all()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_the_raw_weights_come_back_without_the_other_ranks(engine: str) -> None:
+    run_ranks(fail, engine)
+
+
+def refused(strategy: str) -> str:
+    settings: dict[str, Any] = {
+        "nvme": {"strategy": lambda: cpu_deepspeed(3, offload_optimizer=True, offload_optimizer_device="nvme")},
+        "stage 0": {"strategy": lambda: cpu_deepspeed(0)},
+    }[strategy]
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(build(PlainNet), callbacks=[lt.EMA()], devices=2, strategy=settings["strategy"]())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [
+        ("nvme", "DeepSpeedStrategy with ZeRO stage 3 and masters on NVMe"),
+        ("stage 0", "DeepSpeedStrategy with ZeRO stage 0"),
+    ],
+)
+def test_what_has_no_shards_to_find_is_refused_by_name(strategy: str, named: str) -> None:
+    message = run_ranks(refused, strategy)[0]
+    assert "EMA averages weights under the single-device and DDP strategies, ModelParallelStrategy" in message
+    assert f"got {named}." in message
+
+
+def test_fsdp1_is_refused_by_name() -> None:
+    class OnCPU(FSDPStrategy):  # FSDP itself is refused on CPU
+        pass
+
+    with pytest.raises(MisconfigurationException, match=r"EMA averages weights .* got OnCPU"):
+        weights_held(trainer(strategy=OnCPU()), build(PlainNet), "EMA")

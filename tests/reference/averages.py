@@ -13,7 +13,7 @@ from torch import Tensor
 class NaiveEMA(Callback):
     """Average in fp64 of every parameter after every batch in which ``global_step`` moved; changes nothing."""
 
-    def __init__(self, decay: float, warmup: bool = False, every: int = 1, start: int = 0) -> None:
+    def __init__(self, decay: float, warmup: bool | str = False, every: int = 1, start: int = 0) -> None:
         self.decay, self.warmup, self.every, self.start = decay, warmup, every, start
         self.average: dict[str, Tensor] = {}
         self.updates = self.steps = self.seen = 0
@@ -38,7 +38,9 @@ class NaiveEMA(Callback):
         if self.steps % self.every:
             return
         d = self.decay**self.every
-        if self.warmup:
+        if self.warmup == "power":
+            d = min(d, 1 - 1 / (1 + self.updates) ** (2 / 3))
+        elif self.warmup:
             d = min(d, (1 + self.updates) / (10 + self.updates))
         for name, p in pl_module.named_parameters():
             self.average[name] = d * self.average[name] + (1 - d) * p.detach().double()

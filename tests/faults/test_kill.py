@@ -1,0 +1,109 @@
+"""Training killed at any moment and resumed from what is on disk ends bit-equal to training that was not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.child import train_in_child
+from tests.faults.runs import differences, load, resume, state, train
+
+# ---- without a kill
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"accumulate_grad_batches": 2},
+    {"val_check_interval": 2},
+    {"val_check_interval": 4, "check_val_every_n_epoch": None},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_every_checkpoint_of_a_run_resumes_bit_exactly(tmp_path: Path, settings: dict[str, Any]) -> None:
+    train(tmp_path / "whole", **settings)
+    final = load(tmp_path / "whole" / "final.ckpt")
+    paths = sorted((tmp_path / "whole").glob("*.ckpt"))
+    assert len(paths) > final["global_step"]
+    for path in paths:
+        resume(path, **settings).save_checkpoint(tmp_path / "resumed.ckpt")
+        assert not differences(state(load(tmp_path / "resumed.ckpt")), state(final)), path.name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # ModelCheckpoint forgets the best, as it should here
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_so_does_every_checkpoint_of_a_resumed_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+    train(tmp_path / "whole", **settings)
+    final = load(tmp_path / "whole" / "final.ckpt")
+    for first in sorted((tmp_path / "whole").glob("*.ckpt")):
+        train(tmp_path / first.stem, first, **settings)
+        for path in sorted((tmp_path / first.stem).glob("*.ckpt")):
+            resume(path, **settings).save_checkpoint(tmp_path / "resumed.ckpt")
+            assert not differences(state(load(tmp_path / "resumed.ckpt")), state(final)), f"{first.name}, {path.name}"
+
+
+# ---- with kills
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """The states of the run that was not killed, by step."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder)
+    checkpoints = [load(path) for path in folder.glob("*step=*.ckpt")]
+    return {checkpoint["global_step"]: state(checkpoint) for checkpoint in checkpoints}
+
+
+def usable(folder: Path, known: dict[int, Any]) -> tuple[list[Path], list[Path]]:
+    """The checkpoints that load, those to resume from first, and those that do not; one that lies is an error."""
+    good, broken = [], []
+    for path in folder.iterdir():
+        assert path.suffix == ".ckpt", f"a temporary file beside the checkpoints: {path.name}"
+        try:
+            checkpoint = load(path)
+        except Exception:
+            broken.append(path)
+        else:
+            wrong = differences(state(checkpoint), known[checkpoint["global_step"]])
+            assert not wrong, f"{path.name} was loaded with other values in {wrong}"
+            good.append(path)
+    return sorted(good, key=lambda path: (path.stem.startswith("last"), path.stat().st_mtime_ns), reverse=True), broken
+
+
+def kill_until_done(folder: Path, known: dict[int, Any], across: bool, delays: Iterator[float]) -> list[str]:
+    """Train until a run ends that is not killed; what each that was killed was doing, and the files it left broken."""
+    folder.mkdir()
+    killed, good = [], []
+    while True:
+        end = train_in_child(folder, next(iter(good), None), across, next(delays))
+        good, broken = usable(folder, known)
+        assert across or not broken, "a rename leaves no broken file"
+        if not end.killed:
+            break
+        killed.append(f"{end.last} {' '.join(path.stem for path in broken)}")
+    assert not differences(state(load(folder / "final.ckpt")), known[max(known)])
+    return killed
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["rename", "copy"])
+@pytest.mark.parametrize(("kills", "seed"), [(3, 1), pytest.param(100, 2, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_training_resumes_bit_exactly(
+    tmp_path: Path, known: dict[int, Any], across: bool, kills: int, seed: int
+) -> None:
+    _, unfinished, duration = train_in_child(tmp_path / "whole", None, across)
+    assert not unfinished
+    rng, killed = random.Random(seed), []
+    delays = iter(lambda: rng.uniform(0, duration), None)
+    for run in itertools.count():
+        print(f"seed {seed}, {duration:.2f} s, killed while: {killed}")  # shown when the test fails
+        killed += kill_until_done(tmp_path / str(run), known, across, delays)
+        if len(killed) >= kills:
+            break
+    if kills >= 100:  # the kills did land where it matters
+        assert sum(each.startswith("saving") for each in killed) > kills / 5
+        assert not across or any(not each.endswith(" ") for each in killed)
