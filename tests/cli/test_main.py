@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lightning_tricks.cli.main import main
 
@@ -40,10 +43,96 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     assert "pip install 'lightning_tricks[demo]'" in capsys.readouterr().err
 
 
-def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with two checkpoints of one model, both with averages, and one of another."""
+    for name, value in {"a": 1.0, "b": 5.0}.items():
+        state = {"steps": 2, "updates": 2, "raw": {"net.w": torch.tensor([-value])}, "averaged": {}}
+        weights = {"net.w": torch.tensor([value]), "n": torch.tensor(3)}
+        torch.save({"state_dict": weights, "epoch": 4, "callbacks": {"EMA": state}}, tmp_path / f"{name}.ckpt")
+    torch.save({"state_dict": {"w": torch.ones(1)}}, tmp_path / "other.ckpt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_average(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["average", "a.ckpt", "b.ckpt", "-o", "mean.ckpt"]) == 0
+    assert capsys.readouterr() == ("wrote mean.ckpt\n", "")
+    assert torch.load("mean.ckpt") == {"state_dict": {"net.w": torch.tensor([3.0]), "n": torch.tensor(3)}, "epoch": 4}
+    assert main(["average", "a.ckpt", "b.ckpt", "--weights", "3", "1", "--output", "mean.ckpt", "--force"]) == 0
+    assert torch.load("mean.ckpt")["state_dict"]["net.w"].item() == 2
+
+
+def test_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "b.ckpt", "-o", "w.safetensors", "--strip-prefix", "net."]) == 0
+    assert capsys.readouterr() == ("wrote w.safetensors\n", "")
+    assert load_file("w.safetensors") == {"w": torch.tensor([5.0])}
+    arguments = ["export", "b.ckpt", "--which", "raw", "--callback", "EMA", "-o", "raw.pt"]
+    assert main(arguments) == 0
+    assert torch.load("raw.pt") == {"net.w": torch.tensor([-5.0]), "n": torch.tensor(3)}
+    assert main(arguments) == 1
+    assert main([*arguments, "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["average", "a.ckpt", "-o", "b.ckpt"], "b.ckpt exists: choose another name, or overwrite it with force=True"),
+        (["average", "none.ckpt", "-o", "c.ckpt"], "There is no file none.ckpt."),
+        (["average", "a.ckpt", "other.ckpt", "-o", "c.ckpt"], "a.ckpt and other.ckpt are not of the same model"),
+        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "1", "2"], "weights must be as many as the files"),
+        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "-1"], "weights[0] must be in [0.0, inf), got -1.0."),
+        (["average", "cut.ckpt", "-o", "c.ckpt"], "cut.ckpt is damaged or not a checkpoint."),
+        (["average", "hostile.ckpt", "-o", "c.ckpt"], "hostile.ckpt was not read: it holds posix.system"),
+        (["average", ".", "-o", "c.ckpt"], ". is a folder: make its weights one file first"),
+        (["export", "a.ckpt", "-o", "c.json"], "the name of the output must end in .ckpt, .pt"),
+        (["export", "a.ckpt", "-o", "none/c.pt"], "There is no folder none"),
+        (["export", "other.ckpt", "-o", "c.pt", "--which", "raw"], "other.ckpt: without the state of an optimizer"),
+        (["export", "a.ckpt", "-o", "c.pt", "--strip-prefix", "model."], "no weight is in 'model.'; there are: net.."),
+        (["export", "a.ckpt", "-o", "c.pt", "--callback", "SWA"], "a.ckpt: no averages of the callback 'SWA'"),
+        (["export", ".", "-o", "c.pt"], ". is a folder, but no checkpoint"),
+    ],
+)
+def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Hostile:
+        def __reduce__(self) -> object:
+            return os.system, ("touch was-here",)
+
+    torch.save({"state_dict": Hostile()}, "hostile.ckpt")
+    Path("cut.ckpt").write_bytes(Path("a.ckpt").read_bytes()[:1000])
+    before = sorted(os.listdir())
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"lightning-tricks: {message}")
+    assert err.count("\n") == 1
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dmeo"], "invalid choice: 'dmeo'"),
+        (["average", "a.ckpt"], "the following arguments are required: -o/--output"),
+        (["average", "-o", "c.ckpt"], "the following arguments are required: CKPT"),
+        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "half"], "invalid float value: 'half'"),
+        (["export", "a.ckpt", "b.ckpt", "-o", "c.pt"], "unrecognized arguments: b.ckpt"),
+        (["export", "a.ckpt", "-o", "c.pt", "--which", "ema"], "invalid choice: 'ema'"),
+    ],
+)
+def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["dmeo"])
-    assert "invalid choice: 'dmeo'" in capsys.readouterr().err
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "average", "export"])
+def test_every_command_helps_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"example: lightning-tricks {command}" in capsys.readouterr().out
 
 
 def test_the_command_is_installed_and_helps() -> None:

@@ -1,0 +1,202 @@
+"""Checkpoint files: read without running what is in them, written whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks.core.checks import damaged_record
+
+PathLike = str | os.PathLike[str]
+
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
+
+def load(path: PathLike) -> dict[str, Any]:
+    """The dictionary in a checkpoint file, its tensors memory-mapped, their checksums compared.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        IsADirectoryError: For a sharded checkpoint, which is a folder.
+        ImportError: For a .safetensors file, if safetensors is missing.
+        ValueError: If the file is damaged, is no checkpoint, or holds objects that could run code.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: make its weights one file first, with lightning-tricks export.")
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no file {file}.")
+    loaded = _load_safetensors(file) if file.suffix == ".safetensors" else _load_torch(file)
+    if not (isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)):
+        raise ValueError(f"{file} is not a checkpoint: it holds no dictionary with names.")
+    return loaded
+
+
+def _load_torch(file: Path) -> Any:
+    with file.open("rb") as opened:
+        zipped = opened.read(4) == b"PK\x03\x04"  # the files of torch before 1.6 are not, and cannot be mapped
+    try:
+        damaged = damaged_record(file) if zipped else None
+        if damaged is None:
+            return torch.load(file, map_location="cpu", mmap=zipped, weights_only=True)
+    except Exception as error:  # a damaged file raises almost anything
+        raise ValueError(_reason(file)) from error
+    raise ValueError(f"{file} is damaged: the checksum of {damaged} is wrong.")
+
+
+def _reason(file: Path) -> str:
+    try:
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception:  # the file is damaged in a way that stops this too
+        refused = []
+    if not refused:
+        return f"{file} is damaged or not a checkpoint."
+    return (
+        f"{file} was not read: it holds {', '.join(sorted(refused))}, and to load more than tensors and plain values"
+        " can run code. If you trust the file, allow them with torch.serialization.add_safe_globals."
+    )
+
+
+def _load_safetensors(file: Path) -> dict[str, Tensor]:
+    safetensors = _safetensors()
+    try:
+        return safetensors.load_file(file)
+    except Exception as error:
+        raise ValueError(f"{file} is damaged or not a safetensors file.") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("a .safetensors file needs the package safetensors: pip install safetensors") from error
+    return safetensors.torch
+
+
+def is_lightning(checkpoint: dict[str, Any]) -> bool:
+    """Whether it is what Lightning saves, not a plain state_dict."""
+    return isinstance(checkpoint.get("state_dict"), dict)
+
+
+def weights_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
+    """The state_dict in a Lightning checkpoint, or the checkpoint itself if it is a plain one.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if is_lightning(checkpoint):
+        return checkpoint["state_dict"]
+    if all(isinstance(value, Tensor) or key.endswith("_extra_state") for key, value in checkpoint.items()):
+        return checkpoint
+    raise ValueError(f"{path} is neither a Lightning checkpoint nor a plain state_dict: it has {some(checkpoint)}.")
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first names of a list that may be long."""
+    listed = list(names)
+    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + rest
+
+
+def identity(tensor: Tensor) -> Hashable:
+    """Equal for names of one tensor (tied weights), as long as all of them are alive."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def check_output(output: PathLike, *, force: bool) -> Path:
+    """The file to be written.
+
+    Raises:
+        ValueError: For a suffix that stands for no format.
+        FileNotFoundError: If its folder does not exist.
+        FileExistsError: If it exists, unless ``force``.
+        ImportError: For a .safetensors file, if safetensors is missing.
+    """
+    file = Path(output)
+    if file.suffix not in SUFFIXES:
+        raise ValueError(f"the name of the output must end in {', '.join(SUFFIXES)}, got {file.name!r}.")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {file.parent}: make it first.")
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder: choose another name.")
+    if file.exists() and not force:
+        raise FileExistsError(f"{file} exists: choose another name, or overwrite it with force=True (--force).")
+    if file.suffix == ".safetensors":
+        _safetensors()
+    return file
+
+
+def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
+    """Write a Lightning checkpoint or a plain state_dict; of the former a .safetensors file gets the weights only.
+
+    The name stands for a whole file at any instant: the old one, then the new one.
+
+    Raises:
+        OSError: If it could not be written, and as ``check_output``.
+        ValueError: If safetensors cannot hold it, and as ``check_output``.
+    """
+    file = check_output(output, force=force)
+    temporary = file.with_name(f".{secrets.token_hex(8)}.tmp")  # in the same folder: a rename there is atomic
+    try:
+        with temporary.open("xb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            if file.suffix != ".safetensors":
+                torch.save(_with_own_storage(checkpoint), opened)
+        if file.suffix == ".safetensors":
+            _save_safetensors(weights_in(checkpoint, output), temporary)
+            temporary.chmod(mode)  # safetensors makes files that only their owner can read
+        with temporary.open("rb") as opened:
+            os.fsync(opened.fileno())
+        check_output(file, force=force)  # another process may have been quicker
+        temporary.replace(file)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(f"{file} was not written: {str(error).splitlines()[0]}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _save_safetensors(state: dict[str, Any], file: Path) -> None:
+    if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(
+            f"a .safetensors file holds tensors only, and {some(other)} is none: write a .pt file instead."
+        )
+    safetensors = _safetensors()
+    storages: set[int] = set()
+    tensors = {}
+    for name, value in compact(state).items():
+        tensor = value.contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if storage in storages else tensor  # the format has no tied weights
+        storages.add(storage)
+    try:
+        safetensors.save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for that metadata
+    except KeyError as error:
+        raise ValueError(f"a .safetensors file cannot hold {error.args[0]}: write a .pt file instead.") from error
+    except Exception as error:  # a class of its own, also for a full disk
+        raise OSError(f"safetensors could not write: {error}") from error
+
+
+def _with_own_storage(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    if is_lightning(checkpoint):
+        return {**checkpoint, "state_dict": compact(checkpoint["state_dict"])}
+    return compact(checkpoint)
+
+
+def compact(state: dict[str, Any]) -> dict[str, Any]:
+    """The same values without memory around them: torch would save all of a storage of which a tensor is a part."""
+    result = copy.copy(state)  # keeps the versions of the modules, which are in an attribute of a state_dict
+    own: dict[Hashable, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            result[name] = own.setdefault(identity(value), value.detach() if whole else value.detach().clone())
+    return result
