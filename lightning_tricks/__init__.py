@@ -1,6 +1,7 @@
 """Training tricks for a stock Lightning Trainer: add a callback, inherit a mixin, name a strategy preset."""
 
-from lightning_tricks.callbacks import EMA, LRSchedule, scale_ema_decay
+from lightning_tricks.callbacks import EMA, SWA, LRSchedule, scale_ema_decay
+from lightning_tricks.checkpoints import average_checkpoints, export_weights, greedy_soup
 from lightning_tricks.modules import SAM, SAMMixin
 from lightning_tricks.schedules import (
     CurveLR,
@@ -19,13 +20,17 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "SAM",
+    "SWA",
     "CurveLR",
     "LRSchedule",
     "SAMMixin",
     "UnknownTotalSteps",
+    "average_checkpoints",
     "constant",
     "cosine",
+    "export_weights",
     "flat_cos",
+    "greedy_soup",
     "linear",
     "one_cycle",
     "optimizer_steps",

@@ -87,8 +87,8 @@ class EMA(AveragingCallback):
     with its raw weights. One object can be used for several fits: with another Trainer or module it starts anew.
     A callback that reads weights in its validation hooks goes behind this one in the list.
 
-    ``validate="both"`` validates twice: the averaged weights' metrics have their own names, those of the raw weights end
-    in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with the metrics of both. A ModelCheckpoint that
+    ``validate="both"`` validates twice: the metrics of the averaged weights have their own names, those of the raw ones
+    end in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with the metrics of both. A ModelCheckpoint that
     monitors a ``_raw`` metric saves the raw weights, every other the averaged ones.
 
     Under FSDP2 and DeepSpeed ZeRO each rank averages its own shard, of ZeRO the fp32 masters; nothing is gathered.

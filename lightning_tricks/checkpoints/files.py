@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.core.checks import damaged_record
+from lightning_tricks.core.checks import damage
 
 PathLike = str | os.PathLike[str]
 
@@ -43,12 +43,12 @@ def _load_torch(file: Path) -> Any:
     with file.open("rb") as opened:
         zipped = opened.read(4) == b"PK\x03\x04"  # the files of torch before 1.6 are not, and cannot be mapped
     try:
-        damaged = damaged_record(file) if zipped else None
-        if damaged is None:
+        wrong = damage(file) if zipped else None
+        if wrong is None:
             return torch.load(file, map_location="cpu", mmap=zipped, weights_only=True)
     except Exception as error:  # a damaged file raises almost anything
         raise ValueError(_reason(file)) from error
-    raise ValueError(f"{file} is damaged: the checksum of {damaged} is wrong.")
+    raise ValueError(f"{file} is damaged: {wrong}.")
 
 
 def _reason(file: Path) -> str:

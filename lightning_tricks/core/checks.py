@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import zipfile
 from collections.abc import Collection
 
 
@@ -53,3 +55,19 @@ def duration_steps(value: float, total_steps: int) -> float:
     (5, 12.5)
     """
     return value * total_steps if isinstance(value, float) else value
+
+
+def damage(path: str | os.PathLike[str]) -> str | None:
+    """What is wrong with a zip file, which is what torch saves; None for a sound one and for any other file.
+
+    torch writes checksums and does not compare them: a flipped bit loads as another number. Files saved with
+    ``torch.serialization.set_crc32_options(False)`` have none.
+    """
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip() if any(record.CRC for record in archive.infolist()) else None
+    except Exception as error:  # a damaged directory raises almost anything
+        return f"its records cannot be read ({type(error).__name__})"
+    return wrong and f"the checksum of {wrong} is wrong"

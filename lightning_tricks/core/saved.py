@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages, Which
+from lightning_tricks.core.checks import damage
 from lightning_tricks.core.history import History
 from lightning_tricks.core.ranks import agree_on_buffers
 from lightning_tricks.core.shards import read, write
@@ -91,6 +93,14 @@ def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
     return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
 
 
+def _require_whole_file(trainer: pl.Trainer) -> None:
+    path = trainer.ckpt_path
+    if path and os.path.isfile(path) and (wrong := damage(path)):
+        raise MisconfigurationException(
+            f"{path} is damaged: {wrong}. What torch loads from it is not what was saved: use an earlier checkpoint."
+        )
+
+
 class SavedAverages(Callback, ABC):
     """Every checkpoint holds the weights that are validated, and what is needed to go on exactly as if not saved."""
 
@@ -112,6 +122,7 @@ class SavedAverages(Callback, ABC):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        _require_whole_file(trainer)
         if not is_fitting(trainer):
             self._averages = None  # the module now holds the weights of that checkpoint
             return

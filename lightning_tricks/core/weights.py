@@ -18,8 +18,14 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The floating-point buffers by name, for example the running statistics of BatchNorm."""
-    return {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    """The floating-point buffers that are saved, by name, for example the running statistics of BatchNorm."""
+    caches = {
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name in owner._non_persistent_buffers_set  # of which torch has no public list
+    }
+    named = module.named_buffers()
+    return {name: buffer for name, buffer in named if buffer.is_floating_point() and name not in caches}
 
 
 @torch.no_grad()

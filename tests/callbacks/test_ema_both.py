@@ -177,7 +177,7 @@ def test_the_history_is_drawn_and_an_unknown_metric_named() -> None:
     assert list(averaged.get_ydata()) == [row["val_loss"] for row in seen.rows]
     assert list(raw.get_ydata()) == [row["val_loss_raw"] for row in seen.rows]
     assert ema.plot("val_loss", ax)[1] is ax
-    with pytest.raises(ValueError, match="no history of 'loss' .*recorded: 'val_loss'"):
+    with pytest.raises(ValueError, match=r"no history of 'loss' .*recorded: 'val_loss'"):
         ema.plot("loss")
     with pytest.raises(ValueError, match='validate="both" records both'):
         lt.EMA().plot()

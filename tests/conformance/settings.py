@@ -68,6 +68,13 @@ SETTINGS: dict[str, Trick] = {
         yaml={"model": {"class_path": "tests.conformance.test_regimes.YamlSAMNet", "init_args": {"sam": {"rho": 0.1}}}},
         refused=("FSDP2", "DeepSpeed"),
     ),
+    "SWA": Trick(
+        callbacks={
+            "on": lambda: [lt.SWA(start=0.5)],
+            "off": lambda: [lt.SWA(start=1.0, recalibrate_batchnorm=False)],  # the last weights alone
+        },
+        yaml={"trainer": {"callbacks": [{"class_path": "SWA", "init_args": {"start": 0.5}}]}},
+    ),
     "constant": Trick(schedule={"on": lambda o, m: lt.constant(o, m, warmup=3), "off": lt.constant}),
     "cosine": schedule(lt.cosine),
     "flat_cos": schedule(lt.flat_cos),
@@ -79,6 +86,10 @@ EXEMPT: dict[str, str] = {
     "CurveLR": "what the factories return; tests/schedules/test_scheduler.py",
     "SAM": "the settings of SAMMixin",
     "UnknownTotalSteps": "an error; tests/schedules/test_steps.py",
+    "average_checkpoints": "works on files; tests/checkpoints/test_average.py",
+    "export_weights": "works on files; tests/checkpoints/test_export.py",
+    "greedy_soup": "works on files; tests/checkpoints/test_soup.py",
+    "scale_ema_decay": "a formula; tests/callbacks/test_ema.py",
     "optimizer_steps": "counts and changes nothing; tests/schedules/test_steps.py has its regimes",
     "preset": "a strategy, so itself a regime; tests/strategies/test_presets.py",
     "presets": "a list",

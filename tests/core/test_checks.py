@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from lightning_tricks.core.checks import (
     check_count,
     check_duration,
     check_range,
+    damage,
     duration_steps,
 )
 
@@ -106,3 +109,19 @@ def test_a_duration_out_of_range_is_a_value_error(value: float) -> None:
 )
 def test_an_int_counts_steps_and_a_float_is_a_fraction(value: float, steps: float) -> None:
     assert duration_steps(value, total_steps=25) == steps
+
+
+def test_a_record_with_a_wrong_checksum_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a", b"0123456789")
+        file.writestr("b", b"9876543210")
+    assert damage(path) is None
+    path.write_bytes(path.read_bytes().replace(b"9876543210", b"9876543211"))
+    assert damage(path) == "the checksum of b is wrong"
+    encrypted = bytearray(path.read_bytes())
+    encrypted[encrypted.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(encrypted)
+    assert damage(path) == "its records cannot be read (RuntimeError)"
+    path.write_bytes(b"no zip file")
+    assert damage(path) is None

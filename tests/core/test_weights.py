@@ -35,6 +35,12 @@ def test_float_buffers_leave_counters_out() -> None:
     assert list(float_buffers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))) == ["1.running_mean", "1.running_var"]
 
 
+def test_float_buffers_leave_caches_out_that_are_not_saved() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].register_buffer("cache", torch.zeros(2), persistent=False)
+    assert list(float_buffers(module)) == ["0.running_mean", "0.running_var"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies_are_at_least_fp32_exact_and_apart(dtype: torch.dtype) -> None:
     weights = [nn.Parameter(tensor) for tensor in tensors(dtype)]
