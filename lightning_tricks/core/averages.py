@@ -73,10 +73,12 @@ class Averages:
         for name in [name for name in dict(self.module.named_buffers()) if name not in chosen]:
             self.tensors.pop(name, None)
         new = {name: weight for name, weight in chosen.items() if name not in self.tensors}
-        self.tensors.update(zip(new, copies(list(new.values())), strict=True))
+        self.tensors.update(zip(new, copies(list(new.values()), self.device), strict=True))
         for (name, average), part in zip(list(self.tensors.items()), self.parts(), strict=True):
             self._tensors[name] = average.to(self.device or part.device)
-        self._offload = Offload.between(list(self._tensors.values()), self.parts())
+        if self._offload is None or list(self._tensors) != self._offload.names:
+            self._offload = Offload.between(self._tensors, self._parts())
+        self._left = []
 
     def put(self, buffers: Mapping[str, Tensor]) -> None:
         """Give buffers values of their own in the averaged set, until ``track`` takes them out again."""

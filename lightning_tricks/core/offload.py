@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ class Offload:
     The average moves when the copy has arrived: at the next update, or when somebody asks for it.
     """
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
+    def __init__(self, names: list[str], parts: Sequence[Tensor]) -> None:
+        self.names = names
         self._device = parts[0].device
         self._stream = torch.cuda.Stream(self._device)
         self._pinned = [torch.empty_like(part, device="cpu", pin_memory=True) for part in parts]
@@ -24,10 +25,10 @@ class Offload:
         self._versions: list[tuple[Tensor, int]] = []
 
     @staticmethod
-    def between(averages: Sequence[Tensor], parts: Sequence[Tensor]) -> Offload | None:
+    def between(averages: Mapping[str, Tensor], parts: Sequence[Tensor]) -> Offload | None:
         """An Offload if the averages are on the host and all weights on CUDA."""
-        apart = bool(averages) and all(a.device.type == "cpu" for a in averages) and all(p.is_cuda for p in parts)
-        return Offload(parts) if apart else None
+        apart = all(average.device.type == "cpu" for average in averages.values()) and all(p.is_cuda for p in parts)
+        return Offload(list(averages), parts) if averages and apart else None
 
     @torch.no_grad()
     def start(self, averages: list[Tensor], parts: list[Tensor], fraction: float) -> None:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import (
@@ -108,14 +108,14 @@ def validate_once_more(trainer: pl.Trainer, run: Callable[[], Any], suffix: str)
     second validation. Random numbers and progress are afterwards as if it had not run.
     """
     loop, module = trainer.fit_loop.epoch_loop.val_loop, trainer.lightning_module
-    callbacks, progress, restarting = vars(trainer)["callbacks"], loop.batch_progress.state_dict(), loop.restarting
+    callbacks, progress, restarting = callbacks_of(trainer, Callback), loop.batch_progress.state_dict(), loop.restarting
     unwrap = wrap_method(module, "log", lambda log, name, *args, **kwargs: log(name + suffix, *args, **kwargs))
-    vars(trainer)["callbacks"], loop.restarting = [], False
+    trainer.callbacks, loop.restarting = [], False  # type: ignore[attr-defined]
     try:
         with isolate_rng():
             run()
     finally:
-        vars(trainer)["callbacks"], loop.restarting = callbacks, restarting
+        trainer.callbacks, loop.restarting = callbacks, restarting  # type: ignore[attr-defined]
         loop.batch_progress.load_state_dict(progress)
         unwrap()
 

@@ -138,7 +138,8 @@ def test_a_scaled_decay_forgets_as_fast_per_sample() -> None:
 
 def test_the_fp32_average_of_bf16_weights_stays_exact_through_validations() -> None:
     naive, ema, module = NaiveEMA(0.999), lt.EMA(0.999, warmup=False), build(lr=0.01)
-    fit(module, precision="bf16-true", callbacks=[ema, naive], max_epochs=20)
+    fit(module, train=loader(400), precision="bf16-true", callbacks=[ema, naive], max_epochs=20)  # 1,000 steps
+    assert naive.updates == 1000
     averages = ema._running.tensors
     assert all(average.dtype == torch.float32 for average in averages.values())
     naive.assert_equals(averages, 1e-6)
@@ -191,6 +192,22 @@ def test_tied_weights_are_averaged_once_and_stay_tied() -> None:
     assert len(ema._running.tensors) == 6
     assert torch.equal(state["alias.weight"], state["layers.0.weight"])
     assert torch.equal(state["alias.weight"], module.layers[0].weight)
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+def test_a_boolean_buffer_is_that_of_the_module(buffers: Any) -> None:
+    class Switch(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("odd", torch.tensor([False, True]))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.odd.logical_not_()
+            return super().training_step(batch, batch_idx)
+
+    ema, module = lt.EMA(0.9, buffers=buffers), build(Switch)
+    fit(module, callbacks=[ema], max_steps=5)
+    assert ema.averaged_state_dict()["odd"].tolist() == module.odd.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("buffers", ["copy", "average"])

@@ -17,9 +17,9 @@ from tests.nets import Net, assert_close, build, fit, weights
 
 
 def test_nothing_is_offloaded_from_the_host_or_to_the_device() -> None:
-    tensors = [torch.zeros(3)]
-    assert Offload.between(tensors, tensors) is None
-    assert Offload.between([], []) is None
+    tensor = torch.zeros(3)
+    assert Offload.between({"x": tensor}, [tensor]) is None
+    assert Offload.between({}, []) is None
 
 
 def big() -> nn.Module:

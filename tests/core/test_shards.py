@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,25 +74,30 @@ class State(Callback):
         self.weights = weights_held(trainer, pl_module, "State").state()
 
 
-def average(engine: str) -> tuple[dict[str, Any], float, int]:
-    ema = lt.EMA(0.9)
+def scores(run: pl.Trainer) -> list[float]:
+    return [float(run.callback_metrics[name]) for name in ("val_loss", "val_loss_raw")]
+
+
+def average(engine: str) -> tuple[dict[str, Any], list[float], int]:
+    ema = lt.EMA(0.9, validate="both")
     _, run = train(engine, ema)
     shard = sum(tensor.numel() for tensor in ema._running.tensors.values())
     state = {name: value.float().numpy() for name, value in ema.averaged_state_dict().items()}
-    return state, float(run.callback_metrics["val_loss"]), shard
+    return state, scores(run), shard
 
 
 @pytest.mark.parametrize("engine", ALL)
 def test_the_gathered_average_equals_one_process_and_a_rank_has_half(engine: str) -> None:
-    (first, loss, shard), (second, _, other) = run_ranks(average, engine)
-    ema, module = lt.EMA(0.9), build(PlainNet)
+    (first, losses, shard), (second, _, other) = run_ranks(average, engine)
+    ema, module = lt.EMA(0.9, validate="both"), build(PlainNet)
     alone = fit(module, callbacks=[ema], train=loader(48), accumulate_grad_batches=2)
     tolerance = 1e-6 if engine in ENGINES else 2e-2
     for state in (first, second):
         assert_close(
             {name: torch.from_numpy(value) for name, value in state.items()}, ema.averaged_state_dict(), tolerance
         )
-    assert loss == pytest.approx(float(alone.callback_metrics["val_loss"]), abs=tolerance)
+    assert losses == pytest.approx(scores(alone), abs=tolerance)
+    assert losses[0] != losses[1]
     whole = sum(p.numel() for p in module.parameters())
     assert shard + other <= whole + 16  # padding
     assert abs(shard - other) <= 40

@@ -1,0 +1,135 @@
+"""Stochastic weight averaging."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_tricks.core.averages import Averages
+from lightning_tricks.core.averaging import AveragingCallback
+from lightning_tricks.core.batchnorm import recalibrate, require_recalibration
+from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration
+from lightning_tricks.schedules.steps import steps_of
+
+
+@final
+class SWA(AveragingCallback):
+    """Mean of the weights over the late epochs, for validation, checkpoints and the end.
+
+    ``average += (weight - average) / (n+1)`` with n snapshots before this one. The first snapshot is taken at the
+    optimizer step that reaches ``start``, the next ones at the end of each training epoch or after every so many
+    optimizer steps. The last weights are always in: training that ends anywhere else, by ``max_steps``, ``max_time`` or
+    early stopping, ends with a snapshot. The learning rate is left to your schedule: keep it high, or let it cycle.
+
+    When training ends, BatchNorm statistics of the averaged weights are taken in one more pass over the training
+    batches of an epoch, through ``training_step`` without gradients (one that needs them asks for them with
+    ``torch.enable_grad()``). The pass logs nothing, and the module's own statistics, random numbers and step counts do
+    not notice it. Validations before the end see the averaged weights with the module's current BatchNorm statistics.
+
+    If the end was planned (``max_epochs`` or ``max_steps``), the last validation and the last checkpoint have all of
+    this. If it was not, it comes after them: ``trainer.save_checkpoint`` saves it. Before the first snapshot the
+    averaged weights *are* the raw weights. Checkpoints, resume, exceptions and repeated fits are as with ``EMA``; a fit
+    that goes on after its end keeps the snapshot of that end.
+
+    Args:
+        start: When averaging begins (int optimizer steps, float fraction of training). 0 averages all epochs, without
+            the weights before training; 1.0 gives the last weights.
+        every: "epoch", or so many optimizer steps between snapshots, at least 1.
+        recalibrate_batchnorm: Take BatchNorm statistics for the averaged weights. Without BatchNorm it costs nothing.
+        validate: Validate "averaged" or "raw" weights.
+        at_end: Which weights the module holds when training has ended, "averaged" or "raw".
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range.
+        MisconfigurationException: At fit start, if statistics are to be taken of a module with BatchNorm and manual
+            optimization or a ``training_step(dataloader_iter)``; under a strategy whose weights are not found; when
+            training starts, if ``start`` is a fraction of an unknown length.
+        RuntimeError: When training ends, if the training loader cannot be read once more.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[SWA(start=0.75)], accelerator="cpu", logger=False)
+
+    References:
+        Izmailov et al., arXiv 1803.05407.
+    """
+
+    def __init__(
+        self,
+        start: int | float = 0.75,
+        *,
+        every: Literal["epoch"] | int = "epoch",
+        recalibrate_batchnorm: bool = True,
+        validate: Literal["averaged", "raw"] = "averaged",
+        at_end: Literal["averaged", "raw"] = "averaged",
+    ) -> None:
+        check_duration("start", start)
+        if isinstance(every, str):
+            check_choice("every", every, ("epoch",))
+        else:
+            check_count("every", every)
+        check_bool("recalibrate_batchnorm", recalibrate_batchnorm)
+        check_choice("validate", validate, ("averaged", "raw"))
+        check_choice("at_end", at_end, ("averaged", "raw"))
+        self.start = start
+        self.every = every
+        self.recalibrate_batchnorm = recalibrate_batchnorm
+        self.buffers = "copy"
+        self.validate = validate
+        self.at_end = at_end
+        self.device = None
+        super().__init__()
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if self.recalibrate_batchnorm:
+            require_recalibration(pl_module, "SWA")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if trainer.is_last_batch:
+            self._end_epoch()  # whose last step may have been in an earlier batch
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._end_epoch()  # which on_train_batch_start may have cut short
+
+    @override
+    def _first_step(self, trainer: pl.Trainer) -> float:
+        return steps_of(trainer, self.start, "SWA", "start")
+
+    @override
+    def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
+        self._snapshot(averages)
+
+    @override
+    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+        averages.steps += 1
+        # not in _end_epoch alone: a checkpoint asked for after the epoch's last step has its snapshot too
+        if trainer.is_last_batch if self.every == "epoch" else averages.steps >= self.every:
+            self._snapshot(averages)
+
+    @override
+    def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
+        if averages.steps:
+            self._snapshot(averages)
+        if self.recalibrate_batchnorm and averages.updates:
+            with averages.showing("averaged"):
+                statistics = recalibrate(trainer, trainer.lightning_module)
+            averages.put(statistics)
+
+    def _end_epoch(self) -> None:
+        if self.every == "epoch" and self._running.steps:
+            self._snapshot(self._running)
+
+    def _snapshot(self, averages: Averages) -> None:
+        averages.lerp(1 / (averages.updates + 1))
+        averages.steps = 0  # optimizer steps since the last snapshot
