@@ -38,7 +38,7 @@ class SWA(AveragingCallback):
             the weights before training; 1.0 gives the last weights.
         every: "epoch", or so many optimizer steps between snapshots, at least 1.
         recalibrate_batchnorm: Take BatchNorm statistics for the averaged weights. Without BatchNorm it costs nothing.
-        validate: Validate "averaged" or "raw" weights.
+        validate: Validate "averaged" or "raw" weights, or "both" as with ``EMA``.
         at_end: Which weights the module holds when training has ended, "averaged" or "raw".
 
     Raises:
@@ -63,7 +63,7 @@ class SWA(AveragingCallback):
         *,
         every: Literal["epoch"] | int = "epoch",
         recalibrate_batchnorm: bool = True,
-        validate: Literal["averaged", "raw"] = "averaged",
+        validate: Literal["averaged", "raw", "both"] = "averaged",
         at_end: Literal["averaged", "raw"] = "averaged",
     ) -> None:
         check_duration("start", start)
@@ -72,7 +72,7 @@ class SWA(AveragingCallback):
         else:
             check_count("every", every)
         check_bool("recalibrate_batchnorm", recalibrate_batchnorm)
-        check_choice("validate", validate, ("averaged", "raw"))
+        check_choice("validate", validate, ("averaged", "raw", "both"))
         check_choice("at_end", at_end, ("averaged", "raw"))
         self.start = start
         self.every = every

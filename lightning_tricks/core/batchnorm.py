@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
-from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_tricks.core.loaders import loaders_untouched, training_steps
 from lightning_tricks.core.replay import ModuleState, random_numbers_of, random_state
 from lightning_tricks.core.trainer import wrap_method
 from lightning_tricks.core.weights import copies, copy_
@@ -76,7 +72,7 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
     with _undone(trainer, pl_module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for layer in layers.values():
             layer.momentum = None  # so that its statistics are the mean over its calls, here those of one step
-        for arguments in _steps(trainer, pl_module):
+        for arguments in training_steps(trainer, pl_module):
             for layer in layers.values():
                 layer.reset_running_stats()
             trainer.strategy.training_step(*arguments)
@@ -107,45 +103,20 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[tuple[Any, ...]]:
-    """The arguments of ``training_step`` for each batch of an epoch, as Lightning makes them.
-
-    The loader, and the module's hook before the transfer, are private names of Lightning's: the public ones know
-    neither how loaders are combined nor whether the hook is the module's or the data module's.
-    """
-    indexed = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
-    length = trainer.num_training_batches
-    limit = trainer.fit_loop.batch_idx + 1 if math.isinf(length) else int(length)
-    loader = copy(_loader(trainer))  # to iterate over it leaves the iterator of the training alone
-    for batch_idx, (batch, *_) in enumerate(islice(loader, limit)):
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        if batch is not None:  # which Lightning skips
-            yield (batch, batch_idx) if indexed else (batch,)
-
-
-def _loader(trainer: pl.Trainer) -> CombinedLoader:
-    loader = trainer.fit_loop._combined_loader
-    assert loader is not None, "the Trainer is fitting"
-    return loader
-
-
 @contextmanager
 def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
     """Log nothing inside the block, and leave everything as if it had not run."""
-    loader, device, loggers = _loader(trainer), pl_module.device, trainer.loggers
+    device, loggers = pl_module.device, trainer.loggers
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in pl_module.parameters()]
     frozen = [parameter for parameter, trains, _ in parameters if not trains]  # such as a teacher that follows
     kept = [parameter.detach().clone() for parameter in frozen]
-    module, loaders = ModuleState(pl_module), loader._state_dicts()
-    generators = [(generator, generator.get_state()) for each in loader.flattened for generator in _generators(each)]
+    module = ModuleState(pl_module)
     try:
         wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, so undone with the module's state
         trainer.loggers = [DummyLogger() for _ in loggers]
         for parameter, _, _ in parameters:
             parameter.grad = None
-        with random_numbers_of(random_state(device), device):
+        with random_numbers_of(random_state(device), device), loaders_untouched(trainer):
             yield
     finally:
         trainer.loggers = loggers
@@ -153,14 +124,3 @@ def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None
         copy_(frozen, kept)
         for parameter, trains, gradient in parameters:
             parameter.requires_grad_(trains).grad = gradient
-        loader._load_state_dicts(loaders)
-        for generator, state in generators:
-            generator.set_state(state)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators that a DataLoader and its samplers draw from."""
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    owners = (loader, sampler, batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]

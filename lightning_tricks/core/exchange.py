@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_tricks.core.weights import buckets, copy_
@@ -30,7 +31,8 @@ class Exchange:
         step, end = (-1, 0) if back else (1, len(self._buckets))
         while self._exchanged != end:
             bucket = self._buckets[self._exchanged - back]
-            spare = [tensor.detach().clone() for tensor in first[bucket]]
+            with torch.no_grad():
+                spare = [tensor.clone() for tensor in first[bucket]]
             self._open = (bucket, self._exchanged + step, spare, False)
             self._close(first, second)
 

@@ -1,4 +1,4 @@
-"""Facts about a Trainer, and every touch of a private Lightning name, each with its reason.
+"""Facts about a Trainer, and every touch of a private Lightning name, each with its reason; loaders are in loaders.py.
 
 ``tests/core/test_trainer.py`` fails when one of those names moves.
 """
@@ -14,18 +14,10 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
-from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.connectors.data_connector import (
-    _parse_num_batches,
-    _process_dataloader,
-    _request_dataloader,
-    _resolve_overfit_batches,
-)
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
@@ -190,53 +182,3 @@ def requested_precision() -> str | None:
             return asked or (None if plugin is None else plugin.precision)
         frame = frame.f_back
     return None
-
-
-def train_batches(trainer: pl.Trainer) -> int | None:
-    """Training batches of one epoch on this rank; None if that cannot be known before they are read.
-
-    ``configure_optimizers`` runs before the fit loop has set its loaders up. Doing so early
-    (``fit_loop.setup_data``, as ``estimated_stepping_batches`` does) would start their workers, draw random numbers
-    and lose the loaders' own state on resume, so the lengths are found in Lightning's way without an iterator.
-    """
-    loop = trainer.fit_loop
-    if loop._combined_loader is not None:
-        loader = loop._combined_loader
-    elif loop._data_source.instance is None or not loop._data_source.is_defined():
-        return None
-    else:
-        loader = _prepared_loader(trainer)
-    batches = -1 if any(map(_length_unknown, loader.flattened)) else _batches(trainer, loader)
-    return batches if _ranks_agree(trainer, batches) and batches >= 0 else None  # every rank takes part in agreeing
-
-
-def _length_unknown(loader: object) -> bool:
-    return sized_len(loader) is None or has_iterable_dataset(loader)
-
-
-def _batches(trainer: pl.Trainer, loader: CombinedLoader) -> int:
-    lengths = [
-        _parse_num_batches(RunningStage.TRAINING, len(each), trainer.limit_train_batches) for each in loader.flattened
-    ]
-    return int(min(lengths) if loader._mode == "min_size" else max(lengths))
-
-
-def _prepared_loader(trainer: pl.Trainer) -> CombinedLoader:
-    """The training loaders with distributed samplers injected, as ``fit_loop.setup_data`` will make them."""
-    with isolate_rng():
-        source = _request_dataloader(trainer.fit_loop._data_source)
-        loaders, mode = (source.iterables, source._mode) if isinstance(source, CombinedLoader) else (source, None)
-        combined = CombinedLoader(loaders, mode or "max_size_cycle")
-        if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
-            _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
-        combined.flattened = [
-            _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, each) for each in combined.flattened
-        ]
-    return combined
-
-
-def _ranks_agree(trainer: pl.Trainer, number: int) -> bool:
-    """Whether every rank has the same number; all ranks get the same answer."""
-    extremes = torch.tensor([number, -number], device=trainer.strategy.root_device)
-    highest, negated_lowest = trainer.strategy.reduce(extremes, reduce_op="max").tolist()
-    return highest == -negated_lowest

@@ -9,7 +9,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.checks import duration_steps
-from lightning_tricks.core.trainer import callbacks_of, train_batches
+from lightning_tricks.core.loaders import train_batches
+from lightning_tricks.core.trainer import callbacks_of
 
 
 class UnknownTotalSteps(ValueError):

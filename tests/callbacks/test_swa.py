@@ -625,3 +625,12 @@ def test_cuda_average_and_statistics_equal_naive_ones() -> None:
     for name, value in naive.mean().items():
         torch.testing.assert_close(module.state_dict()[name].double(), value.cpu(), atol=1e-6, rtol=1e-6)
     assert_recalibrated(module)
+
+
+def test_both_sets_of_weights_are_validated() -> None:
+    swa, plain = SWA(0.5, validate="both"), build(NormNet)
+    raw = fit(plain, max_epochs=4).callback_metrics["val_loss"]
+    run = fit(build(NormNet), callbacks=[swa], max_epochs=4)
+    averaged = fit(build(NormNet), callbacks=[SWA(0.5)], max_epochs=4).callback_metrics["val_loss"]
+    assert run.callback_metrics["val_loss_raw"] == raw
+    assert run.callback_metrics["val_loss"] == averaged != raw
