@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+
+from machine import machine
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "import_time.json"
@@ -52,21 +51,6 @@ def measure(repeats: int) -> dict[str, object]:
         "added_s": round(median(added), 4),
         "added_s_max": round(max(added), 4),
         "target_s": TARGET_S,
-    }
-
-
-def machine() -> dict[str, object]:
-    """The CPU and the versions that the figures belong to."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "lightning": version("lightning"),
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_tricks.core.exchange import Exchange
 from lightning_tricks.core.offload import Offload
 from lightning_tricks.core.shards import Whole
-from lightning_tricks.core.weights import buckets, copies, copy_, global_norm, lerp_
+from lightning_tricks.core.weights import buckets, copies, copy_, global_norm, lerp_, lerp_alike_
 
 Which = Literal["averaged", "raw"]
 
@@ -35,9 +35,10 @@ class Averages:
         self.updates = 0
         self._tensors: dict[str, Tensor] = {}
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._converts = False
         self._offload: Offload | None = None
         self._aside: list[Tensor] | None = None  # raw values that find no place in an average; a list while shown
-        self._exchange = Exchange([])
+        self._exchange = Exchange([], [])
         self._left: list[tuple[int, int]] = []
 
     @property
@@ -59,7 +60,10 @@ class Averages:
         if gone := [name for name in self._tensors if name not in places]:
             raise RuntimeError(f"{type(self.module).__name__} has lost weights that are averaged: {', '.join(gone)}.")
         self._places = [places[name] for name in self._tensors]
-        return self._parts()
+        parts = self._parts()
+        pairs = zip(parts, self._tensors.values(), strict=True)
+        self._converts = any(part.dtype != average.dtype or part.device != average.device for part, average in pairs)
+        return parts
 
     def _parts(self) -> list[Tensor]:
         parts = [self.weights.local(owner[key]) for owner, key in self._places]
@@ -90,10 +94,12 @@ class Averages:
         """Move every average by ``fraction`` of the way to its weight."""
         # not self.parts(): to look the names up costs as much as to average a small network
         averages, parts = list(self.tensors.values()), self._parts()
-        if self._offload is None:
+        if self._offload is not None:
+            self._offload.start(averages, parts, fraction)
+        elif self._converts:
             lerp_(averages, parts, fraction)
         else:
-            self._offload.start(averages, parts, fraction)
+            lerp_alike_(averages, parts, fraction)
         self.updates += 1
 
     def guard(self) -> None:
@@ -113,27 +119,28 @@ class Averages:
         other rank, which may have failed.
         """
         if which == "averaged" and self._aside is None and self.updates:
-            alike, other = self._pairs()
-            self._exchange = Exchange([part for part, _ in alike])
-            self._aside = [tensor.detach().clone() for tensor in self._without_average(other)]
-            self._exchange.run(*_columns(alike))
-            copy_(*_columns(other))
+            alike, other = self._split()
+            self._exchange = Exchange(list(alike), list(alike.values()))
+            self._aside = [tensor.detach().clone() for tensor in self._without_place(other)]
+            self._exchange.run(list(alike.values()), self.tensors)
+            copy_(list(other.values()), [self.tensors[name] for name in other])
             self.weights.publish()
         elif which == "raw" and self._aside is not None:
-            alike, other = self._pairs()
-            self._exchange.run(*_columns(alike), back=True)
-            copy_(self._without_average(other), self._aside)
+            alike, other = self._split()
+            self._exchange.run(list(alike.values()), self.tensors, back=True)
+            copy_(self._without_place(other), self._aside)
             self.weights.release()
             self._aside = None
 
-    def _pairs(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """Parts with their averages: of the same dtype, and of another."""
-        pairs = list(zip(self.parts(), self.tensors.values(), strict=True))
-        return [pair for pair in pairs if _alike(*pair)], [pair for pair in pairs if not _alike(*pair)]
+    def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parts that can exchange values with their averages, being of one dtype, and the others."""
+        parts = dict(zip(self.tensors, self.parts(), strict=True))
+        alike = {name: part for name, part in parts.items() if part.dtype == self._tensors[name].dtype}
+        return alike, {name: part for name, part in parts.items() if name not in alike}
 
-    def _without_average(self, other: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """The tensors whose raw values must be kept aside while the averaged weights are shown."""
-        return [part for part, _ in other] + self.weights.derived()
+    def _without_place(self, other: dict[str, Tensor]) -> list[Tensor]:
+        """The tensors whose raw values find no place in an average while the averaged weights are shown."""
+        return [*other.values(), *self.weights.derived()]
 
     @contextmanager
     def showing(self, which: Which) -> Iterator[None]:
@@ -150,8 +157,11 @@ class Averages:
     def squares(self) -> tuple[Tensor, Tensor]:
         """Squared norms of what lies between this rank's weights and their averages, and of the weights."""
         parts, averages = self.parts(), list(self.tensors.values())
-        between, size = zip(*[_squares(parts[each], averages[each]) for each in buckets(averages)], strict=True)
-        return torch.stack(between).sum(), torch.stack(size).sum()
+        between = size = torch.zeros(())
+        for bucket in buckets(averages):
+            one, other = _squares(parts[bucket], averages[bucket])
+            between, size = between + one, size + other
+        return between, size
 
     def leave(self) -> None:
         """Note the parameters as they are, for ``untouched``."""
@@ -176,9 +186,8 @@ class Averages:
         counts = {"steps": self.steps, "updates": self.updates}
         if self._aside is None:
             return {**counts, "raw": {}, "averaged": dict(self.tensors)}
-        pairs = list(zip(self.tensors.items(), self.parts(), strict=True))
-        raw = {name: average for (name, average), part in pairs if _alike(part, average)}
-        averaged = {name: average for (name, average), part in pairs if not _alike(part, average)}
+        alike, other = self._split()
+        raw, averaged = ({name: self._tensors[name] for name in names} for names in (alike, other))
         aside = dict(zip(averaged, self._aside, strict=False))  # behind them are what ZeRO derives from its masters
         return {**counts, "raw": {**raw, **aside}, "averaged": averaged}
 
@@ -217,14 +226,6 @@ def _places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         for key, tensor in owner.items()
         if tensor is not None
     }
-
-
-def _alike(part: Tensor, average: Tensor) -> bool:
-    return part.dtype == average.dtype
-
-
-def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [part for part, _ in pairs], [average for _, average in pairs]
 
 
 @torch.no_grad()

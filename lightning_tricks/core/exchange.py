@@ -1,4 +1,4 @@
-"""Two lists of tensors change places without a second copy of either."""
+"""Weights and their averages change places without a second copy of either."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from lightning_tricks.core.weights import buckets, copy_
 
 
 class Exchange:
-    """Exchanges the values of two lists of tensors, bucket by bucket, and takes it back.
+    """Exchanges the values of weights and of their averages, bucket by bucket, and takes it back.
 
-    Beyond the lists only one bucket (``core.weights.buckets``) is held. After an interrupt at any instruction
-    ``run`` can be called again, in either direction, and nothing is lost.
+    The weights are written to; of the averages new tensors take the place. Besides them only one bucket
+    (``core.weights.buckets``) is held. After an interrupt at any instruction ``run`` can be called again, in either
+    direction, and nothing is lost.
 
     Args:
-        tensors: The first list, or tensors like it.
+        names: The keys of the averages.
+        weights: The weights in the same order, or tensors like them.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._buckets = buckets(tensors)
+    def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+        self._names = names
+        self._buckets = buckets(weights)
         self._exchanged = 0  # so many buckets, from the first on
         self._open: tuple[slice, int, list[Tensor], bool] | None = None
 
-    def run(self, first: Sequence[Tensor], second: Sequence[Tensor], *, back: bool = False) -> None:
+    def run(self, weights: Sequence[Tensor], averages: dict[str, Tensor], *, back: bool = False) -> None:
         """Exchange all values, or bring them ``back``."""
-        self._close(first, second)
+        self._close(weights, averages)
         step, end = (-1, 0) if back else (1, len(self._buckets))
         while self._exchanged != end:
             bucket = self._buckets[self._exchanged - back]
             with torch.no_grad():
-                spare = [tensor.clone() for tensor in first[bucket]]
-            self._open = (bucket, self._exchanged + step, spare, False)
-            self._close(first, second)
+                pairs = zip(weights[bucket], self._names[bucket], strict=True)
+                values = [weight.to(averages[name].device, copy=True) for weight, name in pairs]
+            self._open = (bucket, self._exchanged + step, values, False)
+            self._close(weights, averages)
 
-    def _close(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    def _close(self, weights: Sequence[Tensor], averages: dict[str, Tensor]) -> None:
         """Finish the bucket that is open; every line can be run again."""
         if self._open is None:
             return
-        bucket, exchanged, spare, half = self._open
+        bucket, exchanged, values, half = self._open
         if not half:
-            copy_(first[bucket], second[bucket])
-            self._open = (bucket, exchanged, spare, True)
-        copy_(second[bucket], spare)
+            copy_(weights[bucket], [averages[name] for name in self._names[bucket]])
+            self._open = (bucket, exchanged, values, True)
+        averages.update(zip(self._names[bucket], values, strict=True))
         self._exchanged = exchanged
         self._open = None

@@ -45,13 +45,16 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def lerp_(averages: Sequence[Tensor], weights: Sequence[Tensor], fraction: float) -> None:
     """Move each average towards its weight: ``average += fraction * (weight - average)``."""
     pairs = list(zip(averages, weights, strict=True))
-    if all(a.dtype == w.dtype and a.device == w.device for a, w in pairs):
-        if averages:
-            torch._foreach_lerp_(list(averages), list(weights), fraction)
-        return
     for bucket in buckets(averages):  # converted weights take memory
-        near = [w.to(a.device, a.dtype) for a, w in pairs[bucket]]
+        near = [weight.to(average.device, average.dtype) for average, weight in pairs[bucket]]
         torch._foreach_lerp_(list(averages[bucket]), near, fraction)
+
+
+@torch.no_grad()
+def lerp_alike_(averages: list[Tensor], weights: list[Tensor], fraction: float) -> None:
+    """``lerp_`` of averages that have the dtype and device of their weights, which need not be looked at."""
+    if averages:
+        torch._foreach_lerp_(averages, weights, fraction)
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[slice]:

@@ -501,7 +501,7 @@ def test_with_sharpness_aware_minimization() -> None:
         ({"every": "epochs"}, ValueError, "Did you mean 'epoch'"),
         ({"every": None}, TypeError, "every"),
         ({"recalibrate_batchnorm": 1}, TypeError, "recalibrate_batchnorm must be True or False, got 1"),
-        ({"validate": "both"}, ValueError, "validate must be one of 'averaged', 'raw', got 'both'"),
+        ({"validate": "avg"}, ValueError, "validate must be one of 'averaged', 'raw', 'both', got 'avg'"),
         ({"at_end": None}, ValueError, "at_end"),
     ],
 )

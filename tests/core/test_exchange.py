@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_tricks.core import exchange
 from lightning_tricks.core.exchange import Exchange
 
-Lists = tuple[list[Tensor], list[Tensor]]
+Lists = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def lists() -> Lists:
@@ -22,25 +22,30 @@ def lists() -> Lists:
     first, second = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2))
     first[0][:] = torch.tensor([-0.0, float("nan"), float("inf")])
     first[1] = first[1].t()  # not contiguous
-    return first, second
+    return first, dict(zip("abcdefghi", second, strict=True))
 
 
 def copied(both: Lists) -> Lists:
-    return [t.clone() for t in both[0]], [t.clone() for t in both[1]]
+    return [t.clone() for t in both[0]], {name: t.clone() for name, t in both[1].items()}
+
+
+def turned(both: Lists) -> Lists:
+    return list(both[1].values()), dict(zip(both[1], both[0], strict=True))
 
 
 def assert_same(both: Lists, other: Lists) -> None:
-    for tensor, expected in zip([*both[0], *both[1]], [*other[0], *other[1]], strict=True):
+    values = [[*each[0], *each[1].values()] for each in (both, other)]
+    for tensor, expected in zip(*values, strict=True):
         assert torch.equal(tensor.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
 
 
 def test_there_and_back_is_bit_equal() -> None:
     both = lists()
-    before, swap = copied(both), Exchange(both[0])
+    before, swap = copied(both), Exchange(list(both[1]), both[0])
     for _ in range(2):
         swap.run(*both)
         swap.run(*both)
-        assert_same(both, (before[1], before[0]))
+        assert_same(both, turned(before))
         swap.run(*both, back=True)
         swap.run(*both, back=True)
         assert_same(both, before)
@@ -60,7 +65,7 @@ def test_only_one_bucket_is_held_besides_the_lists(monkeypatch: pytest.MonkeyPat
         real(targets, sources)
 
     monkeypatch.setattr(exchange, "copy_", measured)
-    Exchange(both[0]).run(*both)
+    Exchange(list(both[1]), both[0]).run(*both)
     assert 0 < most <= 2**21  # the largest tensor
 
 
@@ -72,7 +77,7 @@ def test_an_interrupt_anywhere_leaves_both_ways_open(
 ) -> None:
     for then_back in (False, True):
         both = lists()
-        before, swap, copies, real = copied(both), Exchange(both[0]), 0, exchange.copy_
+        before, swap, copies, real = copied(both), Exchange(list(both[1]), both[0]), 0, exchange.copy_
         if back:
             swap.run(*both)
 
@@ -91,8 +96,8 @@ def test_an_interrupt_anywhere_leaves_both_ways_open(
             copies = -100
         monkeypatch.setattr(exchange, "copy_", real)
         swap.run(*both, back=then_back)
-        assert_same(both, before if then_back else (before[1], before[0]))
+        assert_same(both, before if then_back else turned(before))
 
 
 def test_nothing_to_exchange_is_no_error() -> None:
-    Exchange([]).run([], [])
+    Exchange([], []).run([], {})
