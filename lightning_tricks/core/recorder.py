@@ -8,7 +8,10 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_tricks.core.replay import ModuleState, RandomState, random_state, rebuilt, tensors_in, versions
 from lightning_tricks.core.trainer import wrap_method
@@ -18,7 +21,7 @@ from lightning_tricks.core.trainer import wrap_method
 class Step:
     """A training step that ran: how to run it again, and what it started from."""
 
-    run: Callable[[], Any]
+    run: partial[Any]
     random: RandomState
     state: ModuleState
 
@@ -29,9 +32,14 @@ class StepRecorder:
     def __init__(self) -> None:
         self.step: Step | None = None
         self._unwrap: Callable[[], None] | None = None
+        self._wanted: Callable[[], bool] = lambda: True
+        self._gradients = True
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Record the steps of ``module`` from now on."""
+    def start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, wanted: Callable[[], bool], *, gradients: bool = True
+    ) -> None:
+        """Record the steps of ``module`` from now on that are wanted; without ``gradients`` they make no graph."""
+        self._wanted, self._gradients = wanted, gradients
         self._unwrap = wrap_method(trainer.strategy, "training_step", partial(self._record, module))
 
     def stop(self) -> None:
@@ -41,19 +49,21 @@ class StepRecorder:
             self._unwrap()
             self._unwrap = None
 
-    def take(self) -> Step:
-        """The step that ran, which is forgotten here."""
+    def take(self) -> Step | None:
+        """The step that ran, which is forgotten here; None if it was not wanted."""
         step, self.step = self.step, None
-        assert step is not None, "no step was recorded"
         return step
 
     def _record(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._wanted():
+            return original(*args, **kwargs)
         again = partial(original, *rebuilt(args), **rebuilt(kwargs))
         self.step = Step(again, random_state(module.device), ModuleState(module))
         tensors = tensors_in((args, kwargs))
         frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
         before, kept = versions(tensors), versions(list(frozen.values()))
-        output = original(*args, **kwargs)
+        with torch.set_grad_enabled(self._gradients):
+            output = original(*args, **kwargs)
         if (now := versions(list(frozen.values()))) != kept:
             name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
             raise MisconfigurationException(
@@ -66,3 +76,30 @@ class StepRecorder:
                 " a new tensor, for example x = x * 2 in place of x.mul_(2)."
             )
         return output
+
+
+def micro_batches(step: Step, size: int) -> list[tuple[float, partial[Any]]]:
+    """Share and step of each micro-batch: every tensor with one entry a sample is cut in its first dimension.
+
+    Raises:
+        MisconfigurationException: If the batch has no tensor with samples.
+    """
+    batch, *rest = step.run.args
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    if not tensors:
+        raise MisconfigurationException(
+            f"micro_batch_size={size} needs a batch with tensors of samples, got {type(batch).__name__} without: leave"
+            " micro_batch_size out."
+        )
+    samples = len(tensors[0])
+
+    def cut(start: int, tensor: Tensor) -> Tensor:
+        return tensor[start : start + size] if tensor.ndim and len(tensor) == samples else tensor
+
+    return [
+        (
+            min(size, samples - start) / samples,
+            partial(step.run.func, apply_to_collection(batch, Tensor, partial(cut, start)), *rest, **step.run.keywords),
+        )
+        for start in range(0, samples, size)
+    ]

@@ -1,11 +1,12 @@
-"""Where a process holds the weights of a module: whole, or in shards of FSDP2 and DeepSpeed ZeRO.
+"""Where a process holds the weights of a module: whole, or in shards of FSDP2 (of DeepSpeed ZeRO: see zero.py).
 
 A trick reads and writes the *local* tensors; nothing is gathered for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import override
 
-from lightning_tricks.core.weights import copy_, trainable
+from lightning_tricks.core.weights import global_norm, trainable
 
 STAMP = "stamp"
 
@@ -65,6 +66,14 @@ class Whole:
         """The whole tensors of local parts; all ranks take part."""
         return dict(parts)
 
+    def gradients(self, loss: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """This rank's parts of the gradients, None for a weight that the loss does not need; ``.grad`` stays."""
+        return torch.autograd.grad(loss, weights, allow_unused=True)
+
+    def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
+        """The Euclidean norm over all parts of all ranks, which are parts ``of`` these tensors."""
+        return global_norm(parts) if parts else torch.zeros(())
+
     def state(self) -> dict[str, Any]:
         """A copy of the module's ``state_dict()``, of whole tensors; all ranks take part."""
         return {name: _copied(value) for name, value in self.module.state_dict().items()}
@@ -100,6 +109,27 @@ class FSDP2(Whole):
         return {name: _gathered(tensor) for name, tensor in self.portable(parts).values()}
 
     @override
+    def gradients(self, loss: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        # torch.autograd.grad gives what is not summed over the ranks, and of whole tensors
+        stash = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        try:
+            loss.backward()
+            return [None if weight.grad is None else self.local(weight.grad) for weight in weights]
+        finally:
+            for weight, gradient in zip(weights, stash, strict=True):
+                weight.grad = gradient
+
+    @override
+    def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros((), device=of[0].device)
+        for part, whole in zip(parts, of, strict=True):
+            total += global_norm([part]) ** 2 / _copies(whole)
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    @override
     def state(self) -> dict[str, Any]:
         self.settle()
         return {name: _gathered(value) for name, value in self.module.state_dict().items()}
@@ -124,84 +154,6 @@ class FSDP2(Whole):
         return distribute_tensor(
             whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
         ).to_local()
-
-
-class ZeRO(Whole):
-    """Weights under DeepSpeed ZeRO-1 and 2: whole for the forward pass, their fp32 masters in fragments.
-
-    The fragments are what DeepSpeed's own ``safe_get_full_fp32_param`` reads.
-    """
-
-    sharded = True
-
-    def __init__(self, module: nn.Module, optimizer: Callable[[], Any]) -> None:
-        super().__init__(module)
-        self._optimizer = optimizer  # DeepSpeed's, which is made after the callbacks' setup
-
-    @override
-    def local(self, tensor: Tensor) -> Tensor | None:
-        if not isinstance(tensor, nn.Parameter):
-            return tensor
-        fragment = getattr(tensor, "_hp_mapping", None)  # None for a weight of which this rank updates nothing
-        return None if fragment is None else fragment.hp_fragment
-
-    @override
-    def derived(self) -> list[Tensor]:
-        return list(trainable(self.module).values())
-
-    @override
-    def publish(self) -> None:
-        self._optimizer().update_lp_params()
-
-    @override
-    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-        return _by_rank(parts)
-
-
-class ZeRO3(Whole):
-    """Weights under DeepSpeed ZeRO-3: a flat shard for the forward pass, and its fp32 master."""
-
-    sharded = True
-
-    @override
-    def local(self, tensor: Tensor) -> Tensor | None:
-        if not isinstance(tensor, nn.Parameter):
-            return tensor
-        optimizer = getattr(tensor, "_z3_optimizer", None)  # None for a weight that no optimizer updates
-        # DeepSpeed's public safe_get_local_fp32_param hands out a copy where the masters are offloaded
-        return optimizer and optimizer._get_fp32_opt_state_partition(tensor, release_swap_buffers=False)[0]
-
-    @override
-    def derived(self) -> list[Tensor]:
-        return [parameter.ds_tensor.data for parameter in self._parameters()]
-
-    @override
-    def publish(self) -> None:
-        masters = [self.local(parameter) for parameter in self._parameters()]
-        copy_(self.derived(), [master for master in masters if master is not None])
-        self.release()
-
-    @override
-    def release(self) -> None:
-        for optimizer in {parameter._z3_optimizer for parameter in self._parameters()}:
-            optimizer.empty_partition_cache()
-
-    @override
-    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-        return _by_rank(parts)
-
-    @override
-    def state(self) -> dict[str, Any]:
-        import deepspeed
-
-        state, named = super().state(), dict(self.module.named_parameters(remove_duplicate=False))
-        for name in state.keys() & named.keys():
-            with deepspeed.zero.GatheredParameters([named[name]]):
-                state[name] = named[name].detach().to("cpu", copy=True)
-        return state
-
-    def _parameters(self) -> list[Any]:
-        return [p for p in trainable(self.module).values() if self.local(p) is not None]
 
 
 def write(folder: Path, weights: Whole, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
@@ -232,9 +184,12 @@ def read(folder: Path, weights: Whole, parts: Mapping[str, Tensor], *, stamp: in
     return kinds
 
 
-def _by_rank(parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-    """A flat fragment belongs to a rank; DeepSpeed itself resumes on as many ranks as saved."""
-    return {name: (f"{name}@{dist.get_rank()}", part) for name, part in parts.items()}
+def _copies(tensor: Tensor) -> int:
+    """Ranks that hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    sizes = [tensor.device_mesh.size(n) for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return math.prod(sizes)
 
 
 def _gathered(value: Any) -> Any:

@@ -23,7 +23,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_tricks.core.shards import FSDP2, Whole, ZeRO, ZeRO3
+from lightning_tricks.core.shards import FSDP2, Whole
+from lightning_tricks.core.zero import ZeRO, ZeRO3
 
 Kind = TypeVar("Kind")
 
@@ -77,6 +78,15 @@ def saves_folder(trainer: pl.Trainer) -> bool:
     """Whether a checkpoint is a folder to which each rank writes its shards; ModelParallelStrategy does not tell."""
     strategy = trainer.strategy
     return isinstance(strategy, DeepSpeedStrategy) or bool(getattr(strategy, "_save_distributed_checkpoint", False))
+
+
+def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    """Step the schedulers of an optimizer that has just stepped, as automatic optimization would."""
+    for config in trainer.lr_scheduler_configs:
+        due = {"step": trainer.global_step, "epoch": trainer.current_epoch + 1}[config.interval] % config.frequency == 0
+        at_once = config.interval == "step" or trainer.is_last_batch
+        if config.scheduler.optimizer is optimizer and due and at_once and not config.reduce_on_plateau:
+            config.scheduler.step()  # type: ignore[call-arg]
 
 
 def ends_here(trainer: pl.Trainer) -> bool:

@@ -2,85 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_range
-from lightning_tricks.core.recorder import Step, StepRecorder
-from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of
-from lightning_tricks.core.trainer import (
-    has_static_graph,
-    is_fitting,
-    require_whole_weights,
-    wrap_method,
-)
-from lightning_tricks.core.weights import copy_, global_norm, unnoticed
+from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.recorder import Step, StepRecorder, micro_batches
+from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, random_state
+from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.trainer import step_schedules
+from lightning_tricks.core.weights import copy_
+from lightning_tricks.modules.sam_rules import SAM, perturbed_weights
+from lightning_tricks.modules.sam_setup import SAMCallback
 
 if TYPE_CHECKING:
     _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
 else:
     _Module = object
-
-
-@dataclass(frozen=True)
-class SAM:
-    """Settings of sharpness-aware minimization: minimise the loss at ``w + rho * g/||g||`` in place of w.
-
-    Args:
-        rho: Radius of the perturbation, at least 0; 0.05 is common for clean data, 0.1 to 0.5 under label noise.
-
-    Raises:
-        ValueError: For a negative or infinite radius.
-
-    Example:
-        >>> SAM(rho=0.05)
-        SAM(rho=0.05)
-
-    References:
-        Foret et al., arXiv 2010.01412.
-    """
-
-    rho: float = 0.05
-
-    def __post_init__(self) -> None:
-        check_range("rho", self.rho, 0.0)
-
-
-@torch.no_grad()
-def sam_perturb_(weights: Sequence[Tensor], gradients: Sequence[Tensor], rho: float) -> Tensor:
-    """Move the weights uphill in place: ``w += rho * g / ||g||``, the norm taken over all gradients together.
-
-    Args:
-        weights: Tensors to move.
-        gradients: Their gradients, any scale.
-        rho: Length of the move.
-
-    Returns:
-        ``||g||``, a scalar tensor.
-
-    Example:
-        >>> w = torch.zeros(2)
-        >>> sam_perturb_([w], [torch.tensor([3.0, 4.0])], rho=0.5), w
-        (tensor(5.), tensor([0.3000, 0.4000]))
-    """
-    if not gradients:
-        return torch.zeros(())
-    norm = global_norm(gradients)
-    scaled = torch._foreach_mul(list(gradients), rho / (norm + 1e-12))  # a zero gradient moves nothing
-    torch._foreach_add_(list(weights), scaled)
-    return norm
 
 
 class SAMMixin(_Module):
@@ -89,21 +36,25 @@ class SAMMixin(_Module):
     Every training batch is run twice: for g, the gradient at w, and again at the perturbed weights for the gradient
     that the optimizer gets. This happens inside ``backward``, so accumulation, clipping, mixed precision, schedules and
     checkpoints work by the Trainer's own arguments. Each micro-batch on each device has its own perturbation
-    (m-sharpness). Perturbed are the weights that the optimizer trains. The module's own state is copied twice a step,
-    so large tensors and lists belong into the data module.
+    (m-sharpness); under FSDP2 the devices have one together. Perturbed are the weights that the optimizer trains. The
+    module's own state is copied twice a step, so large tensors and lists belong into the data module.
 
     The second run starts from the same batch, random numbers and state as the first and logs nothing; afterwards
     buffers (BatchNorm statistics), metrics and plain attributes of the module are as the first run left them. What a
     step does to objects outside the module (a file, an object of your own) it does twice.
 
-    Write the mixin *before* ``LightningModule`` and set ``sam`` on the class or in ``__init__``.
+    In a module with ``automatic_optimization = False`` call ``sam_backward(closure)`` in place of
+    ``manual_backward(loss)``, or ``sam_step(closure)``, which also accumulates, clips and steps.
+
+    Write the mixin *before* ``LightningModule`` and set ``sam`` on the class or in ``__init__``. ``||g||`` is logged as
+    ``tricks/sam_grad_norm`` every ``log_every_n_steps``.
 
     Raises:
         TypeError: If the mixin comes after LightningModule.
         MisconfigurationException: At fit start or in the first step, for what cannot be right: ``sam`` is not a
-            ``SAM``, manual optimization, ``dataloader_iter``, ``static_graph=True``, 16-bit weights, weights in shards,
-            sparse gradients, reentrant activation checkpointing, a ``backward`` or ``configure_callbacks`` that leaves
-            out ``super()``, a step that writes into its batch or into frozen parameters.
+            ``SAM``, ``dataloader_iter``, ``static_graph=True``, 16-bit weights, DeepSpeed, sparse gradients, reentrant
+            activation checkpointing, a ``backward`` or ``configure_callbacks`` that leaves out ``super()``, a step that
+            writes into its batch or into frozen parameters, manual optimization that never calls SAM.
 
     Example:
         >>> class Net(SAMMixin, pl.LightningModule):
@@ -115,8 +66,11 @@ class SAMMixin(_Module):
 
     sam: SAM = SAM()
     _sam_recorder: StepRecorder | None = None
+    _sam_held: Whole | None = None
+    _sam_calls: dict[int, int] = {}  # noqa: RUF012  # of sam_step since the optimizer stepped; a new one at setup
     _sam_replays = False
     _sam_aside: tuple[list[Tensor], list[Tensor]] | None = None  # weights that are perturbed now, and their own values
+    _sam_norm: Tensor | None = None  # of the last gradient
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,38 +81,159 @@ class SAMMixin(_Module):
     @override
     def configure_callbacks(self) -> list[Callback]:
         inherited = super().configure_callbacks()
-        return [*([inherited] if isinstance(inherited, Callback) else inherited), _SAMCallback()]
+        return [*([inherited] if isinstance(inherited, Callback) else inherited), SAMCallback()]
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:
         if not self._sam_replays:
             super().log(*args, **kwargs)
 
+    def sam_backward(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
+        """Put the gradient at the perturbed weights into ``.grad``, as ``manual_backward`` the gradient at w.
+
+        Args:
+            closure: Computes the loss, from the forward pass on; is called twice.
+            optimizer: Whose weights are perturbed; those of all optimizers if left out. Gradients are added to every
+                weight that the loss depends on, so toggle the optimizer as in any manual optimization.
+
+        Returns:
+            The loss at the weights themselves, detached.
+
+        Raises:
+            MisconfigurationException: Outside of a fit with manual optimization.
+        """
+        if self.automatic_optimization or self._sam_recorder is None:
+            raise MisconfigurationException(
+                "sam_backward belongs into the training_step of a fit with automatic_optimization=False; with automatic"
+                " optimization SAM works by itself."
+            )
+        chosen_ones = self.optimizers() if optimizer is None else optimizer
+        step = Step(partial(closure), random_state(self.device), ModuleState(self))
+        loss = closure()
+        optimizers = chosen_ones if isinstance(chosen_ones, list) else [chosen_ones]
+        self._sam_twice(
+            self._sam_scaled(loss), step, perturbed_weights(self, self.sam, optimizers), self.manual_backward
+        )
+        return loss.detach()
+
+    def sam_step(
+        self,
+        closure: Callable[[], Tensor],
+        optimizer: LightningOptimizer | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+    ) -> Tensor:
+        """``sam_backward``, and every so many calls one step: clip, optimizer, schedulers, ``zero_grad``.
+
+        An epoch's last batch steps in any case. Schedulers of the optimizer follow their ``interval``: one that counts
+        steps steps with the optimizer, one that counts epochs after the last batch, one on a plateau is left to you.
+
+        Args:
+            closure: Computes the loss of a micro-batch (a mean), from the forward pass on; is called twice.
+            optimizer: The optimizer; may be left out if there is one only.
+            accumulate: Calls that make one optimizer step, at least 1.
+            clip_norm: Largest norm of the gradient, above 0; None for no clipping.
+
+        Returns:
+            The loss at the weights themselves, detached.
+
+        Raises:
+            TypeError: For a value of the wrong type.
+            ValueError: For a value out of range, or if ``optimizer`` is left out though there are several.
+            MisconfigurationException: Outside of a fit with manual optimization.
+        """
+        check_count("accumulate", accumulate)
+        if clip_norm is not None:
+            check_range("clip_norm", clip_norm, 0.0)
+        own = self.optimizers() if optimizer is None else optimizer
+        if isinstance(own, list):
+            raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
+        calls = self._sam_calls.get(id(own), 0) + 1
+        ends = calls >= accumulate or self.trainer.is_last_batch
+        with nullcontext() if ends else self._sam_unsynced():
+            loss = self.sam_backward(lambda: closure() / accumulate, own) * accumulate
+        self._sam_calls[id(own)] = 0 if ends else calls
+        if ends:
+            if clip_norm is not None:
+                limit = float(self._sam_scaled(torch.tensor(clip_norm, device=self.device)))
+                self.clip_gradients(own.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+            own.step()
+            own.zero_grad()
+            step_schedules(self.trainer, own.optimizer)
+        return loss
+
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        descend = partial(super().backward, *args, **kwargs)
+        if not self.automatic_optimization:
+            descend(loss)
+            return
         if self._sam_recorder is None:
             name = type(self).__name__
             raise MisconfigurationException(f"{name}.configure_callbacks must include super().configure_callbacks().")
         first = self._sam_recorder.take()
-        weights, gradients = self._sam_gradients(loss)
-        ours = [weight.detach().clone() for weight in weights]
+        if first is None:
+            descend(loss)  # a step without a perturbation
+            return
+        weights = perturbed_weights(self, self.sam, [self.optimizers()])
+        if self.sam.micro_batch_size is None:
+            self._sam_twice(loss, first, weights, partial(self._sam_descend, descend, 1.0))
+        else:
+            self._sam_micro_batches(first, weights, descend)
+
+    def _sam_micro_batches(self, first: Step, weights: dict[Tensor, str], descend: Callable[[Tensor], None]) -> None:
+        """Take each micro-batch by itself; the first run, of the whole batch, has logged and moved the statistics."""
+        after, random, norms = ModuleState(self), first.random, []
+        assert self.sam.micro_batch_size is not None, "asked for"
+        parts = micro_batches(first, self.sam.micro_batch_size)
+        try:
+            for number, (share, run) in enumerate(parts, 1):
+                with nullcontext() if number == len(parts) else self._sam_unsynced():
+                    step = Step(run, random, first.state)
+                    first.state.restore()
+                    with random_numbers_of(random, self.device):
+                        loss = self._sam_scaled(self._sam_loss(run) * share)
+                        random = random_state(self.device)
+                    self._sam_twice(loss, step, weights, partial(self._sam_descend, descend, share))
+                    assert self._sam_norm is not None, "just measured"
+                    norms.append(self._sam_norm)
+        finally:
+            after.restore()
+        self._sam_norm = torch.stack(norms).sum()
+
+    def _sam_twice(
+        self, loss: Tensor, step: Step, weights: dict[Tensor, str], descend: Callable[[Tensor], None]
+    ) -> None:
+        """Perturb the weights by the gradient of the loss, run the step again there and descend from its loss."""
+        held = self._sam_held
+        assert held is not None, "setup comes first"
+        moved, gradients = self._sam_gradients(loss, list(weights))
+        parts = [part for part in map(held.local, moved) if part is not None]
+        ours = [part.detach().clone() for part in parts]
         after = ModuleState(self)
         try:
-            first.state.restore()
-            self._sam_aside = weights, ours
-            sam_perturb_(weights, gradients, self.sam.rho)
-            super().backward(self._sam_loss(first), *args, **kwargs)
+            step.state.restore()
+            held.settle()
+            self._sam_aside = parts, ours
+            names = [weights[weight] for weight in moved]
+            norm = self.sam.perturb_(parts, gradients, names, partial(held.norm, of=moved))
+            with random_numbers_of(step.random, self.device):
+                again = self._sam_loss(step.run)
+            descend(again)
         finally:
-            copy_(weights, ours)
+            held.settle()
+            copy_(parts, ours)
             after.restore()
             self._sam_aside = None
+        self._sam_norm = norm / self._sam_scaled(torch.ones_like(norm))
 
-    def _sam_gradients(self, loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The optimizer's weights that the loss depends on, and their gradients; ``.grad`` is left alone."""
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
-        trained = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    def _sam_descend(self, descend: Callable[[Tensor], None], share: float, loss: Tensor) -> None:
+        descend(self._sam_scaled(loss * share if share < 1 else loss))
+
+    def _sam_gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
+        assert self._sam_held is not None, "setup comes first"
+        gradients = self._sam_held.gradients(loss, trained)
         pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
         if len(pairs) < len(trained) and find_node(loss, "CheckpointFunctionBackward".__eq__):
             raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
@@ -166,93 +241,25 @@ class SAMMixin(_Module):
             raise MisconfigurationException("SAM works on dense gradients, got sparse ones: pass sparse=False.")
         return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _sam_loss(self, first: Step) -> Tensor:
-        """The loss of the step run once more, divided and scaled as Lightning did with the first."""
+    def _sam_loss(self, run: Callable[[], Any]) -> Tensor:
+        """The loss of the step run once more."""
         self._sam_replays = True
         try:
-            with random_numbers_of(first.random, self.device):
-                output = first.run()
+            output = run()
         finally:
             self._sam_replays = False
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        loss = loss / self.trainer.accumulate_grad_batches
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    def _sam_scaled(self, loss: Tensor) -> Tensor:
+        """The loss divided and scaled as Lightning does with that of the first run."""
+        if self.automatic_optimization:
+            loss = loss / self.trainer.accumulate_grad_batches
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         return loss if scaler is None else scaler.scale(loss)
 
+    def _sam_unsynced(self) -> AbstractContextManager[None]:
+        """Inside it DDP keeps gradients to each rank."""
+        return getattr(self.trainer.strategy, "block_backward_sync", nullcontext)()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_sam_recorder": None, "_sam_aside": None}
-
-
-class _SAMCallback(Callback):
-    """Checks the Trainer and records its training steps for the module."""
-
-    def __init__(self) -> None:
-        self._recorder = StepRecorder()
-        self._undo = ExitStack()
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if is_fitting(trainer) and isinstance(pl_module, SAMMixin):
-            _check(trainer, pl_module)
-            pl_module._sam_recorder = self._recorder
-            self._recorder.start(trainer, pl_module)
-            self._undo.callback(self._recorder.stop)
-            self._undo.callback(wrap_method(trainer, "save_checkpoint", partial(_save, pl_module)))
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for name, weight in pl_module.named_parameters() if isinstance(pl_module, SAMMixin) else ():
-            if weight.requires_grad and weight.dtype not in (torch.float32, torch.float64):
-                raise MisconfigurationException(
-                    f"SAM needs fp32 weights, since 16-bit ones round its perturbation away; {name} is {weight.dtype}."
-                    " Use precision='bf16-mixed' or '16-mixed'."
-                )
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._recorder.step is not None:
-            raise MisconfigurationException(
-                f"{type(pl_module).__name__}.backward must call super().backward(loss): SAM works inside it."
-            )
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo.close()
-        if isinstance(pl_module, SAMMixin):
-            pl_module._sam_recorder = None
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")
-
-
-def _save(module: SAMMixin, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Save a checkpoint with the module's own weights, also when it is asked for at perturbed ones."""
-    if module._sam_aside is None:
-        return original(*args, **kwargs)
-    weights, ours = module._sam_aside
-    perturbed = [weight.detach().clone() for weight in weights]
-    with unnoticed(weights):
-        try:
-            copy_(weights, ours)
-            return original(*args, **kwargs)
-        finally:
-            copy_(weights, perturbed)
-
-
-def _check(trainer: pl.Trainer, pl_module: SAMMixin) -> None:
-    name = type(pl_module).__name__
-    if not isinstance(pl_module.sam, SAM):
-        raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {pl_module.sam!r}.")
-    if not pl_module.automatic_optimization:
-        raise MisconfigurationException(f"SAM needs automatic optimization, got {name}.automatic_optimization=False.")
-    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
-        raise MisconfigurationException(f"SAM needs the batch: {name}.training_step must not take dataloader_iter.")
-    require_whole_weights(trainer, "SAM")
-    if has_static_graph(trainer):
-        raise MisconfigurationException(
-            "DDP's static_graph=True allows no second run of a step: leave static_graph out."
-        )
-
-
-torch.serialization.add_safe_globals([SAM])  # a checkpoint with a SAM among its hyperparameters loads weights_only
+        return {**super().__getstate__(), "_sam_recorder": None, "_sam_aside": None, "_sam_held": None}

@@ -66,7 +66,7 @@ SETTINGS: dict[str, Trick] = {
     "SAMMixin": Trick(
         sam={"on": 0.1, "off": 0.0},
         yaml={"model": {"class_path": "tests.conformance.test_regimes.YamlSAMNet", "init_args": {"sam": {"rho": 0.1}}}},
-        refused=("FSDP2", "DeepSpeed"),
+        refused=("DeepSpeed",),
     ),
     "SWA": Trick(
         callbacks={

@@ -244,7 +244,7 @@ def test_sharded_weights_are_right_or_refused_by_name(name: str, engine: str) ->
     if engine in SETTINGS[name].refused:
         assert {"FSDP2": "ModelParallelStrategy", "DeepSpeed": "DeepSpeedStrategy"}[engine] in first
     else:
-        alone = run(SETTINGS[name], base=PlainNet, train=loader(48), accumulate_grad_batches=2)
+        alone = run(SETTINGS[name], base=PlainNet, train=loader(48, batch_size=16))  # the batches of both ranks
         assert_close({key: torch.from_numpy(value) for key, value in first.items()}, alone, 1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -23,7 +24,8 @@ from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
-from lightning_tricks.modules.sam import sam_perturb_
+from lightning_tricks.modules.sam_rules import sam_perturb_
+from tests.conformance.engines import cpu_deepspeed
 from tests.nets import (
     Net,
     NormNet,
@@ -404,7 +406,7 @@ def test_ranks_agree_bit_for_bit_with_accumulation_and_clipping() -> None:
 # ---- refusals
 
 
-def refused(strategy: type[Strategy], arguments: dict[str, Any]) -> str:
+def refused(strategy: Callable[..., Strategy], arguments: dict[str, Any]) -> str:
     module = build(SAMPlainNet)
     module.configure_model = lambda: None
     with pytest.raises(MisconfigurationException) as caught:
@@ -416,11 +418,11 @@ def refused(strategy: type[Strategy], arguments: dict[str, Any]) -> str:
     ("strategy", "arguments", "message"),
     [
         (DDPStrategy, {"static_graph": True}, "leave static_graph out"),
-        (ModelParallelStrategy, {}, "got ModelParallelStrategy"),
+        (cpu_deepspeed, {"stage": 2}, "got CPUDeepSpeedStrategy"),
     ],
 )
 def test_a_strategy_that_cannot_be_right_is_refused_by_name(
-    strategy: type[Strategy], arguments: dict[str, Any], message: str
+    strategy: Callable[..., Strategy], arguments: dict[str, Any], message: str
 ) -> None:
     assert message in run_ranks(refused, strategy, arguments, nprocs=1)[0]
 
@@ -436,7 +438,7 @@ def test_the_mixin_after_lightning_module_is_refused() -> None:
     ("change", "settings", "message"),
     [
         ({"sam": 0.05}, {}, r"SAMPlainNet.sam must be a SAM\(rho=...\), got 0.05"),
-        ({"automatic_optimization": False}, {}, "automatic_optimization=False"),
+        ({"automatic_optimization": False}, {}, "never called self.sam_backward"),
         ({}, {"precision": "bf16-true"}, "layers.0.weight is torch.bfloat16"),
     ],
     ids=str,

@@ -1,0 +1,96 @@
+"""Where a process holds the weights of a module under DeepSpeed ZeRO: in shards, with fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.weights import copy_, trainable
+
+
+class ZeRO(Whole):
+    """Weights under DeepSpeed ZeRO-1 and 2: whole for the forward pass, their fp32 masters in fragments.
+
+    The fragments are what DeepSpeed's own ``safe_get_full_fp32_param`` reads.
+    """
+
+    sharded = True
+
+    def __init__(self, module: nn.Module, optimizer: Callable[[], Any]) -> None:
+        super().__init__(module)
+        self._optimizer = optimizer  # DeepSpeed's, which is made after the callbacks' setup
+
+    @override
+    def local(self, tensor: Tensor) -> Tensor | None:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        fragment = getattr(tensor, "_hp_mapping", None)  # None for a weight of which this rank updates nothing
+        return None if fragment is None else fragment.hp_fragment
+
+    @override
+    def derived(self) -> list[Tensor]:
+        return list(trainable(self.module).values())
+
+    @override
+    def publish(self) -> None:
+        self._optimizer().update_lp_params()
+
+    @override
+    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+        return _by_rank(parts)
+
+
+class ZeRO3(Whole):
+    """Weights under DeepSpeed ZeRO-3: a flat shard for the forward pass, and its fp32 master."""
+
+    sharded = True
+
+    @override
+    def local(self, tensor: Tensor) -> Tensor | None:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        optimizer = getattr(tensor, "_z3_optimizer", None)  # None for a weight that no optimizer updates
+        # DeepSpeed's public safe_get_local_fp32_param hands out a copy where the masters are offloaded
+        return optimizer and optimizer._get_fp32_opt_state_partition(tensor, release_swap_buffers=False)[0]
+
+    @override
+    def derived(self) -> list[Tensor]:
+        return [parameter.ds_tensor.data for parameter in self._parameters()]
+
+    @override
+    def publish(self) -> None:
+        masters = [self.local(parameter) for parameter in self._parameters()]
+        copy_(self.derived(), [master for master in masters if master is not None])
+        self.release()
+
+    @override
+    def release(self) -> None:
+        for optimizer in {parameter._z3_optimizer for parameter in self._parameters()}:
+            optimizer.empty_partition_cache()
+
+    @override
+    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+        return _by_rank(parts)
+
+    @override
+    def state(self) -> dict[str, Any]:
+        import deepspeed
+
+        state, named = super().state(), dict(self.module.named_parameters(remove_duplicate=False))
+        for name in state.keys() & named.keys():
+            with deepspeed.zero.GatheredParameters([named[name]]):
+                state[name] = named[name].detach().to("cpu", copy=True)
+        return state
+
+    def _parameters(self) -> list[Any]:
+        return [p for p in trainable(self.module).values() if self.local(p) is not None]
+
+
+def _by_rank(parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """A flat fragment belongs to a rank; DeepSpeed itself resumes on as many ranks as saved."""
+    return {name: (f"{name}@{dist.get_rank()}", part) for name, part in parts.items()}
