@@ -111,15 +111,17 @@ class FSDP2(Whole):
     @override
     def gradients(self, loss: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
         # torch.autograd.grad gives what is not summed over the ranks, and of whole tensors
-        stash = [weight.grad for weight in weights]
-        for weight in weights:
-            weight.grad = None
+        self.settle()
+        kept = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
         try:
             loss.backward()
             return [None if weight.grad is None else self.local(weight.grad) for weight in weights]
         finally:
-            for weight, gradient in zip(weights, stash, strict=True):
-                weight.grad = gradient
+            self.settle()
+            for parameter, gradient in kept:
+                parameter.grad = gradient
 
     @override
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:

@@ -175,6 +175,8 @@ class SAMMixin(_Module):
         if first is None:
             descend(loss)  # a step without a perturbation
             return
+        assert self._sam_held is not None, "setup comes first"
+        self._sam_held.settle()  # so that the module's parameters are the optimizer's
         weights = perturbed_weights(self, self.sam, [self.optimizers()])
         if self.sam.micro_batch_size is None:
             self._sam_twice(loss, first, weights, partial(self._sam_descend, descend, 1.0))

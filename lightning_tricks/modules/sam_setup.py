@@ -143,9 +143,11 @@ def _check(trainer: pl.Trainer, pl_module: Any) -> None:
         )
     if not isinstance(trainer.strategy, ModelParallelStrategy):
         require_whole_weights(trainer, "SAM")
-    elif not pl_module.automatic_optimization:
+    elif not pl_module.automatic_optimization or sam.micro_batch_size is not None:
         raise MisconfigurationException(
-            "SAM under ModelParallelStrategy works with automatic optimization, got automatic_optimization=False."
+            "Under ModelParallelStrategy SAM has one perturbation for the batches of all devices and works inside"
+            f" automatic optimization, got automatic_optimization={pl_module.automatic_optimization} and {sam}: leave"
+            " out micro_batch_size, or use another strategy."
         )
     if has_static_graph(trainer):
         raise MisconfigurationException(
