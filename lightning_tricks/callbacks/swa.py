@@ -81,6 +81,7 @@ class SWA(AveragingCallback):
         self.validate = validate
         self.at_end = at_end
         self.device = None
+        self._failure: Exception | None = None
         super().__init__()
 
     @override
@@ -122,9 +123,19 @@ class SWA(AveragingCallback):
         if averages.steps:
             self._snapshot(averages)
         if self.recalibrate_batchnorm and averages.updates:
-            with averages.showing("averaged"):
-                statistics = recalibrate(trainer, trainer.lightning_module)
-            averages.put(statistics)
+            try:
+                with averages.undisturbed(), averages.showing("averaged"):
+                    statistics = recalibrate(trainer, trainer.lightning_module)
+                averages.put(statistics)
+            except Exception as error:
+                self._failure = error  # raised when the last validation is over and the last checkpoint written
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def _end_epoch(self) -> None:
         if self.every == "epoch" and self._running.steps:

@@ -39,7 +39,8 @@ class Averages:
         self._offload: Offload | None = None
         self._aside: list[Tensor] | None = None  # raw values that find no place in an average; a list while shown
         self._exchange = Exchange([], [])
-        self._left: list[tuple[int, int]] = []
+        self._left: list[int] = []
+        self.busy = False  # while weights change places, or stand in for others
 
     @property
     def module(self) -> nn.Module:
@@ -82,7 +83,6 @@ class Averages:
             self._tensors[name] = average.to(self.device or part.device)
         if self._offload is None or list(self._tensors) != self._offload.names:
             self._offload = Offload.between(self._tensors, self._parts())
-        self._left = []
 
     def put(self, buffers: Mapping[str, Tensor]) -> None:
         """Give buffers values of their own in the averaged set, until ``track`` takes them out again."""
@@ -92,6 +92,7 @@ class Averages:
 
     def lerp(self, fraction: float) -> None:
         """Move every average by ``fraction`` of the way to its weight."""
+        self.weights.settle()
         # not self.parts(): to look the names up costs as much as to average a small network
         averages, parts = list(self.tensors.values()), self._parts()
         if self._offload is not None:
@@ -118,6 +119,19 @@ class Averages:
         Whatever is interrupted, and at any instruction, ``show("raw")`` gives the raw weights bit for bit. It needs no
         other rank, which may have failed.
         """
+        with self.undisturbed():
+            self._change_places(which)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Tell that the module is in between inside the block, so that nothing is saved there."""
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
+
+    def _change_places(self, which: Which) -> None:
         if which == "averaged" and self._aside is None and self.updates:
             alike, other = self._split()
             self._exchange = Exchange(list(alike), list(alike.values()))
@@ -145,14 +159,12 @@ class Averages:
     @contextmanager
     def showing(self, which: Which) -> Iterator[None]:
         """Show the averaged or the raw weights inside the block, then what was shown before."""
-        before, untouched = self.holds, bool(self._left) and self.untouched()
+        before = self.holds
         try:
             self.show(which)
             yield
         finally:
             self.show(before)
-            if untouched:
-                self.leave()
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Squared norms of what lies between this rank's weights and their averages, and of the weights."""
@@ -171,15 +183,10 @@ class Averages:
         """Whether the module still has the parameters that were averaged, with the values they had at ``leave``."""
         return self.tensors.keys() <= _places(self.module).keys() and self._left == self._marks()
 
-    def _marks(self) -> list[tuple[int, int]]:
-        """What tells a parameter written to.
-
-        The sum of its bits, which no device and no order of summing changes, finds writes through ``.data``, which has
-        versions of its own.
-        """
+    def _marks(self) -> list[int]:
+        """A checksum of each parameter: versions do not tell, since writes through ``.data`` have their own."""
         buffers = dict(self.module.named_buffers())
-        named = zip(self._tensors, self.parts(), strict=True)
-        return [(p._version, int(_bits(p).sum(dtype=torch.int64))) for name, p in named if name not in buffers]
+        return [_checksum(p) for name, p in zip(self._tensors, self.parts(), strict=True) if name not in buffers]
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the weights that the module holds now to restore both kinds exactly."""
@@ -234,6 +241,9 @@ def _squares(parts: list[Tensor], averages: list[Tensor]) -> tuple[Tensor, Tenso
     return global_norm(torch._foreach_sub(near, averages)) ** 2, global_norm(near) ** 2
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _checksum(tensor: Tensor) -> int:
+    """The bits as integers, weighted by their places; no device and no order of summing changes it."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(integer)
+    bits = tensor.detach().flatten().view(integer).long()
+    return int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages, Which
 from lightning_tricks.core.history import History
 from lightning_tricks.core.ranks import agree_on_buffers, relative_distance
-from lightning_tricks.core.saved import RAW, SavedAverages
+from lightning_tricks.core.saved import RAW, SavedAverages, peers, save
 from lightning_tricks.core.trainer import (
     StepWatch,
     callbacks_of,
@@ -67,7 +67,8 @@ class AveragingCallback(SavedAverages):
         """What is logged besides the distance."""
         return {}
 
-    def averaged(self, pl_module: pl.LightningModule) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self, pl_module: nn.Module) -> Iterator[None]:
         """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
 
         Args:
@@ -80,7 +81,12 @@ class AveragingCallback(SavedAverages):
             raise ValueError(
                 f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
             )
-        return self._averages.showing("averaged")
+        with ExitStack() as stack:
+            for each in peers(self._trainer) if self._trainer is not None else ():
+                if each is not self and each._averages is not None and each._averages.module is pl_module:
+                    stack.enter_context(each._averages.showing("raw"))  # whose weights may be in the module
+            stack.enter_context(self._averages.showing("averaged"))
+            yield
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """A copy of the module's ``state_dict()`` with the averaged weights in it.
@@ -92,8 +98,11 @@ class AveragingCallback(SavedAverages):
             ValueError: If nothing was trained with this callback yet.
         """
         if self._averages is None:
-            raise ValueError(f"This {type(self).__name__} has no average yet: fit a module with it first.")
-        with self._averages.showing("averaged"):
+            raise ValueError(
+                f"This {type(self).__name__} has no average: fit a module with it first, and ask"
+                " before a checkpoint is loaded into that."
+            )
+        with self.averaged(self._averages.module):
             return self._averages.weights.state()
 
     def plot(self, metric: str | None = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
@@ -114,10 +123,14 @@ class AveragingCallback(SavedAverages):
             return
         weights = weights_held(trainer, pl_module, type(self).__name__)
         _require_one_shown(trainer)
-        if trainer is not self._trainer:
-            wrap_method(trainer, "save_checkpoint", partial(self._save, trainer))
-        if self._averages is not None and self._owns(trainer):
-            self._averages.show("raw")  # the fit goes on
+        callbacks = peers(trainer)
+        if all(each._trainer is not trainer for each in callbacks):
+            wrap_method(trainer, "save_checkpoint", partial(save, trainer))
+        if self is callbacks[0]:  # before any weights change places
+            for each in callbacks:
+                each._goes_on = each._owns(trainer)
+        if self._averages is not None and self._goes_on:
+            self._averages.show("raw")
         else:
             self._averages, self._history = Averages(weights, self.device), History()
         if self.validate == "both":
@@ -139,6 +152,7 @@ class AveragingCallback(SavedAverages):
         # not in on_train_epoch_start, where a callback after this one (BackboneFinetuning) may still unfreeze
         if batch_idx == 0 and self._running.tensors:
             self._track()
+        self._watch.follow(trainer)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
@@ -164,22 +178,23 @@ class AveragingCallback(SavedAverages):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_fitting(trainer):
             agree_on_buffers(trainer, self._running)
-            self._running.show("raw" if self.validate == "raw" else "averaged")
+            self._show("raw" if self.validate == "raw" else "averaged")
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not is_fitting(trainer):
             return
-        self._running.show("raw")
+        self._show("raw")
         if self.validate == "both" and not trainer.sanity_checking:
             self._history.record(trainer.global_step, trainer.callback_metrics, RAW)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch.stop()
-        self._finish_once(trainer)
+        for each in peers(trainer):  # before any weights change places
+            each._finish_once(trainer)
         agree_on_buffers(trainer, self._running)
-        self._running.show(self.at_end)
+        self._show(self.at_end)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -190,35 +205,40 @@ class AveragingCallback(SavedAverages):
         self._watch.stop()
         if self._fits:
             self._catch_up(trainer)  # the exception may have come before on_train_batch_end
+            for each in peers(trainer):
+                if each._averages is not None:
+                    each._averages.show("raw")
             self._leave("raw")
 
     def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
         """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""
         if not trainer.sanity_checking:
-            validate_once_more(trainer, run, RAW)
+            self._raw_names = validate_once_more(trainer, run, RAW)
         return run()
 
     def _leave(self, which: Which) -> None:
         self._unwrap()
-        self._unwrap = _nothing
+        self._unwrap, self._fits = _nothing, False
         self._running.show(which)
         self._running.leave()
-        self._fits = False
 
     @override
     def _catch_up(self, trainer: pl.Trainer) -> None:
         if not self._watch.stepped():
             return
+        self._finished = False
         if self._running.tensors:
             self._update(trainer, self._running)
         elif trainer.global_step >= self._start_step:
             self._track()
             self._begin(trainer, self._running)
 
+    @override
     def _finish_once(self, trainer: pl.Trainer) -> None:
         if self._running.tensors and not self._finished:
             self._finish(trainer, self._running)
             self._finished = True
+            self._save_postponed()
 
     def _track(self) -> None:
         buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
@@ -226,9 +246,8 @@ class AveragingCallback(SavedAverages):
 
 
 def _require_one_shown(trainer: pl.Trainer) -> None:
-    callbacks = [each for each in callbacks_of(trainer, Callback) if isinstance(each, AveragingCallback)]
     for argument in ("validate", "at_end"):
-        shown = [each.state_key for each in callbacks if getattr(each, argument) != "raw"]
+        shown = [each.state_key for each in peers(trainer) if getattr(each, argument) != "raw"]
         if len(shown) > 1:
             raise MisconfigurationException(
                 f'Only one average can have {argument} other than "raw", got {", ".join(shown)}. Set it to "raw" on all'

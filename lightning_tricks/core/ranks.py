@@ -11,7 +11,7 @@ from lightning_tricks.core.weights import float_buffers
 
 def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
     """Give all ranks the mean of their averaged buffers: the BatchNorm of each rank sees other samples."""
-    if trainer.world_size == 1:
+    if trainer.world_size == 1 or averages.holds == "averaged":  # then they agreed before that
         return
     buffers = float_buffers(averages.module)
     for average in [average for name, average in averages.tensors.items() if name in buffers]:

@@ -6,6 +6,8 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from lightning_tricks.core.weights import float_buffers, unnoticed
 
 KINDS = ("raw", "averaged")
 RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights' metrics
-_IS_RAW = re.compile(RAW + r"(_epoch|_step)?(/dataloader_idx_\d+)?$")
+_FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # what Lightning appends to the name of a metric
 
 
 def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
@@ -112,11 +114,18 @@ class SavedAverages(Callback, ABC):
         self._averages: Averages | None = None
         self._history = History()
         self._fits = False  # whether the Trainer is in a fit that this callback was set up for
+        self._goes_on = False  # whether that fit goes on with the averages of the one before
         self._foreign = False  # whether a checkpoint is being saved that the averages do not belong to
+        self._raw_names: set[str] = set()  # under which the raw weights' metrics are logged
+        self._postponed: list[Callable[[], None]] = []
 
     @abstractmethod
     def _catch_up(self, trainer: pl.Trainer) -> None:
         """Take the optimizer step of this batch, if there was one, into the averages."""
+
+    @abstractmethod
+    def _finish_once(self, trainer: pl.Trainer) -> None:
+        """Complete the averages when training has ended; the module holds its raw weights."""
 
     @override
     def on_load_checkpoint(
@@ -140,38 +149,18 @@ class SavedAverages(Callback, ABC):
             return {}
         return {**callback_state(self._trainer, self._averages), "history": self._history.state_dict()}
 
-    def _save(
-        self,
-        trainer: pl.Trainer,
-        original: Callable[..., None],
-        filepath: str | Path,
-        weights_only: bool | None = None,
-        storage_options: Any = None,
-    ) -> None:
-        """Save a checkpoint while the module holds the weights that are validated, whoever asks for it and when."""
-        averages = self._averages
-        if averages is None or not self._owns(trainer):
-            self._foreign = True
-            try:
-                original(filepath, weights_only, storage_options)
-            finally:
-                self._foreign = False
-            return
-        if self._fits:
-            self._catch_up(trainer)  # asked for between a step and on_train_batch_end
-            agree_on_buffers(trainer, self._running)
-        with (
-            unnoticed([*averages.parts(), *averages.weights.derived()]),
-            averages.showing(self._scored(trainer, filepath)),
-        ):
-            original(filepath, weights_only, storage_options)
-            if not weights_only:
-                save_shards(trainer, averages, self.state_key, filepath)
-
     def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
         """The weights that a file's score was measured with."""
-        monitor = monitors(trainer, str(filepath)) if self.validate == "both" else None
-        return "raw" if self.validate == "raw" or (monitor and _IS_RAW.search(monitor)) else "averaged"
+        monitor = _FORKS.sub("", monitors(trainer, str(filepath)) or "")
+        return "raw" if self.validate == "raw" or monitor in self._raw_names else "averaged"
+
+    def _show(self, which: Which) -> None:
+        self._running.show(which)
+        self._save_postponed()
+
+    def _save_postponed(self) -> None:
+        while self._postponed:
+            self._postponed.pop()()
 
     def _owns(self, trainer: pl.Trainer) -> bool:
         """Whether the averages belong to the Trainer's module and nobody has changed its weights since the fit."""
@@ -184,3 +173,43 @@ class SavedAverages(Callback, ABC):
     def _running(self) -> Averages:
         assert self._averages is not None, "setup comes first"
         return self._averages
+
+
+def peers(trainer: pl.Trainer) -> list[SavedAverages]:
+    """The Trainer's callbacks with averages, in their order."""
+    return [each for each in callbacks_of(trainer, Callback) if isinstance(each, SavedAverages)]
+
+
+def save(
+    trainer: pl.Trainer,
+    original: Callable[..., None],
+    filepath: str | Path,
+    weights_only: bool | None = None,
+    storage_options: Any = None,
+) -> None:
+    """Save a checkpoint while the module holds the weights that are validated, whoever asks for it and when."""
+    again = partial(save, trainer, original, filepath, weights_only, storage_options)
+    callbacks = peers(trainer)
+    for each in callbacks:
+        if each._averages is not None and each._averages.busy:
+            each._postponed.append(again)  # asked for by a signal handler while weights change places
+            return
+    for each in callbacks:
+        if each._fits:
+            each._catch_up(trainer)  # asked for between a step and on_train_batch_end
+            agree_on_buffers(trainer, each._running)
+    # before any weights change places: for another average they look like weights that somebody has changed
+    owners = [each for each in callbacks if each._owns(trainer)]
+    with ExitStack() as stack:
+        for each in callbacks:
+            each._foreign = each not in owners
+            stack.callback(setattr, each, "_foreign", False)
+        for each in owners:
+            stack.enter_context(unnoticed([*each._running.parts(), *each._running.weights.derived()]))
+            stack.enter_context(each._running.showing(each._scored(trainer, filepath)))
+        original(filepath, weights_only, storage_options)
+        for each in owners:
+            if not weights_only:
+                save_shards(trainer, each._running, each.state_key, filepath)
+    for each in callbacks:
+        each._save_postponed()

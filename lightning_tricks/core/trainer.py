@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -21,7 +23,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks.core.shards import FSDP2, Whole
 from lightning_tricks.core.zero import ZeRO, ZeRO3
@@ -103,23 +104,33 @@ def monitors(trainer: pl.Trainer, filepath: str) -> str | None:
     return None
 
 
-def validate_once_more(trainer: pl.Trainer, run: Callable[[], Any], suffix: str) -> None:
-    """Run the fit's validation loop with the module's hooks only, every logged name with a suffix.
+def validate_once_more(trainer: pl.Trainer, run: Callable[[], Any], suffix: str) -> set[str]:
+    """Run the fit's validation loop with the module's hooks only, every logged name with a suffix; gives the names.
 
     The loop has no public name. Callbacks stay out of it: a ModelCheckpoint or an EarlyStopping would take it for a
     second validation. Random numbers and progress are afterwards as if it had not run.
     """
-    loop, module = trainer.fit_loop.epoch_loop.val_loop, trainer.lightning_module
-    callbacks, progress, restarting = callbacks_of(trainer, Callback), loop.batch_progress.state_dict(), loop.restarting
-    unwrap = wrap_method(module, "log", lambda log, name, *args, **kwargs: log(name + suffix, *args, **kwargs))
-    trainer.callbacks, loop.restarting = [], False  # type: ignore[attr-defined]
-    try:
-        with isolate_rng():
-            run()
-    finally:
-        trainer.callbacks, loop.restarting = callbacks, restarting  # type: ignore[attr-defined]
-        loop.batch_progress.load_state_dict(progress)
-        unwrap()
+    loop, names = trainer.fit_loop.epoch_loop.val_loop, set()
+    progress, restarting = loop.batch_progress.state_dict(), loop.restarting
+
+    def renamed(log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
+        names.add(name + suffix)
+        log(name + suffix, *args, **kwargs)
+
+    with ExitStack() as undo, isolate_rng():
+        undo.callback(wrap_method(trainer.lightning_module, "log", renamed))
+        for callback in callbacks_of(trainer, Callback):
+            for hook in [hook for hook in dir(Callback) if hook.startswith("on_validation")]:
+                undo.callback(wrap_method(callback, hook, _silent))
+        undo.callback(loop.batch_progress.load_state_dict, progress)
+        undo.callback(setattr, loop, "restarting", restarting)
+        loop.restarting = False
+        run()
+    return names
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    pass
 
 
 def log_now_and_then(trainer: pl.Trainer, values: Callable[[], dict[str, float]]) -> None:
@@ -140,19 +151,40 @@ class StepWatch:
 
     def __init__(self) -> None:
         self._stepped = False
-        self._handles: list[RemovableHandle] = []
+        self._watched: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
 
     def start(self, trainer: pl.Trainer) -> None:
         """Watch the Trainer's optimizers from now on."""
+        self.stop()
         self._stepped = False
+        self.follow(trainer)
+
+    def follow(self, trainer: pl.Trainer) -> None:
+        """Watch other optimizers if the Trainer has others now."""
+        if len(self._watched) == len(trainer.optimizers) and all(map(operator.is_, self._watched, trainer.optimizers)):
+            return
+        self.stop()
+        self._watched = list(trainer.optimizers)
+        self._undo = [self._watch(optimizer) for optimizer in self._watched]
+
+    def _watch(self, optimizer: Any) -> Callable[[], None]:
         # DeepSpeed's own is no torch Optimizer but has one, which it calls when it does step
-        optimizers = [each if isinstance(each, Optimizer) else each.optimizer for each in trainer.optimizers]
-        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
+        own = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", optimizer)
+        if hasattr(own, "_optimizer_step_post_hooks"):
+            return own.register_step_post_hook(self._note).remove
+        return wrap_method(own, "step", self._step)  # one that does not call Optimizer.__init__, or is none
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._stepped = True
+        return result
 
     def stop(self) -> None:
         """Leave the optimizers as they were."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._watched = []
+        while self._undo:
+            self._undo.pop()()
 
     def stepped(self) -> bool:
         """Whether any stepped since this was last asked."""

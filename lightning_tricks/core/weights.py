@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that train, by name; a tied parameter appears once."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    """The parameters that train, by name; a tied parameter appears once, one of a lazy layer once it has a shape."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, nn.UninitializedParameter)
+    }
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -81,5 +85,6 @@ def unnoticed(weights: Sequence[Tensor]) -> AbstractContextManager[None]:
 @torch.no_grad()
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm over all tensors together, in fp32 (fp64 if one of them is)."""
+    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))

@@ -709,7 +709,7 @@ def test_bad_arguments_name_the_argument_the_value_and_what_is_allowed(
 
 
 def test_asking_for_an_average_before_there_is_one_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no average yet"):
+    with pytest.raises(ValueError, match="has no average: fit a module with it first"):
         lt.EMA().averaged_state_dict()
     with pytest.raises(ValueError, match="no average of that Net"), lt.EMA().averaged(build()):
         pass

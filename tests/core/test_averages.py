@@ -205,7 +205,12 @@ def test_a_write_to_the_parameters_after_leaving_is_noticed_and_one_of_ours_is_n
     averages.module.train()(torch.randn(4, 3))  # moves buffers only
     assert averages.untouched()
     averages.module.load_state_dict(averages.module.state_dict())
-    assert not averages.untouched()
+    assert averages.untouched()
+    weight = averages.module[0].weight
+    for write in (lambda: weight.data.copy_(weight.flip(0).clone()), lambda: weight.data.add_(1e-6)):
+        averages.leave()
+        write()
+        assert not averages.untouched()
     with averages.showing("averaged"):
         pass
     assert not averages.untouched()
