@@ -2,7 +2,7 @@
 
 from lightning_tricks.callbacks import EMA, SWA, LRSchedule, scale_ema_decay
 from lightning_tricks.checkpoints import average_checkpoints, export_weights, greedy_soup
-from lightning_tricks.modules import SAM, SAMMixin
+from lightning_tricks.modules import SAM, SAMMixin, Sharpness, sharpness
 from lightning_tricks.schedules import (
     CurveLR,
     UnknownTotalSteps,
@@ -24,6 +24,7 @@ __all__ = [
     "CurveLR",
     "LRSchedule",
     "SAMMixin",
+    "Sharpness",
     "UnknownTotalSteps",
     "average_checkpoints",
     "constant",
@@ -37,4 +38,5 @@ __all__ = [
     "preset",
     "presets",
     "scale_ema_decay",
+    "sharpness",
 ]

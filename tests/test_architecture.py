@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 SHARED: dict[str, set[str]] = {
     "callbacks": set(),
     "checkpoints": {"average", "files", "folders"},
-    "modules": set(),
+    "modules": {"sam_rules", "sam_setup"},
     "strategies": {"precision", "presets"},
 }
 
@@ -91,7 +91,7 @@ def test_the_lowest_floor_needs_the_standard_library_only(file: str) -> None:
     assert top_levels(file) <= set(sys.stdlib_module_names)
 
 
-TORCH_FLOOR = {"averages", "checks", "exchange", "history", "offload", "shards", "weights"}
+TORCH_FLOOR = {"averages", "checks", "exchange", "history", "offload", "shards", "weights", "zero"}
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_FLOOR))

@@ -55,10 +55,10 @@ class StepRecorder:
         return step
 
     def _record(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.step = None  # of a step that was left out by returning None
         if not self._wanted():
             return original(*args, **kwargs)
-        again = partial(original, *rebuilt(args), **rebuilt(kwargs))
-        self.step = Step(again, random_state(module.device), ModuleState(module))
+        self.step = Step(again(partial(original, *args, **kwargs)), random_state(module.device), ModuleState(module))
         tensors = tensors_in((args, kwargs))
         frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
         before, kept = versions(tensors), versions(list(frozen.values()))
@@ -76,6 +76,11 @@ class StepRecorder:
                 " a new tensor, for example x = x * 2 in place of x.mul_(2)."
             )
         return output
+
+
+def again(run: partial[Any]) -> partial[Any]:
+    """The same run of a step from a batch of its own, which stays whole when items are taken out of the other."""
+    return partial(run.func, *rebuilt(run.args), **rebuilt(run.keywords))
 
 
 def micro_batches(step: Step, size: int) -> list[tuple[float, partial[Any]]]:

@@ -2,5 +2,6 @@
 
 from lightning_tricks.modules.sam import SAMMixin
 from lightning_tricks.modules.sam_rules import SAM
+from lightning_tricks.modules.sharpness import Sharpness, sharpness
 
-__all__ = ["SAM", "SAMMixin"]
+__all__ = ["SAM", "SAMMixin", "Sharpness", "sharpness"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.recorder import Step, StepRecorder, micro_batches
+from lightning_tricks.core.recorder import Step, StepRecorder, again, micro_batches
 from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, random_state
 from lightning_tricks.core.shards import Whole
 from lightning_tricks.core.trainer import step_schedules
@@ -102,11 +102,7 @@ class SAMMixin(_Module):
         Raises:
             MisconfigurationException: Outside of a fit with manual optimization.
         """
-        if self.automatic_optimization or self._sam_recorder is None:
-            raise MisconfigurationException(
-                "sam_backward belongs into the training_step of a fit with automatic_optimization=False; with automatic"
-                " optimization SAM works by itself."
-            )
+        self._sam_require_manual("sam_backward")
         chosen_ones = self.optimizers() if optimizer is None else optimizer
         step = Step(partial(closure), random_state(self.device), ModuleState(self))
         loss = closure()
@@ -142,9 +138,12 @@ class SAMMixin(_Module):
             ValueError: For a value out of range, or if ``optimizer`` is left out though there are several.
             MisconfigurationException: Outside of a fit with manual optimization.
         """
+        self._sam_require_manual("sam_step")
         check_count("accumulate", accumulate)
         if clip_norm is not None:
             check_range("clip_norm", clip_norm, 0.0)
+            if clip_norm == 0:
+                raise ValueError("clip_norm must be above 0, got 0: leave it out for no clipping.")
         own = self.optimizers() if optimizer is None else optimizer
         if isinstance(own, list):
             raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
@@ -152,6 +151,8 @@ class SAMMixin(_Module):
         ends = calls >= accumulate or self.trainer.is_last_batch
         with nullcontext() if ends else self._sam_unsynced():
             loss = self.sam_backward(lambda: closure() / accumulate, own) * accumulate
+        assert self._sam_norm is not None, "just measured"
+        self._sam_norm *= accumulate
         self._sam_calls[id(own)] = 0 if ends else calls
         if ends:
             if clip_norm is not None:
@@ -161,6 +162,13 @@ class SAMMixin(_Module):
             own.zero_grad()
             step_schedules(self.trainer, own.optimizer)
         return loss
+
+    def _sam_require_manual(self, method: str) -> None:
+        if self.automatic_optimization or self._sam_recorder is None:
+            raise MisconfigurationException(
+                f"{method} belongs into the training_step of a fit with automatic_optimization=False; with automatic"
+                " optimization SAM works by itself."
+            )
 
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +199,7 @@ class SAMMixin(_Module):
         try:
             for number, (share, run) in enumerate(parts, 1):
                 with nullcontext() if number == len(parts) else self._sam_unsynced():
-                    step = Step(run, random, first.state)
+                    step = Step(again(run), random, first.state)
                     first.state.restore()
                     with random_numbers_of(random, self.device):
                         loss = self._sam_scaled(self._sam_loss(run) * share)
@@ -235,7 +243,7 @@ class SAMMixin(_Module):
     def _sam_gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
         assert self._sam_held is not None, "setup comes first"
-        gradients = self._sam_held.gradients(loss, trained)
+        gradients = self._sam_held.gradients(loss, trained) if trained else []
         pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
         if len(pairs) < len(trained) and find_node(loss, "CheckpointFunctionBackward".__eq__):
             raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")

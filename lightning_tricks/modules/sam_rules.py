@@ -168,7 +168,7 @@ def chosen(module: nn.Module, params: str) -> set[str]:
     """
     if params != "norm":
         return {name for name, _ in module.named_parameters() if re.search(params, name)}
-    norms = [path for path, layer in module.named_modules() if "Norm" in type(layer).__name__]
+    norms = [path for path, layer in module.named_modules() if path and "Norm" in type(layer).__name__]
     return {name for name, _ in module.named_parameters() if name.rpartition(".")[0] in norms}
 
 

@@ -85,6 +85,8 @@ SETTINGS: dict[str, Trick] = {
 EXEMPT: dict[str, str] = {
     "CurveLR": "what the factories return; tests/schedules/test_scheduler.py",
     "SAM": "the settings of SAMMixin",
+    "Sharpness": "what sharpness gives",
+    "sharpness": "measures and changes nothing; tests/modules/test_sharpness.py",
     "UnknownTotalSteps": "an error; tests/schedules/test_steps.py",
     "average_checkpoints": "works on files; tests/checkpoints/test_average.py",
     "export_weights": "works on files; tests/checkpoints/test_export.py",

@@ -1,0 +1,244 @@
+"""How sharp a minimum is: the curvature of the loss at a model's weights, and its rise nearby."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, random_state, tensors_in
+from lightning_tricks.core.weights import copy_, trainable, unnoticed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """What ``sharpness`` has measured, with w, g and H as it names them.
+
+    Args:
+        loss: Mean loss at w.
+        eigenvalue: Largest eigenvalue of H, approached from below.
+        eigenvalue_error: ``||Hv - eigenvalue * v||``; an eigenvalue of H is no further away than this.
+        rise: Mean loss at ``w + radius * g/||g||`` less that at w.
+        distances: From ``-radius`` to ``radius`` along ``g/||g||``; the middle one is 0.
+        losses: Mean loss at each of the distances.
+
+    Example:
+        >>> Sharpness(1.0, 4.0, 0.0, 0.5, distances=(-0.1, 0.0, 0.1), losses=(0.6, 1.0, 1.5)).rise
+        0.5
+    """
+
+    loss: float
+    eigenvalue: float
+    eigenvalue_error: float
+    rise: float
+    distances: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw the loss along the gradient, into the given axes or into a figure of its own."""
+        if ax is None:
+            import matplotlib.pyplot as plt  # only here: a user's own axes need no pyplot
+
+            _, ax = plt.subplots()
+        ax.plot(self.distances, self.losses, marker=".", label=f"largest eigenvalue {self.eigenvalue:.3g}")
+        ax.set(xlabel="distance along the gradient", ylabel="loss")
+        ax.legend()
+        figure = ax.get_figure(root=True)
+        assert figure is not None, "axes of a figure"
+        return figure, ax
+
+
+def sharpness(
+    model: _Model,
+    loader: Iterable[Any],
+    loss: Callable[[_Model, Any], Tensor],
+    *,
+    iterations: int = 20,
+    radius: float = 0.05,
+    points: int = 11,
+    seed: int = 0,
+) -> Sharpness:
+    """Measure the sharpness of a minimum: ``max v'Hv / v'v`` and ``L(w + radius * g/||g||) - L(w)``.
+
+    L is the mean loss over all samples, w the parameters that train, g and H gradient and Hessian of L at w. Lanczos's
+    method, power iteration that looks in the span of all its iterates, finds the largest eigenvalue also beside a
+    negative one of larger magnitude. The model is measured in the mode that it is in; eval mode is usually meant. Every
+    pass over the loader starts from the same random numbers and module state, and afterwards these, weights and
+    gradients are as before. Compare models of one architecture: to rescale layers changes the sharpness alone.
+
+    Args:
+        model: Any module, such as a LightningModule, with whole fp32 or fp64 weights.
+        loader: The same batches in every pass. A batch is as large as the first dimension of its first tensor.
+        loss: Function of model and batch: the mean over the batch. It moves the batch to the device if need be.
+        iterations: Most products Hv, a pass each; fewer when the error falls below 1e-5 of the largest magnitude.
+        radius: Length of the move along the gradient; SAM's rho.
+        points: Losses along the gradient, a pass each; odd, so that one is at w.
+        seed: Of the random vector that Lanczos's method starts from.
+
+    Raises:
+        TypeError: For a loader that can be read only once, 16-bit or sharded weights.
+        ValueError: For no trainable parameters, no batches, batches without tensors, numbers out of range, and a loss
+            that is no finite scalar, has no gradient or differs from pass to pass.
+        RuntimeError: For operations without a second derivative, reentrant checkpoints, sparse gradients.
+
+    Example:
+        >>> batches = [(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 1))]
+        >>> mse = lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])
+        >>> round(sharpness(nn.Linear(2, 1, bias=False), batches, mse).eigenvalue, 4)
+        4.0
+
+    References:
+        Lanczos, J. Res. Natl. Bur. Stand. 45 (1950); Keskar et al., arXiv 1609.04836; Foret et al., arXiv 2010.01412.
+    """
+    weights = _check(model, loader, iterations, radius, points)
+    generator, half = torch.Generator().manual_seed(seed), points // 2
+    distances = tuple(radius * (step / half) for step in range(-half, half + 1))
+    with torch.inference_mode(False), torch.enable_grad(), _unchanged(model):
+        mean = partial(_mean, model, loader, partial(loss, model))
+        here, gradient = mean(partial(_gradient, weights=weights))
+        norm, center, losses = gradient.norm(), _flat(weights).detach(), []
+        for distance in distances:
+            _write(weights, center + (distance / norm if norm > 0 else 0) * gradient)
+            losses.append(mean(torch.zeros_like)[0] if distance else here)
+        _write(weights, center)
+
+        def product(vector: Tensor) -> Tensor:
+            again, result = mean(partial(_product, weights=weights, vector=vector))
+            if not math.isclose(again, here, rel_tol=1e-2, abs_tol=1e-6):
+                raise ValueError(f"loss must be the same in each pass over loader, got {here:.6g}, then {again:.6g}.")
+            return result
+
+        start = torch.randn(len(center), generator=generator, dtype=center.dtype).to(center.device)
+        eigenvalue, error = _largest_eigenvalue(product, start, iterations)
+    return Sharpness(here, eigenvalue, error, losses[-1] - here, distances, tuple(losses))
+
+
+def _check(model: nn.Module, loader: Iterable[Any], iterations: int, radius: float, points: int) -> list[Tensor]:
+    """Raise for what cannot be right; give the weights that train."""
+    check_count("iterations", iterations)
+    check_range("radius", radius, 1e-12)
+    check_count("points", points)
+    if points < 3 or points % 2 == 0:
+        raise ValueError(f"points must be odd and at least 3, got {points!r}: the middle one is at the weights.")
+    if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
+        raise TypeError(f"loader is read many times, got {type(loader).__name__}: pass a DataLoader or a list.")
+    weights = trainable(model)
+    if not weights:
+        raise ValueError(f"model must have parameters that train, got {type(model).__name__} without: unfreeze some.")
+    for name, weight in weights.items():
+        if isinstance(weight, DTensor) or weight.dtype not in (torch.float32, torch.float64):
+            kind = "in shards" if isinstance(weight, DTensor) else f"in {weight.dtype}"
+            raise TypeError(f"model must have whole weights in fp32 or fp64, got {name} {kind}: load or convert it so.")
+    return list(weights.values())
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    parameters = list(model.parameters())
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with unnoticed(parameters):  # by graphs that wait for their backward
+        try:
+            yield
+        finally:
+            copy_(parameters, kept)
+
+
+def _mean(
+    model: nn.Module, loader: Iterable[Any], loss: Callable[[Any], Tensor], part: Callable[[Tensor], Tensor]
+) -> tuple[float, Tensor]:
+    """The mean over all samples of the loss, and of what ``part`` makes of a batch's loss; the model stays as it is."""
+    total, parts, samples = 0.0, torch.zeros(()), 0
+    device, state = next(model.parameters()).device, ModuleState(model)
+    owned = (getattr(owner, "generator", None) for owner in (loader, getattr(loader, "sampler", None)))
+    generators = [(each, each.get_state()) for each in owned if isinstance(each, torch.Generator)]
+    torch.clear_autocast_cache()  # of casts that a caller made without gradients
+    try:
+        with random_numbers_of(random_state(device), device):
+            for batch in loader:
+                sizes = [len(tensor) for tensor in tensors_in(batch)[:1] if tensor.dim()]
+                if not sizes:
+                    raise ValueError(f"A batch must begin with a tensor of samples, got {batch!r:.80}.")
+                value = loss(batch)
+                if not isinstance(value, Tensor) or value.dim() or not value.isfinite():
+                    raise ValueError(f"loss must be a finite scalar tensor, the mean of a batch, got {value!r:.80}.")
+                parts = sizes[0] * part(value) + parts.to(value.device)
+                total += sizes[0] * value.item()
+                samples += sizes[0]
+    finally:
+        state.restore()
+        for generator, before in generators:
+            generator.set_state(before)
+        torch.clear_autocast_cache()  # of casts of weights that will move
+    if not samples:
+        raise ValueError("loader must give batches in each pass over it, got none: pass a DataLoader or a list.")
+    return total / samples, parts / samples
+
+
+def _gradient(loss: Tensor, weights: list[Tensor], create_graph: bool = False) -> Tensor:
+    if find_node(loss, "CheckpointFunctionBackward".__eq__):
+        raise RuntimeError("sharpness sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
+    inputs = weights if loss.requires_grad else []
+    gradients = torch.autograd.grad(loss, inputs, create_graph=create_graph, allow_unused=True) if inputs else ()
+    if all(gradient is None for gradient in gradients):
+        raise ValueError("loss must depend on the parameters of model, got one without their gradient: avoid detach().")
+    if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+        raise RuntimeError("sharpness works on dense gradients, got sparse ones: pass sparse=False.")
+    return _flat(torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True))
+
+
+def _product(loss: Tensor, weights: list[Tensor], vector: Tensor) -> Tensor:
+    """The Hessian of the loss times a vector: the gradient of the gradient along it."""
+    along = _gradient(loss, weights, create_graph=True) @ vector
+    if not along.requires_grad:  # the loss is linear
+        return torch.zeros_like(vector)
+    try:
+        return _flat(torch.autograd.grad(along, weights, materialize_grads=True))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"sharpness takes the second derivative of loss, which failed: {error}\nIf an operation has none: attention"
+            " has one inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH), RNNs without cuDNN, modules not compiled."
+        ) from error
+
+
+def _largest_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> tuple[float, float]:
+    """The largest eigenvalue by Lanczos's method, and the length of its residual."""
+    # Only two vectors are kept: rounding then finds an eigenvalue more than once, and no wrong one.
+    before, vector, beta = torch.zeros_like(start), start / start.norm(), 0.0
+    matrix = torch.zeros(iterations + 1, iterations + 1, dtype=torch.float64)  # H seen from the vectors
+    for k in range(iterations):
+        following = product(vector) - beta * before
+        matrix[k, k] = following @ vector
+        following -= matrix[k, k].item() * vector
+        beta = following.norm().item()
+        if not math.isfinite(beta):
+            raise ValueError(f"The second derivative of loss must be finite, got {beta}: smooth its root or norm at 0.")
+        values, vectors = torch.linalg.eigh(matrix[: k + 1, : k + 1])
+        error = beta * abs(vectors[-1, -1].item())
+        if error <= 1e-5 * values.abs().max():
+            break
+        matrix[k, k + 1] = matrix[k + 1, k] = beta
+        before, vector = vector, following / beta
+    return values[-1].item(), error
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _write(weights: list[Tensor], flat: Tensor) -> None:
+    parts = flat.split([weight.numel() for weight in weights])
+    copy_(weights, [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)])
