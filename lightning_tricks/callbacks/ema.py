@@ -9,13 +9,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages
 from lightning_tricks.core.averaging import AveragingCallback
-from lightning_tricks.core.checks import (
-    check_bool,
-    check_choice,
-    check_count,
-    check_duration,
-    check_range,
-)
+from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration, check_range
 from lightning_tricks.schedules.steps import steps_of
 
 Warmup = bool | Literal["power"]
@@ -85,7 +79,7 @@ class EMA(AveragingCallback):
     In a checkpoint ``state_dict`` holds the weights that were validated and this callback's state the others, so the
     file loads anywhere without this package and a resumed fit continues exactly. Exceptions and Ctrl-C leave the module
     with its raw weights. One object can be used for several fits: with another Trainer or module it starts anew.
-    A callback that reads weights in its validation hooks goes behind this one in the list.
+    List callbacks that read weights in their validation hooks after this one.
 
     ``validate="both"`` validates twice: the metrics of the averaged weights have their own names, those of the raw ones
     end in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with the metrics of both. A ModelCheckpoint that

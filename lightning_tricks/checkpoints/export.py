@@ -71,10 +71,10 @@ def export_weights(
     else:
         loaded = load(source)
         try:
-            chosen = pick(loaded, weights_in(loaded, source), which, callback)
+            chosen = _pick(loaded, weights_in(loaded, source), which, callback)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
-    save(without_prefix(chosen, strip_prefix), target, force=force)
+    save(_without_prefix(chosen, strip_prefix), target, force=force)
 
 
 def _require_in_state_dict(folder: Path, which: str, callback: str | None) -> None:
@@ -97,7 +97,7 @@ def _require_in_state_dict(folder: Path, which: str, callback: str | None) -> No
         )
 
 
-def pick(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, callback: str | None) -> dict[str, Any]:
+def _pick(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, callback: str | None) -> dict[str, Any]:
     """The averaged or raw weights of a checkpoint whose state_dict is ``state``.
 
     Raises:
@@ -118,10 +118,10 @@ def pick(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, callb
         key = callback or next(iter(averages))
         if key in shown:
             return state
-        raw = replaced(state, averages[shown[0]]["raw"]) if shown else state
-        return replaced(raw, averages[key]["averaged"]) if averages[key]["updates"] else raw
+        raw = _replaced(state, averages[shown[0]]["raw"]) if shown else state
+        return _replaced(raw, averages[key]["averaged"]) if averages[key]["updates"] else raw
     if shown:
-        return replaced(state, averages[shown[0]]["raw"])
+        return _replaced(state, averages[shown[0]]["raw"])
     if not checkpoint.get("optimizer_states"):
         raise ValueError(
             "without the state of an optimizer (save_weights_only=True) nothing tells raw weights from averaged ones:"
@@ -134,7 +134,7 @@ def _is_average(callback_state: Any) -> bool:
     return isinstance(callback_state, dict) and {"updates", "raw", "averaged"} <= callback_state.keys()
 
 
-def replaced(state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
+def _replaced(state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
     """A copy of ``state`` with other values, in its dtypes; each goes to all names of a tied weight.
 
     Raises:
@@ -160,7 +160,7 @@ def replaced(state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, A
     return result
 
 
-def without_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _without_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     """The weights of a submodule under their names there.
 
     Raises:

@@ -43,7 +43,7 @@ def _load_torch(file: Path) -> Any:
     with file.open("rb") as opened:
         zipped = opened.read(4) == b"PK\x03\x04"  # the files of torch before 1.6 are not, and cannot be mapped
     try:
-        wrong = damage(file) if zipped else None
+        wrong = damage(file)
         if wrong is None:
             return torch.load(file, map_location="cpu", mmap=zipped, weights_only=True)
     except Exception as error:  # a damaged file raises almost anything
@@ -172,7 +172,7 @@ def _save_safetensors(state: dict[str, Any], file: Path) -> None:
     safetensors = _safetensors()
     storages: set[int] = set()
     tensors = {}
-    for name, value in compact(state).items():
+    for name, value in _compact(state).items():
         tensor = value.contiguous()
         storage = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone() if storage in storages else tensor  # the format has no tied weights
@@ -187,11 +187,11 @@ def _save_safetensors(state: dict[str, Any], file: Path) -> None:
 
 def _with_own_storage(checkpoint: dict[str, Any]) -> dict[str, Any]:
     if is_lightning(checkpoint):
-        return {**checkpoint, "state_dict": compact(checkpoint["state_dict"])}
-    return compact(checkpoint)
+        return {**checkpoint, "state_dict": _compact(checkpoint["state_dict"])}
+    return _compact(checkpoint)
 
 
-def compact(state: dict[str, Any]) -> dict[str, Any]:
+def _compact(state: dict[str, Any]) -> dict[str, Any]:
     """The same values without memory around them: torch would save all of a storage of which a tensor is a part."""
     result = copy.copy(state)  # keeps the versions of the modules, which are in an attribute of a state_dict
     own: dict[Hashable, Tensor] = {}

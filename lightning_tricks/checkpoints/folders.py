@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 PREFIXES = ("state_dict.", "model.")  # Lightning's ModelParallelStrategy (FSDP2), its FSDPStrategy
 
@@ -32,8 +35,6 @@ def whole_weights(folder: Path) -> dict[str, Any]:
         read = _from_zero
     else:
         raise ValueError(f"{folder} is a folder, but no checkpoint: it has neither .metadata (FSDP) nor latest (ZeRO).")
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         state = read(folder)
     except ImportError:
@@ -53,8 +54,6 @@ def averages_beside(folder: Path) -> dict[str, bool]:
     Raises:
         ValueError: If the shards are damaged.
     """
-    import torch.distributed.checkpoint as dcp
-
     found = {}
     for shards in sorted(file.parent for file in folder.glob("averages/*/.metadata")):
         try:
@@ -66,9 +65,6 @@ def averages_beside(folder: Path) -> dict[str, bool]:
 
 
 def _from_shards(folder: Path) -> dict[str, Any]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     found = {

@@ -33,6 +33,7 @@ class Averages:
         self.device = device
         self.steps = 0
         self.updates = 0
+        self.tracks = False  # whether averaging has begun; a rank may have no part in it
         self._tensors: dict[str, Tensor] = {}
         self._places: list[tuple[dict[str, Any], str]] = []
         self._converts = False
@@ -71,10 +72,11 @@ class Averages:
         return [part for part in parts if part is not None]
 
     def track(self, chosen: Mapping[str, Tensor]) -> None:
-        """Average the chosen local parts, from a copy for those that have no average yet, and put all in their place.
+        """Average the chosen local parts, from a copy for those that have no average yet, and move all to their device.
 
         Averages of other parameters (frozen meanwhile) stay, those of other buffers go.
         """
+        self.tracks = True
         for name in [name for name in dict(self.module.named_buffers()) if name not in chosen]:
             self.tensors.pop(name, None)
         new = {name: weight for name, weight in chosen.items() if name not in self.tensors}
@@ -213,7 +215,7 @@ class Averages:
                 f"The checkpoint has averages of weights that {type(self.module).__name__} does not have:"
                 f" {', '.join(unknown)}. Load it into the module it was made with, or set strict_loading=False."
             )
-        self.steps, self.updates = state["steps"], state["updates"]
+        self.steps, self.updates, self.tracks = state["steps"], state["updates"], bool(names)
         for name in [name for name in names if name in places]:
             owner, key = places[name]
             part, average = self.weights.local(owner[key]), state["averaged"].get(name)

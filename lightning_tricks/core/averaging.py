@@ -141,7 +141,7 @@ class AveragingCallback(SavedAverages):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_step, self._finished = self._first_step(trainer), False
-        if self._running.tensors or trainer.global_step >= self._start_step:
+        if self._running.tracks or trainer.global_step >= self._start_step:
             self._track()
         self._watch.start(trainer)
 
@@ -150,7 +150,7 @@ class AveragingCallback(SavedAverages):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # not in on_train_epoch_start, where a callback after this one (BackboneFinetuning) may still unfreeze
-        if batch_idx == 0 and self._running.tensors:
+        if batch_idx == 0 and self._running.tracks:
             self._track()
         self._watch.follow(trainer)
 
@@ -163,7 +163,7 @@ class AveragingCallback(SavedAverages):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._catch_up(trainer)
-        if not self._running.tensors:
+        if not self._running.tracks:
             return
         if ends_here(trainer):  # before the last validation and the last checkpoint
             self._finish_once(trainer)
@@ -227,7 +227,7 @@ class AveragingCallback(SavedAverages):
         if not self._watch.stepped():
             return
         self._finished = False
-        if self._running.tensors:
+        if self._running.tracks:
             self._update(trainer, self._running)
         elif trainer.global_step >= self._start_step:
             self._track()
@@ -235,7 +235,7 @@ class AveragingCallback(SavedAverages):
 
     @override
     def _finish_once(self, trainer: pl.Trainer) -> None:
-        if self._running.tensors and not self._finished:
+        if self._running.tracks and not self._finished:
             self._finish(trainer, self._running)
             self._finished = True
             self._save_postponed()

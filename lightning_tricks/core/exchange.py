@@ -26,7 +26,7 @@ class Exchange:
         self._names = names
         self._buckets = buckets(weights)
         self._exchanged = 0  # so many buckets, from the first on
-        self._open: tuple[slice, int, list[Tensor], bool] | None = None
+        self._open: tuple[slice, int, list[Tensor], list[Tensor]] | None = None
 
     def run(self, weights: Sequence[Tensor], averages: dict[str, Tensor], *, back: bool = False) -> None:
         """Exchange all values, or bring them ``back``."""
@@ -35,19 +35,17 @@ class Exchange:
         while self._exchanged != end:
             bucket = self._buckets[self._exchanged - back]
             with torch.no_grad():
-                pairs = zip(weights[bucket], self._names[bucket], strict=True)
-                values = [weight.to(averages[name].device, copy=True) for weight, name in pairs]
-            self._open = (bucket, self._exchanged + step, values, False)
+                theirs = [averages[name] for name in self._names[bucket]]
+                ours = [w.to(a.device, copy=True) for w, a in zip(weights[bucket], theirs, strict=True)]
+            self._open = (bucket, self._exchanged + step, ours, theirs)
             self._close(weights, averages)
 
     def _close(self, weights: Sequence[Tensor], averages: dict[str, Tensor]) -> None:
         """Finish the bucket that is open; every line can be run again."""
         if self._open is None:
             return
-        bucket, exchanged, values, half = self._open
-        if not half:
-            copy_(weights[bucket], [averages[name] for name in self._names[bucket]])
-            self._open = (bucket, exchanged, values, True)
-        averages.update(zip(self._names[bucket], values, strict=True))
+        bucket, exchanged, ours, theirs = self._open
+        copy_(weights[bucket], theirs)
+        averages.update(zip(self._names[bucket], ours, strict=True))
         self._exchanged = exchanged
         self._open = None

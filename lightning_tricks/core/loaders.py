@@ -104,7 +104,7 @@ def train_loader(trainer: pl.Trainer) -> CombinedLoader:
 
 @contextmanager
 def loaders_untouched(trainer: pl.Trainer) -> Iterator[None]:
-    """Let the training loaders go on after the block as if nobody had read them in it; privately they have a state."""
+    """Let the training loaders go on after the block as if not read in it; their state has only private names."""
     loader = train_loader(trainer)
     loaders = loader._state_dicts()
     generators = [(generator, generator.get_state()) for each in loader.flattened for generator in _generators(each)]

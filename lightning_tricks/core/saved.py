@@ -32,17 +32,15 @@ _FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # what Lightning
 
 def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
     """The state that goes into the checkpoint's callbacks; all ranks take part."""
-    state, weights = averages.state_dict(), averages.weights
-    if not weights.sharded:
-        return state
+    state = averages.state_dict()
     if saves_folder(trainer):
         return {name: value for name, value in state.items() if name not in KINDS}
-    return {**state, **{kind: weights.whole(state[kind]) for kind in KINDS}}
+    return {**state, **{kind: averages.weights.whole(state[kind]) for kind in KINDS}}
 
 
 def save_shards(trainer: pl.Trainer, averages: Averages, key: str, filepath: str | Path) -> None:
     """Write this rank's share beside what the strategy wrote to the folder."""
-    if averages.weights.sharded and saves_folder(trainer):
+    if saves_folder(trainer):
         state = averages.state_dict()
         write(
             _folder(trainer, key, filepath),

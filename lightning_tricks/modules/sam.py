@@ -15,14 +15,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.recorder import Step, StepRecorder, again, micro_batches
 from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, random_state
 from lightning_tricks.core.shards import Whole
 from lightning_tricks.core.trainer import step_schedules
 from lightning_tricks.core.weights import copy_
 from lightning_tricks.modules.sam_rules import SAM, perturbed_weights
-from lightning_tricks.modules.sam_setup import SAMCallback
+from lightning_tricks.modules.sam_setup import SAMCallback, check_window, require_manual
 
 if TYPE_CHECKING:
     _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
@@ -102,7 +101,7 @@ class SAMMixin(_Module):
         Raises:
             MisconfigurationException: Outside of a fit with manual optimization.
         """
-        self._sam_require_manual("sam_backward")
+        require_manual(self, "sam_backward")
         chosen_ones = self.optimizers() if optimizer is None else optimizer
         step = Step(partial(closure), random_state(self.device), ModuleState(self))
         loss = closure()
@@ -138,12 +137,8 @@ class SAMMixin(_Module):
             ValueError: For a value out of range, or if ``optimizer`` is left out though there are several.
             MisconfigurationException: Outside of a fit with manual optimization.
         """
-        self._sam_require_manual("sam_step")
-        check_count("accumulate", accumulate)
-        if clip_norm is not None:
-            check_range("clip_norm", clip_norm, 0.0)
-            if clip_norm == 0:
-                raise ValueError("clip_norm must be above 0, got 0: leave it out for no clipping.")
+        require_manual(self, "sam_step")
+        check_window(accumulate, clip_norm)
         own = self.optimizers() if optimizer is None else optimizer
         if isinstance(own, list):
             raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
@@ -162,13 +157,6 @@ class SAMMixin(_Module):
             own.zero_grad()
             step_schedules(self.trainer, own.optimizer)
         return loss
-
-    def _sam_require_manual(self, method: str) -> None:
-        if self.automatic_optimization or self._sam_recorder is None:
-            raise MisconfigurationException(
-                f"{method} belongs into the training_step of a fit with automatic_optimization=False; with automatic"
-                " optimization SAM works by itself."
-            )
 
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.recorder import StepRecorder
 from lightning_tricks.core.trainer import (
     has_static_graph,
@@ -108,6 +109,25 @@ class SAMCallback(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")
+
+
+def require_manual(module: SharpModule, method: str) -> None:
+    """Raise unless the module is in a fit with manual optimization."""
+    if module.automatic_optimization or module._sam_recorder is None:
+        raise MisconfigurationException(
+            f"{method} belongs into the training_step of a fit with automatic_optimization=False; with automatic"
+            " optimization SAM works by itself."
+        )
+
+
+def check_window(accumulate: int, clip_norm: float | None) -> None:
+    """Raise for what ``sam_step`` cannot work with."""
+    check_count("accumulate", accumulate)
+    if clip_norm is None:
+        return
+    check_range("clip_norm", clip_norm, 0.0)
+    if clip_norm == 0:  # which Lightning takes for no clipping
+        raise ValueError(f"clip_norm must be above 0, got {clip_norm}: leave it out for no clipping.")
 
 
 def _perturbs(trainer: pl.Trainer, sam: SAM) -> bool:

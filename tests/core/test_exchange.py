@@ -53,7 +53,6 @@ def test_there_and_back_is_bit_equal() -> None:
 
 def test_only_one_bucket_is_held_besides_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> int:
-        gc.collect()
         return sum(t.nbytes for t in gc.get_objects() if type(t) is Tensor)
 
     both, most, real = lists(), 0, exchange.copy_

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
 from tests.core.test_shards import ShardedNet, train
-from tests.nets import NormNet, assert_equal, build, fit, loader
+from tests.nets import NormNet, build, fit, loader
 from tests.ranks import run_ranks
 
 SHARDS = Path("averages", "EMA(decay=0.9)")
@@ -81,5 +81,5 @@ def test_a_checkpoint_is_plain_data_that_loads_safely(tmp_path: Path) -> None:
     fit(build(NormNet), callbacks=[ema]).save_checkpoint(tmp_path / "x.ckpt")
     state = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["EMA(decay=0.9)"]
     assert state.keys() == {"steps", "updates", "raw", "averaged", "history"}
-    assert_equal(state["raw"], dict(state["raw"]))
+    assert state["raw"].keys() == {name for name, _ in build(NormNet).named_parameters()}
     assert json.dumps(state["history"])

@@ -158,27 +158,23 @@ def test_the_raw_weights_come_back_without_the_other_ranks(engine: str) -> None:
     run_ranks(fail, engine)
 
 
-def refused(strategy: str) -> str:
-    settings: dict[str, Any] = {
-        "nvme": {"strategy": lambda: cpu_deepspeed(3, offload_optimizer=True, offload_optimizer_device="nvme")},
-        "stage 0": {"strategy": lambda: cpu_deepspeed(0)},
-    }[strategy]
+def refused(settings: dict[str, Any]) -> str:
     with pytest.raises(MisconfigurationException) as caught:
-        fit(build(PlainNet), callbacks=[lt.EMA()], devices=2, strategy=settings["strategy"]())
+        fit(build(PlainNet), callbacks=[lt.EMA()], devices=2, strategy=cpu_deepspeed(**settings))
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "named"),
+    ("settings", "named"),
     [
-        ("nvme", "DeepSpeedStrategy with ZeRO stage 3 and masters on NVMe"),
-        ("stage 0", "DeepSpeedStrategy with ZeRO stage 0"),
+        ({"stage": 3, "offload_optimizer": True, "offload_optimizer_device": "nvme"}, "stage 3 and masters on NVMe"),
+        ({"stage": 0}, "stage 0"),
     ],
 )
-def test_what_has_no_shards_to_find_is_refused_by_name(strategy: str, named: str) -> None:
-    message = run_ranks(refused, strategy)[0]
+def test_what_has_no_shards_to_find_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    message = run_ranks(refused, settings)[0]
     assert "EMA averages weights under the single-device and DDP strategies, ModelParallelStrategy" in message
-    assert f"got {named}." in message
+    assert f"got DeepSpeedStrategy with ZeRO {named}." in message
 
 
 def test_fsdp1_is_refused_by_name() -> None:

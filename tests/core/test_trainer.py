@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors import accelerator_connector
@@ -21,8 +22,10 @@ from lightning_tricks.core.trainer import (
     callbacks_of,
     has_static_graph,
     is_fitting,
+    log_now_and_then,
     requested_precision,
     require_whole_weights,
+    saves_folder,
     wrap_method,
 )
 from tests.nets import build, fit, loader, trainer
@@ -170,3 +173,36 @@ def test_a_method_is_wrapped_until_it_is_given_back() -> None:
     undo()
     assert owner.add(1, b=2) == 3
     assert vars(owner) == {}
+
+
+# -- validation and logging -------------------------------------------------------------------------------------------
+
+
+def test_lightning_tells_whether_a_checkpoint_is_a_folder() -> None:
+    for folder in (False, True):
+        strategy = ModelParallelStrategy(save_distributed_checkpoint=folder)
+        assert strategy._save_distributed_checkpoint is folder, "_save_distributed_checkpoint is not the argument"
+        assert saves_folder(trainer(strategy=strategy)) is folder
+    assert not saves_folder(trainer())
+
+
+def test_lightning_has_a_validation_loop_that_can_be_run_once_more() -> None:
+    loop = trainer().fit_loop.epoch_loop.val_loop
+    assert callable(loop.run), "the fit's validation loop is not fit_loop.epoch_loop.val_loop any more"
+    assert {"total", "current"} <= loop.batch_progress.state_dict().keys()
+
+
+class Logs(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        log_now_and_then(trainer, lambda: {"tricks/step": float(trainer.global_step)})
+
+
+def test_lightning_says_when_to_log_and_at_which_step(tmp_path: Any) -> None:
+    logger = CSVLogger(tmp_path)
+    run = fit(build(PlainNet), callbacks=[Logs()], logger=logger, log_every_n_steps=4)
+    assert run.callback_metrics["tricks/step"] == 12
+    rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    names = rows[0].split(",")
+    logged = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
+    found = [(int(row["step"]), float(row["tricks/step"])) for row in logged if row["tricks/step"]]
+    assert found == [(3, 4.0), (7, 8.0), (11, 12.0)], "_logger_connector or _batches_that_stepped has moved"

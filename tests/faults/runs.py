@@ -103,7 +103,7 @@ def state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Not the loops' progress, which differs between two checkpoints made at the same step in different hooks.
     """
     names = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
-    return {"EMA": checkpoint["callbacks"].get("EMA"), **{name: checkpoint[name] for name in names}}
+    return {"EMA": checkpoint["callbacks"]["EMA(decay=0.9)"], **{name: checkpoint[name] for name in names}}
 
 
 def differences(a: Any, b: Any) -> list[str]:

@@ -1,0 +1,78 @@
+"""DeepSpeed's names that core/zero.py stands on; what is done with them is tested in test_shards.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+import lightning_tricks as lt
+from lightning_tricks.core.trainer import weights_held
+from tests.conformance.engines import cpu_deepspeed
+from tests.nets import PlainNet, build, fit, rank_loader
+from tests.ranks import run_ranks
+
+
+class Masters(Callback):
+    """The local masters after a step, beside what DeepSpeed's public functions say."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        held = weights_held(trainer, pl_module, "Masters")
+        parts = held.trainable()
+        for name, parameter in pl_module.named_parameters():
+            whole = safe_get_full_fp32_param(parameter).flatten()
+            if name in parts:
+                values = torch.cat([whole, torch.zeros(1)])  # a shard may be padded
+                assert torch.isin(parts[name], values).all()
+                assert parts[name].data_ptr() == held.local(parameter).data_ptr()
+
+
+def masters(stage: int) -> None:
+    fit(
+        build(PlainNet),
+        train=rank_loader(),
+        strategy=cpu_deepspeed(stage),
+        devices=2,
+        use_distributed_sampler=False,
+        callbacks=[Masters()],
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_local_masters_are_parts_of_what_deepspeed_gives(stage: int) -> None:
+    run_ranks(masters, stage)
+
+
+class One(PlainNet):
+    """So few weights that a rank may have none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
+
+
+def one_weight() -> tuple[int, float]:
+    ema = lt.EMA(0.9)
+    fit(
+        build(One),
+        train=rank_loader(),
+        strategy=cpu_deepspeed(2),
+        devices=2,
+        use_distributed_sampler=False,
+        callbacks=[ema],
+        log_every_n_steps=1,
+    )
+    return ema._running.updates, float(ema.averaged_state_dict()["scale"])
+
+
+def test_a_rank_without_a_part_takes_part() -> None:
+    first, second = run_ranks(one_weight)
+    assert first == second
