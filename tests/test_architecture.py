@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 SHARED: dict[str, set[str]] = {
     "callbacks": set(),
     "checkpoints": {"average", "files", "folders"},
-    "modules": {"sam_rules", "sam_setup"},
+    "modules": {"sam_engine", "sam_rules", "sam_setup"},
     "strategies": {"precision", "presets"},
 }
 

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_tricks.core.shards import FSDP2, Whole
 from lightning_tricks.core.zero import ZeRO, ZeRO3
@@ -83,11 +84,11 @@ def saves_folder(trainer: pl.Trainer) -> bool:
 
 def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
     """Step the schedulers of an optimizer that has just stepped, as automatic optimization would."""
+    now = {"step": trainer.fit_loop.batch_idx + 1, "epoch": trainer.current_epoch + 1}
     for config in trainer.lr_scheduler_configs:
-        due = {"step": trainer.global_step, "epoch": trainer.current_epoch + 1}[config.interval] % config.frequency == 0
-        at_once = config.interval == "step" or trainer.is_last_batch
-        if config.scheduler.optimizer is optimizer and due and at_once and not config.reduce_on_plateau:
-            config.scheduler.step()  # type: ignore[call-arg]
+        due = now[config.interval] % config.frequency == 0 and (config.interval == "step" or trainer.is_last_batch)
+        if config.scheduler.optimizer is optimizer and due and not isinstance(config.scheduler, ReduceLROnPlateau):
+            config.scheduler.step()
 
 
 def ends_here(trainer: pl.Trainer) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,21 +15,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.core.recorder import Step, StepRecorder, again, micro_batches
-from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, random_state
-from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.recorder import Step, again, micro_batches
+from lightning_tricks.core.replay import ModuleState, random_numbers_of, random_state
 from lightning_tricks.core.trainer import step_schedules
-from lightning_tricks.core.weights import copy_
-from lightning_tricks.modules.sam_rules import SAM, perturbed_weights
+from lightning_tricks.modules.sam_engine import SAMEngine
+from lightning_tricks.modules.sam_rules import perturbed_weights
 from lightning_tricks.modules.sam_setup import SAMCallback, check_window, require_manual
 
-if TYPE_CHECKING:
-    _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
-else:
-    _Module = object
 
-
-class SAMMixin(_Module):
+class SAMMixin(SAMEngine):
     """Sharpness-aware minimization for a LightningModule: the gradient is taken at ``w + rho * g/||g||``.
 
     Every training batch is run twice: for g, the gradient at w, and again at the perturbed weights for the gradient
@@ -63,14 +57,6 @@ class SAMMixin(_Module):
         Foret et al., arXiv 2010.01412.
     """
 
-    sam: SAM = SAM()
-    _sam_recorder: StepRecorder | None = None
-    _sam_held: Whole | None = None
-    _sam_calls: dict[int, int] = {}  # noqa: RUF012  # of sam_step since the optimizer stepped; a new one at setup
-    _sam_replays = False
-    _sam_aside: tuple[list[Tensor], list[Tensor]] | None = None  # weights that are perturbed now, and their own values
-    _sam_norm: Tensor | None = None  # of the last gradient
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
@@ -81,11 +67,6 @@ class SAMMixin(_Module):
     def configure_callbacks(self) -> list[Callback]:
         inherited = super().configure_callbacks()
         return [*([inherited] if isinstance(inherited, Callback) else inherited), SAMCallback()]
-
-    @override
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        if not self._sam_replays:
-            super().log(*args, **kwargs)
 
     def sam_backward(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
         """Put the gradient at the perturbed weights into ``.grad``, as ``manual_backward`` the gradient at w.
@@ -102,13 +83,11 @@ class SAMMixin(_Module):
             MisconfigurationException: Outside of a fit with manual optimization.
         """
         require_manual(self, "sam_backward")
-        chosen_ones = self.optimizers() if optimizer is None else optimizer
+        own = self.optimizers() if optimizer is None else optimizer
         step = Step(partial(closure), random_state(self.device), ModuleState(self))
         loss = closure()
-        optimizers = chosen_ones if isinstance(chosen_ones, list) else [chosen_ones]
-        self._sam_twice(
-            self._sam_scaled(loss), step, perturbed_weights(self, self.sam, optimizers), self.manual_backward
-        )
+        weights = perturbed_weights(self, self.sam, own if isinstance(own, list) else [own])
+        self._sam_twice(self._sam_scaled(loss), step, weights, self.manual_backward)
         return loss.detach()
 
     def sam_step(
@@ -192,72 +171,10 @@ class SAMMixin(_Module):
                     with random_numbers_of(random, self.device):
                         loss = self._sam_scaled(self._sam_loss(run) * share)
                         random = random_state(self.device)
-                    self._sam_twice(loss, step, weights, partial(self._sam_descend, descend, share))
-                    assert self._sam_norm is not None, "just measured"
-                    norms.append(self._sam_norm)
+                    norms.append(self._sam_twice(loss, step, weights, partial(self._sam_descend, descend, share)))
         finally:
             after.restore()
         self._sam_norm = torch.stack(norms).sum()
 
-    def _sam_twice(
-        self, loss: Tensor, step: Step, weights: dict[Tensor, str], descend: Callable[[Tensor], None]
-    ) -> None:
-        """Perturb the weights by the gradient of the loss, run the step again there and descend from its loss."""
-        held = self._sam_held
-        assert held is not None, "setup comes first"
-        moved, gradients = self._sam_gradients(loss, list(weights))
-        parts = [part for part in map(held.local, moved) if part is not None]
-        ours = [part.detach().clone() for part in parts]
-        after = ModuleState(self)
-        try:
-            step.state.restore()
-            held.settle()
-            self._sam_aside = parts, ours
-            names = [weights[weight] for weight in moved]
-            norm = self.sam.perturb_(parts, gradients, names, partial(held.norm, of=moved))
-            with random_numbers_of(step.random, self.device):
-                again = self._sam_loss(step.run)
-            descend(again)
-        finally:
-            held.settle()
-            copy_(parts, ours)
-            after.restore()
-            self._sam_aside = None
-        self._sam_norm = norm / self._sam_scaled(torch.ones_like(norm))
-
     def _sam_descend(self, descend: Callable[[Tensor], None], share: float, loss: Tensor) -> None:
         descend(self._sam_scaled(loss * share if share < 1 else loss))
-
-    def _sam_gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
-        assert self._sam_held is not None, "setup comes first"
-        gradients = self._sam_held.gradients(loss, trained) if trained else []
-        pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
-        if len(pairs) < len(trained) and find_node(loss, "CheckpointFunctionBackward".__eq__):
-            raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
-        if any(gradient.is_sparse for _, gradient in pairs):
-            raise MisconfigurationException("SAM works on dense gradients, got sparse ones: pass sparse=False.")
-        return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
-
-    def _sam_loss(self, run: Callable[[], Any]) -> Tensor:
-        """The loss of the step run once more."""
-        self._sam_replays = True
-        try:
-            output = run()
-        finally:
-            self._sam_replays = False
-        return output["loss"] if isinstance(output, Mapping) else output
-
-    def _sam_scaled(self, loss: Tensor) -> Tensor:
-        """The loss divided and scaled as Lightning does with that of the first run."""
-        if self.automatic_optimization:
-            loss = loss / self.trainer.accumulate_grad_batches
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        return loss if scaler is None else scaler.scale(loss)
-
-    def _sam_unsynced(self) -> AbstractContextManager[None]:
-        """Inside it DDP keeps gradients to each rank."""
-        return getattr(self.trainer.strategy, "block_backward_sync", nullcontext)()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_sam_recorder": None, "_sam_aside": None, "_sam_held": None}

@@ -101,8 +101,9 @@ def sam_perturb_(
     """
     length = norm(gradients)
     if gradients:
-        scaled = torch._foreach_mul(list(gradients), rho / (length + 1e-12))  # a zero gradient moves nothing
-        torch._foreach_add_(list(weights), scaled)
+        scale = (rho / (length + 1e-12)).to(gradients[0].device)  # a zero gradient moves nothing
+        # not mul and add, which would take memory for all moves; not alpha=, for which a GPU would have to wait
+        torch._foreach_addcmul_(list(weights), list(gradients), [scale.to(w.dtype) for w in weights])
     return length
 
 

@@ -28,7 +28,7 @@ from lightning_tricks.core.trainer import (
     saves_folder,
     wrap_method,
 )
-from tests.nets import build, fit, loader, trainer
+from tests.nets import PlainNet, build, fit, loader, trainer
 
 MODES = ("min_size", "max_size", "max_size_cycle")  # and "sequential", which the fit loop refuses
 
