@@ -125,6 +125,8 @@ class FSDP2(Whole):
 
     @override
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
+        if not of:
+            return torch.zeros(())  # on all ranks
         total = torch.zeros((), device=of[0].device)
         for part, whole in zip(parts, of, strict=True):
             total += global_norm([part]) ** 2 / _copies(whole)

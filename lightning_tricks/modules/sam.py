@@ -99,8 +99,9 @@ class SAMMixin(SAMEngine):
     ) -> Tensor:
         """``sam_backward``, and every so many calls one step: clip, optimizer, schedulers, ``zero_grad``.
 
-        An epoch's last batch steps in any case. Schedulers of the optimizer follow their ``interval``: one that counts
-        steps steps with the optimizer, one that counts epochs after the last batch, one on a plateau is left to you.
+        Call it once a batch for an optimizer; an epoch's last batch steps in any case. Schedulers of the optimizer
+        follow their ``interval``: one that counts steps steps with the optimizer, one that counts epochs after the last
+        batch, one on a plateau is left to you.
 
         Args:
             closure: Computes the loss of a micro-batch (a mean), from the forward pass on; is called twice.
@@ -112,7 +113,7 @@ class SAMMixin(SAMEngine):
             The loss at the weights themselves, detached.
 
         Raises:
-            TypeError: For a value of the wrong type.
+            TypeError: For a value of the wrong type, or a bare torch optimizer.
             ValueError: For a value out of range, or if ``optimizer`` is left out though there are several.
             MisconfigurationException: Outside of a fit with manual optimization.
         """
@@ -121,6 +122,8 @@ class SAMMixin(SAMEngine):
         own = self.optimizers() if optimizer is None else optimizer
         if isinstance(own, list):
             raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
+        if not isinstance(own, LightningOptimizer):
+            raise TypeError(f"sam_step needs an optimizer of self.optimizers(), got {type(own).__name__}.")
         calls = self._sam_calls.get(id(own), 0) + 1
         ends = calls >= accumulate or self.trainer.is_last_batch
         with nullcontext() if ends else self._sam_unsynced():

@@ -591,3 +591,17 @@ def test_a_gan_on_two_ranks_equals_a_naive_loop() -> None:
     theirs, batches = build(GAN), [x for x, _ in loader(48)]
     naive_gan(theirs, [batches[i : i + 2] for i in (0, 2, 4)] * 2, (theirs.loss_d, theirs.loss_g), rho=0.1)
     assert_close(of_both("GAN")[0], dict(theirs.named_parameters()))
+
+
+def test_a_bare_optimizer_is_refused_since_its_steps_are_not_counted() -> None:
+    class Bare(lt.SAMMixin, PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            self.sam_step(lambda: F.cross_entropy(self(batch[0]), batch[1]), optimizer)
+
+    with pytest.raises(TypeError, match=r"optimizer of self.optimizers\(\), got SGD"):
+        fit(build(Bare))
