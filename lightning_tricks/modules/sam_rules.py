@@ -101,9 +101,10 @@ def sam_perturb_(
     """
     length = norm(gradients)
     if gradients:
-        scale = (rho / (length + 1e-12)).to(gradients[0].device)  # a zero gradient moves nothing
+        scale = rho / (length + 1e-12)  # a zero gradient moves nothing
+        scales = {dtype: scale.to(gradients[0].device, dtype) for dtype in {weight.dtype for weight in weights}}
         # not mul and add, which would take memory for all moves; not alpha=, for which a GPU would have to wait
-        torch._foreach_addcmul_(list(weights), list(gradients), [scale.to(w.dtype) for w in weights])
+        torch._foreach_addcmul_(list(weights), list(gradients), [scales[weight.dtype] for weight in weights])
     return length
 
 
