@@ -56,7 +56,7 @@ class StepRecorder:
 
     def _record(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.step = None  # of a step that was left out by returning None
-        if not self._wanted():
+        if not (torch.is_grad_enabled() and self._wanted()):  # one without gradients is somebody else's
             return original(*args, **kwargs)
         self.step = Step(again(partial(original, *args, **kwargs)), random_state(module.device), ModuleState(module))
         tensors = tensors_in((args, kwargs))

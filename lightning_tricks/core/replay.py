@@ -99,7 +99,10 @@ _CONTAINERS = (list, dict, set, deque, tuple)
 
 def _refill(container: Any, contents: list[Any]) -> None:
     container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(contents)
+    if isinstance(container, dict):
+        dict.update(container, contents)  # a Counter's own update counts
+    else:
+        (container.extend if isinstance(container, list | deque) else container.update)(contents)
 
 
 def rebuilt(batch: Any) -> Any:

@@ -9,7 +9,6 @@ import operator
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -206,8 +205,30 @@ def has_static_graph(trainer: pl.Trainer) -> bool:
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Make ``owner.name(...)`` call ``wrapper(original, ...)`` until the returned function is called."""
     before = owner.__dict__.get(name)  # somebody else's wrapper
-    setattr(owner, name, partial(wrapper, getattr(owner, name)))
-    return partial(owner.__dict__.pop, name, None) if before is None else partial(setattr, owner, name, before)
+    wrapped = _Wrapped(wrapper, getattr(owner, name))
+    setattr(owner, name, wrapped)
+
+    def undo() -> None:
+        wrapped.wrapper = None
+        if owner.__dict__.get(name) is not wrapped:
+            return  # somebody has wrapped it again since, and may call it
+        if before is None:
+            del owner.__dict__[name]
+        else:
+            setattr(owner, name, before)
+
+    return undo
+
+
+class _Wrapped:
+    """A method with a wrapper, or without when that is undone; unlike a closure it can be pickled."""
+
+    def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self.wrapper: Callable[..., Any] | None = wrapper
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.wrapper is None else self.wrapper(self.original, *args, **kwargs)
 
 
 def requested_precision() -> str | None:

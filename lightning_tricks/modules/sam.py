@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_tricks.core.recorder import Step, again, micro_batches
 from lightning_tricks.core.replay import ModuleState, random_numbers_of, random_state
 from lightning_tricks.core.trainer import step_schedules
-from lightning_tricks.modules.sam_engine import SAMEngine
+from lightning_tricks.modules.sam_engine import SAMEngine, loss_of
 from lightning_tricks.modules.sam_rules import perturbed_weights
 from lightning_tricks.modules.sam_setup import SAMCallback, check_window, require_manual
 
@@ -85,7 +85,7 @@ class SAMMixin(SAMEngine):
         require_manual(self, "sam_backward")
         own = self.optimizers() if optimizer is None else optimizer
         step = Step(partial(closure), random_state(self.device), ModuleState(self))
-        loss = closure()
+        loss = loss_of(closure())
         weights = perturbed_weights(self, self.sam, own if isinstance(own, list) else [own])
         self._sam_twice(self._sam_scaled(loss), step, weights, self.manual_backward)
         return loss.detach()
@@ -127,7 +127,7 @@ class SAMMixin(SAMEngine):
         calls = self._sam_calls.get(id(own), 0) + 1
         ends = calls >= accumulate or self.trainer.is_last_batch
         with nullcontext() if ends else self._sam_unsynced():
-            loss = self.sam_backward(lambda: closure() / accumulate, own) * accumulate
+            loss = self.sam_backward(lambda: loss_of(closure()) / accumulate, own) * accumulate
         assert self._sam_norm is not None, "just measured"
         self._sam_norm *= accumulate
         self._sam_calls[id(own)] = 0 if ends else calls
@@ -148,9 +148,12 @@ class SAMMixin(SAMEngine):
             return
         if self._sam_recorder is None:
             name = type(self).__name__
-            raise MisconfigurationException(f"{name}.configure_callbacks must include super().configure_callbacks().")
+            raise MisconfigurationException(
+                f"SAM works in a Trainer's fit, in which {name}.configure_callbacks must include that of super()."
+            )
         first = self._sam_recorder.take()
         if first is None:
+            self._sam_norm = None
             descend(loss)  # a step without a perturbation
             return
         assert self._sam_held is not None, "setup comes first"

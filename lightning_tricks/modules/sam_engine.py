@@ -25,6 +25,17 @@ else:
     _Module = object
 
 
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a step returns."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise MisconfigurationException(
+            f"SAM needs a loss from both runs of a step, a tensor or 'loss' in a dictionary, got {loss!r}: return it at"
+            " the perturbed weights too."
+        )
+    return loss
+
+
 class SAMEngine(_Module):
     """Runs a step twice: for the gradient that perturbs the weights, and again there for the one to descend by."""
 
@@ -88,7 +99,7 @@ class SAMEngine(_Module):
             output = run()
         finally:
             self._sam_replays = False
-        return output["loss"] if isinstance(output, Mapping) else output
+        return loss_of(output)
 
     def _sam_scaled(self, loss: Tensor) -> Tensor:
         """The loss divided and scaled as Lightning does with that of the first run."""

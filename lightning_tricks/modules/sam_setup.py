@@ -46,7 +46,7 @@ class SAMCallback(Callback):
     def __init__(self) -> None:
         self._recorder = StepRecorder()
         self._undo = ExitStack()
-        self._ran = False
+        self._ran = self._batches = False  # whether SAM did, and whether there was anything to do it with
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
@@ -63,7 +63,7 @@ class SAMCallback(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._ran = False
+        self._ran = self._batches = False
         if not hasattr(pl_module, "_sam_recorder"):
             return
         for name, weight in pl_module.named_parameters():
@@ -87,14 +87,16 @@ class SAMCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self._batches = True
         norm = getattr(pl_module, "_sam_norm", None)
         if norm is not None:
             self._ran = True
             log_now_and_then(trainer, lambda: {"tricks/sam_grad_norm": float(norm)})
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if hasattr(pl_module, "_sam_recorder") and not pl_module.automatic_optimization and not self._ran:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        manual = hasattr(pl_module, "_sam_recorder") and not pl_module.automatic_optimization
+        if manual and self._batches and not self._ran:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__} optimizes manually and never called self.sam_backward(closure) or"
                 " self.sam_step(closure): call one of them in training_step, or leave SAMMixin out."

@@ -605,3 +605,22 @@ def test_a_bare_optimizer_is_refused_since_its_steps_are_not_counted() -> None:
 
     with pytest.raises(TypeError, match=r"optimizer of self.optimizers\(\), got SGD"):
         fit(build(Bare))
+
+
+def test_the_first_epochs_may_be_plain_and_a_loss_in_a_dictionary() -> None:
+    class WarmsUp(lt.SAMMixin, PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            if self.current_epoch:
+                self.sam_step(lambda: {"loss": F.cross_entropy(self(batch[0]), batch[1])})
+            else:
+                optimizer.zero_grad()
+                self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+                optimizer.step()
+
+    run = fit(build(WarmsUp))
+    assert run.global_step == 12
