@@ -50,8 +50,9 @@ class SAMMixin(SAMEngine):
             writes into its batch or into frozen parameters, manual optimization that never calls SAM.
 
     Example:
-        >>> class Net(SAMMixin, pl.LightningModule):
-        ...     sam = SAM(rho=0.05)
+        >>> import lightning_tricks as lt
+        >>> class Net(lt.SAMMixin, pl.LightningModule):
+        ...     sam = lt.SAM(rho=0.05)
 
     References:
         Foret et al., arXiv 2010.01412.
