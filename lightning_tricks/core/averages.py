@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_tricks.core.exchange import Exchange
 from lightning_tricks.core.offload import Offload
 from lightning_tricks.core.shards import Whole
-from lightning_tricks.core.weights import buckets, copies, copy_, global_norm, lerp_, lerp_alike_
+from lightning_tricks.core.weights import checksum, copies, copy_, lerp_, lerp_alike_
 
 Which = Literal["averaged", "raw"]
 
@@ -38,8 +38,8 @@ class Averages:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._converts = False
         self._offload: Offload | None = None
-        self._aside: list[Tensor] | None = None  # raw values that find no place in an average; a list while shown
-        self._exchange = Exchange([], [])
+        # while the averaged weights are shown: the way back, and the raw values that find no place in an average
+        self._shown: tuple[Exchange, list[Tensor]] | None = None
         self._left: list[int] = []
         self.busy = False  # while weights change places, or stand in for others
 
@@ -113,7 +113,7 @@ class Averages:
     @property
     def holds(self) -> Which:
         """Which weights the module holds."""
-        return "raw" if self._aside is None else "averaged"
+        return "raw" if self._shown is None else "averaged"
 
     def show(self, which: Which) -> None:
         """Put the averaged or the raw weights into the module; under ZeRO all ranks put the averaged ones together.
@@ -134,19 +134,19 @@ class Averages:
             self.busy = before
 
     def _change_places(self, which: Which) -> None:
-        if which == "averaged" and self._aside is None and self.updates:
+        if which == "averaged" and self._shown is None and self.updates:
             alike, other = self._split()
-            self._exchange = Exchange(list(alike), list(alike.values()))
-            self._aside = [tensor.detach().clone() for tensor in self._without_place(other)]
-            self._exchange.run(list(alike.values()), self.tensors)
+            exchange = Exchange(list(alike), list(alike.values()))
+            self._shown = exchange, [tensor.detach().clone() for tensor in self._without_place(other)]
+            exchange.run(list(alike.values()), self.tensors)
             copy_(list(other.values()), [self.tensors[name] for name in other])
             self.weights.publish()
-        elif which == "raw" and self._aside is not None:
-            alike, other = self._split()
-            self._exchange.run(list(alike.values()), self.tensors, back=True)
-            copy_(self._without_place(other), self._aside)
+        elif which == "raw" and self._shown is not None:
+            (exchange, aside), (alike, other) = self._shown, self._split()
+            exchange.run(list(alike.values()), self.tensors, back=True)
+            copy_(self._without_place(other), aside)
             self.weights.release()
-            self._aside = None
+            self._shown = None
 
     def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The parts that can exchange values with their averages, being of one dtype, and the others."""
@@ -168,15 +168,6 @@ class Averages:
         finally:
             self.show(before)
 
-    def squares(self) -> tuple[Tensor, Tensor]:
-        """Squared norms of what lies between this rank's weights and their averages, and of the weights."""
-        parts, averages = self.parts(), list(self.tensors.values())
-        between = size = torch.zeros(())
-        for bucket in buckets(averages):
-            one, other = _squares(parts[bucket], averages[bucket])
-            between, size = between + one, size + other
-        return between, size
-
     def leave(self) -> None:
         """Note the parameters as they are, for ``untouched``."""
         self._left = self._marks()
@@ -188,16 +179,16 @@ class Averages:
     def _marks(self) -> list[int]:
         """A checksum of each parameter: versions do not tell, since writes through ``.data`` have their own."""
         buffers = dict(self.module.named_buffers())
-        return [_checksum(p) for name, p in zip(self._tensors, self.parts(), strict=True) if name not in buffers]
+        return [checksum(p) for name, p in zip(self._tensors, self.parts(), strict=True) if name not in buffers]
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the weights that the module holds now to restore both kinds exactly."""
         counts = {"steps": self.steps, "updates": self.updates}
-        if self._aside is None:
+        if self._shown is None:
             return {**counts, "raw": {}, "averaged": dict(self.tensors)}
         alike, other = self._split()
         raw, averaged = ({name: self._tensors[name] for name in names} for names in (alike, other))
-        aside = dict(zip(averaged, self._aside, strict=False))  # behind them are what ZeRO derives from its masters
+        aside = dict(zip(averaged, self._shown[1], strict=False))  # behind them are what ZeRO derives from its masters
         return {**counts, "raw": {**raw, **aside}, "averaged": averaged}
 
     @torch.no_grad()
@@ -235,17 +226,3 @@ def _places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         for key, tensor in owner.items()
         if tensor is not None
     }
-
-
-@torch.no_grad()
-def _squares(parts: list[Tensor], averages: list[Tensor]) -> tuple[Tensor, Tensor]:
-    near = [part.to(average.device, average.dtype) for part, average in zip(parts, averages, strict=True)]
-    return global_norm(torch._foreach_sub(near, averages)) ** 2, global_norm(near) ** 2
-
-
-def _checksum(tensor: Tensor) -> int:
-    """The bits as integers, weighted by their places; no device and no order of summing changes it."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().flatten().view(integer).long()
-    return int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())

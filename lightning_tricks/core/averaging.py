@@ -1,16 +1,15 @@
-"""What every callback that averages weights does: validation, checkpoints, resume, exceptions and the end."""
+"""What every callback that averages weights does in a fit: start, steps, validation, exceptions and the end."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages, Which
@@ -29,10 +28,6 @@ from lightning_tricks.core.trainer import (
 )
 from lightning_tricks.core.weights import float_buffers
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 class AveragingCallback(SavedAverages):
     """Puts averaged weights where they belong; a subclass says when averaging starts and how it goes on."""
@@ -45,7 +40,7 @@ class AveragingCallback(SavedAverages):
     def __init__(self) -> None:
         super().__init__()
         self._watch = StepWatch()
-        self._unwrap: Callable[[], None] = _nothing
+        self._until_left = ExitStack()
         self._start_step = 0.0
         self._finished = False
 
@@ -67,56 +62,6 @@ class AveragingCallback(SavedAverages):
         """What is logged besides the distance."""
         return {}
 
-    @contextmanager
-    def averaged(self, pl_module: nn.Module) -> Iterator[None]:
-        """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
-
-        Args:
-            pl_module: The module that was or is being trained with this callback.
-
-        Raises:
-            ValueError: If this callback has no average of that module.
-        """
-        if self._averages is None or self._averages.module is not pl_module:
-            raise ValueError(
-                f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
-            )
-        with ExitStack() as stack:
-            for each in peers(self._trainer) if self._trainer is not None else ():
-                if each is not self and each._averages is not None and each._averages.module is pl_module:
-                    stack.enter_context(each._averages.showing("raw"))  # whose weights may be in the module
-            stack.enter_context(self._averages.showing("averaged"))
-            yield
-
-    def averaged_state_dict(self) -> dict[str, Any]:
-        """A copy of the module's ``state_dict()`` with the averaged weights in it.
-
-        Where the weights are in shards, all ranks take part and each gets all of it, in host memory. Save a model that
-        is too large for that with ``trainer.save_checkpoint`` and use ``lightning-tricks export``.
-
-        Raises:
-            ValueError: If nothing was trained with this callback yet.
-        """
-        if self._averages is None:
-            raise ValueError(
-                f"This {type(self).__name__} has no average: fit a module with it first, and ask"
-                " before a checkpoint is loaded into that."
-            )
-        with self.averaged(self._averages.module):
-            return self._averages.weights.state()
-
-    def plot(self, metric: str | None = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
-        """Draw a validation metric of the averaged and of the raw weights over the optimizer steps.
-
-        Args:
-            metric: Name of the averaged weights' metric; None for the first that was logged.
-            ax: Where to draw; None for a new figure.
-
-        Raises:
-            ValueError: If there is no such metric; there is one only with ``validate="both"``.
-        """
-        return self._history.plot(metric, ax)
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not is_fitting(trainer):
@@ -135,7 +80,7 @@ class AveragingCallback(SavedAverages):
             self._averages, self._history = Averages(weights, self.device), History()
         if self.validate == "both":
             loop = trainer.fit_loop.epoch_loop.val_loop
-            self._unwrap = wrap_method(loop, "run", partial(self._validate_both, trainer))
+            self._until_left.callback(wrap_method(loop, "run", partial(self._validate_both, trainer)))
         self._trainer, self._fits = trainer, True
 
     @override
@@ -209,6 +154,7 @@ class AveragingCallback(SavedAverages):
                 if each._averages is not None:
                     each._averages.show("raw")
             self._leave("raw")
+            self._save_postponed()
 
     def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
         """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""
@@ -217,8 +163,8 @@ class AveragingCallback(SavedAverages):
         return run()
 
     def _leave(self, which: Which) -> None:
-        self._unwrap()
-        self._unwrap, self._fits = _nothing, False
+        self._until_left.close()
+        self._fits = False
         self._running.show(which)
         self._running.leave()
 
@@ -253,7 +199,3 @@ def _require_one_shown(trainer: pl.Trainer) -> None:
                 f'Only one average can have {argument} other than "raw", got {", ".join(shown)}. Set it to "raw" on all'
                 " but one; averaged() and averaged_state_dict() of each give its weights."
             )
-
-
-def _nothing() -> None:
-    pass

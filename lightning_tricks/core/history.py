@@ -21,7 +21,8 @@ class History:
     def record(self, step: int, metrics: Mapping[str, Tensor], suffix: str) -> None:
         """Note every metric that was logged of both."""
         for name, value in metrics.items():
-            if (raw := metrics.get(_with(suffix, name))) is not None:
+            raw = metrics.get(_with(suffix, name), metrics.get(name + suffix))  # a module's own name may end in _step
+            if raw is not None:
                 self._rows.setdefault(name, []).append((step, float(value), float(raw)))
 
     def plot(self, metric: str | None, ax: Axes | None) -> tuple[Figure, Axes]:

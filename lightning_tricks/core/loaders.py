@@ -26,6 +26,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_tricks.core.replay import generators_of
+
 
 def train_batches(trainer: pl.Trainer) -> int | None:
     """Training batches of one epoch on this rank; None if that cannot be known before they are read.
@@ -107,18 +109,10 @@ def loaders_untouched(trainer: pl.Trainer) -> Iterator[None]:
     """Let the training loaders go on after the block as if not read in it; their state has only private names."""
     loader = train_loader(trainer)
     loaders = loader._state_dicts()
-    generators = [(generator, generator.get_state()) for each in loader.flattened for generator in _generators(each)]
+    generators = [(generator, generator.get_state()) for each in loader.flattened for generator in generators_of(each)]
     try:
         yield
     finally:
         loader._load_state_dicts(loaders)
         for generator, state in generators:
             generator.set_state(state)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators that a DataLoader and its samplers draw from."""
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    owners = (loader, sampler, batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lightning_tricks.core.averages import Averages
-from lightning_tricks.core.weights import float_buffers
+from lightning_tricks.core.weights import buckets, float_buffers, global_norm
 
 
 def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
@@ -21,8 +22,16 @@ def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
 
 def relative_distance(trainer: pl.Trainer, averages: Averages) -> float:
     """``||weights - averages|| / ||weights||``, over the shards of all ranks."""
-    squares = torch.stack(averages.squares())
+    parts, tensors = averages.parts(), list(averages.tensors.values())
+    squares = sum((_squares(parts[bucket], tensors[bucket]) for bucket in buckets(tensors)), torch.zeros(2))
     if averages.weights.sharded:
         squares = trainer.strategy.reduce(squares.to(trainer.strategy.root_device), reduce_op="sum")
     between, size = squares.sqrt().tolist()
     return between / size if size else 0.0
+
+
+@torch.no_grad()
+def _squares(parts: list[Tensor], averages: list[Tensor]) -> Tensor:
+    """Squared norms of what lies between weights and averages, and of the weights."""
+    near = [part.to(average.device, average.dtype) for part, average in zip(parts, averages, strict=True)]
+    return torch.stack([global_norm(torch._foreach_sub(near, averages)), global_norm(near)]) ** 2

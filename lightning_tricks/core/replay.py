@@ -134,3 +134,11 @@ def find_node(loss: Tensor, wanted: Callable[[str], bool]) -> str | None:
         seen.add(node)
         todo.extend(following for following, _ in node.next_functions)
     return None
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a DataLoader and its samplers draw from."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    owners = (loader, sampler, batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]

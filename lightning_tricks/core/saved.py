@@ -1,104 +1,33 @@
-"""Averages in a checkpoint: in the callback's state, or in shards where the checkpoint is a folder."""
+"""Averages that can be had: in every checkpoint, in the module for a while, as a state_dict."""
 
 from __future__ import annotations
 
-import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages, Which
-from lightning_tricks.core.checks import damage
 from lightning_tricks.core.history import History
 from lightning_tricks.core.ranks import agree_on_buffers
-from lightning_tricks.core.shards import read, write
-from lightning_tricks.core.trainer import callbacks_of, is_fitting, monitors, saves_folder, weights_held
-from lightning_tricks.core.weights import float_buffers, unnoticed
+from lightning_tricks.core.stored import callback_state, find_state, local_state, require_whole_file, save_shards
+from lightning_tricks.core.trainer import callbacks_of, is_fitting, monitors, weights_held
+from lightning_tricks.core.weights import unnoticed
 
-KINDS = ("raw", "averaged")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights' metrics
 _FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # what Lightning appends to the name of a metric
-
-
-def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
-    """The state that goes into the checkpoint's callbacks; all ranks take part."""
-    state = averages.state_dict()
-    if saves_folder(trainer):
-        return {name: value for name, value in state.items() if name not in KINDS}
-    return {**state, **{kind: averages.weights.whole(state[kind]) for kind in KINDS}}
-
-
-def save_shards(trainer: pl.Trainer, averages: Averages, key: str, filepath: str | Path) -> None:
-    """Write this rank's share beside what the strategy wrote to the folder."""
-    if saves_folder(trainer):
-        state = averages.state_dict()
-        write(
-            _folder(trainer, key, filepath),
-            averages.weights,
-            {kind: state[kind] for kind in KINDS},
-            stamp=trainer.global_step,
-        )
-
-
-def find_state(trainer: pl.Trainer, callback: Callback, checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Key and state that a checkpoint has of a callback, also under the key of other settings; ``("", {})`` if none.
-
-    Raises:
-        MisconfigurationException: If it has the states of several that could be this one's.
-    """
-    states, kind = checkpoint.get("callbacks", {}), type(callback).__name__
-    taken = {each.state_key for each in callbacks_of(trainer, type(callback))}
-    keys = [key for key in states if key.split("(")[0] == kind and key not in taken]
-    if callback.state_key in states:
-        keys = [callback.state_key]
-    if len(keys) > 1:
-        raise MisconfigurationException(
-            f"{callback.state_key} is not in the checkpoint, which has {', '.join(keys)}. Give it the settings of one."
-        )
-    return (keys[0], states[keys[0]]) if keys else ("", {})
-
-
-def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mapping[str, Any], step: int) -> Any:
-    """The state as this rank holds it, from the callback's state or from the folder of shards.
-
-    Raises:
-        MisconfigurationException: If the folder was not finished, or is gone.
-    """
-    weights = averages.weights
-    if "raw" in state:
-        return {**state, **{kind: weights.own(state[kind]) for kind in KINDS}}
-    folder = _folder(trainer, key, trainer.ckpt_path or "")
-    parts = {**weights.trainable(), **float_buffers(averages.module)}
-    try:
-        return {**state, **read(folder, weights, parts, stamp=step)}
-    except (OSError, ValueError, RuntimeError, CheckpointException) as error:
-        raise MisconfigurationException(
-            f"The averages of this checkpoint are in shards in {folder}, which cannot be read: {error}. Resume from the"
-            " folder that was saved, from an earlier one, or leave the callback out."
-        ) from error
-
-
-def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
-    """The same for all ranks, as are the strategy's own files."""
-    return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
-
-
-def _require_whole_file(trainer: pl.Trainer) -> None:
-    path = trainer.ckpt_path
-    if path and os.path.isfile(path) and (wrong := damage(path)):
-        raise MisconfigurationException(
-            f"{path} is damaged: {wrong}. What torch loads from it is not what was saved: use an earlier checkpoint."
-        )
 
 
 class SavedAverages(Callback, ABC):
@@ -125,11 +54,61 @@ class SavedAverages(Callback, ABC):
     def _finish_once(self, trainer: pl.Trainer) -> None:
         """Complete the averages when training has ended; the module holds its raw weights."""
 
+    @contextmanager
+    def averaged(self, pl_module: nn.Module) -> Iterator[None]:
+        """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
+
+        Args:
+            pl_module: The module that was or is being trained with this callback.
+
+        Raises:
+            ValueError: If this callback has no average of that module.
+        """
+        if self._averages is None or self._averages.module is not pl_module:
+            raise ValueError(
+                f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
+            )
+        with ExitStack() as stack:
+            for each in peers(self._trainer) if self._trainer is not None else ():
+                if each is not self and each._averages is not None and each._averages.module is pl_module:
+                    stack.enter_context(each._averages.showing("raw"))  # whose weights may be in the module
+            stack.enter_context(self._averages.showing("averaged"))
+            yield
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """A copy of the module's ``state_dict()`` with the averaged weights in it.
+
+        Where the weights are in shards, all ranks take part and each gets all of it, in host memory. Save a model that
+        is too large for that with ``trainer.save_checkpoint`` and use ``lightning-tricks export``.
+
+        Raises:
+            ValueError: If nothing was trained with this callback yet.
+        """
+        if self._averages is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no average: fit a module with it first, and ask"
+                " before a checkpoint is loaded into that."
+            )
+        with self.averaged(self._averages.module):
+            return self._averages.weights.state()
+
+    def plot(self, metric: str | None = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw a validation metric of the averaged and of the raw weights over the optimizer steps.
+
+        Args:
+            metric: Name of the averaged weights' metric; None for the first that was logged.
+            ax: Where to draw; None for a new figure.
+
+        Raises:
+            ValueError: If there is no such metric; there is one only with ``validate="both"``.
+        """
+        return self._history.plot(metric, ax)
+
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        _require_whole_file(trainer)
+        require_whole_file(trainer)
         if not is_fitting(trainer):
             self._averages = None  # the module now holds the weights of that checkpoint
             return

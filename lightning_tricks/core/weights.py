@@ -88,3 +88,11 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
+
+
+def checksum(tensor: Tensor) -> int:
+    """The bits as integers, weighted by their places; no device and no order of summing changes it."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().flatten().view(integer).long()
+    return int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, random_state, tensors_in
+from lightning_tricks.core.replay import (
+    ModuleState,
+    find_node,
+    generators_of,
+    random_numbers_of,
+    random_state,
+    tensors_in,
+)
 from lightning_tricks.core.weights import copy_, trainable, unnoticed
 
 if TYPE_CHECKING:
@@ -163,8 +170,7 @@ def _mean(
     """The mean over all samples of the loss, and of what ``part`` makes of a batch's loss; the model stays as it is."""
     total, parts, samples = 0.0, torch.zeros(()), 0
     device, state = next(model.parameters()).device, ModuleState(model)
-    owned = (getattr(owner, "generator", None) for owner in (loader, getattr(loader, "sampler", None)))
-    generators = [(each, each.get_state()) for each in owned if isinstance(each, torch.Generator)]
+    generators = [(each, each.get_state()) for each in generators_of(loader)]
     torch.clear_autocast_cache()  # of casts that a caller made without gradients
     try:
         with random_numbers_of(random_state(device), device):

@@ -24,6 +24,7 @@ def recorded(**metrics: float) -> History:
         ("loss/dataloader_idx_1", "loss_raw/dataloader_idx_1"),
         ("loss_epoch/dataloader_idx_0", "loss_raw_epoch/dataloader_idx_0"),
         ("val/loss", "val/loss_raw"),
+        ("loss_step", "loss_step_raw"),
     ],
 )
 def test_pairs_are_found_under_the_names_that_lightning_makes(name: str, raw: str) -> None:
