@@ -54,9 +54,9 @@ class Whole:
     def release(self) -> None:
         """Forget whole weights that were gathered from parts which have changed; no other rank is needed."""
 
-    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-        """Key and tensor of each local part in a sharded checkpoint."""
-        return {name: (name, part) for name, part in parts.items()}
+    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The local parts, in their order, by their keys in a sharded checkpoint."""
+        return dict(parts)
 
     def own(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of whole tensors."""
@@ -76,7 +76,12 @@ class Whole:
 
     def state(self) -> dict[str, Any]:
         """A copy of the module's ``state_dict()``, of whole tensors; all ranks take part."""
-        return {name: _copied(value) for name, value in self.module.state_dict().items()}
+        self.settle()
+        return {name: self._gathered(value) for name, value in self.module.state_dict().items()}
+
+    def _gathered(self, value: Any) -> Any:
+        """A whole copy of an entry of a state dict."""
+        return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 class FSDP2(Whole):
@@ -97,8 +102,8 @@ class FSDP2(Whole):
             return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     @override
-    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-        return {name: (name, self._distributed(part, like)) for name, part, like in self._beside(parts)}
+    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._distributed(part, like) for name, part, like in self._beside(parts)}
 
     @override
     def own(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,7 +111,7 @@ class FSDP2(Whole):
 
     @override
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _gathered(tensor) for name, tensor in self.portable(parts).values()}
+        return {name: self._gathered(tensor) for name, tensor in self.portable(parts).items()}
 
     @override
     def gradients(self, loss: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -134,9 +139,8 @@ class FSDP2(Whole):
         return total.sqrt()
 
     @override
-    def state(self) -> dict[str, Any]:
-        self.settle()
-        return {name: _gathered(value) for name, value in self.module.state_dict().items()}
+    def _gathered(self, value: Any) -> Any:
+        return value.full_tensor().to("cpu", copy=True) if isinstance(value, DTensor) else super()._gathered(value)
 
     def _beside(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
         """Name, tensor and the module's own tensor of that name."""
@@ -162,7 +166,7 @@ class FSDP2(Whole):
 
 def write(folder: Path, weights: Whole, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
     """Write local parts by kind and name; all ranks take part, and the metadata that completes it comes last."""
-    tensors = {f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.portable(parts).values()}
+    tensors = {f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.portable(parts).items()}
     dcp.save({**tensors, STAMP: torch.tensor(stamp)}, checkpoint_id=folder)
 
 
@@ -175,13 +179,13 @@ def read(folder: Path, weights: Whole, parts: Mapping[str, Tensor], *, stamp: in
         ValueError: If the folder has another stamp than is expected, so that it belongs to something else.
     """
     found: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    keys = {name: key for name, (key, _) in weights.portable(parts).items()}
+    keys = dict(zip(parts, weights.portable(parts), strict=True))
     kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
     tensors = {STAMP: torch.tensor(-1)}
     for kind, mine in kinds.items():
         there = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
         mine.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in there.items()})
-        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.portable(mine).values()})
+        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.portable(mine).items()})
     dcp.load(tensors, checkpoint_id=folder)
     if tensors[STAMP].item() != stamp:
         raise ValueError(f"it is of step {tensors[STAMP].item()}, the checkpoint of step {stamp}")
@@ -194,11 +198,3 @@ def _copies(tensor: Tensor) -> int:
         return dist.get_world_size()
     sizes = [tensor.device_mesh.size(n) for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
     return math.prod(sizes)
-
-
-def _gathered(value: Any) -> Any:
-    return value.full_tensor().to("cpu", copy=True) if isinstance(value, DTensor) else _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

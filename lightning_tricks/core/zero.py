@@ -41,7 +41,7 @@ class ZeRO(Whole):
         self._optimizer().update_lp_params()
 
     @override
-    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return _by_rank(parts)
 
 
@@ -74,7 +74,7 @@ class ZeRO3(Whole):
             optimizer.empty_partition_cache()
 
     @override
-    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    def portable(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return _by_rank(parts)
 
     @override
@@ -91,6 +91,6 @@ class ZeRO3(Whole):
         return [p for p in trainable(self.module).values() if self.local(p) is not None]
 
 
-def _by_rank(parts: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+def _by_rank(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A flat fragment belongs to a rank; DeepSpeed itself resumes on as many ranks as saved."""
-    return {name: (f"{name}@{dist.get_rank()}", part) for name, part in parts.items()}
+    return {f"{name}@{dist.get_rank()}": part for name, part in parts.items()}
