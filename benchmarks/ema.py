@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
-from machine import Work, fit, in_turns, machine, memory, spread, table
+from machine import Work, fit, in_turns, machine, memory, prepare, spread, table
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -30,6 +27,7 @@ from lightning_tricks.core.shards import Whole
 from lightning_tricks.core.weights import copies
 
 RESULTS = Path(__file__).parent / "results"
+PEERS = ("timm", "ema-pytorch")
 SEED, DECAY = 0, 0.999
 STEPS = 300  # of a fit
 LERP, COPY, EMPTY = "_foreach_lerp_", "_foreach_copy_", "empty callback"
@@ -212,7 +210,7 @@ def measure(rounds: int, fits: int, device: str) -> dict[str, Any]:
         table(f"training step, {name}", steps[name])
     place = torch.cuda.get_device_name() if device == "cuda" else device
     settings = {"device": place, "threads": torch.get_num_threads(), "seed": SEED, "rounds": rounds, "fits": fits}
-    result = {"machine": machine("timm", "ema-pytorch"), "settings": settings, "sets": sets, "steps": steps}
+    result = {"machine": machine(*PEERS), "settings": settings, "sets": sets, "steps": steps}
     result["targets"] = targets(result)
     table("targets", result["targets"])
     return result
@@ -228,12 +226,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, help="where the figures go")
     args = parser.parse_args()
-    if missing := [name for name in ("timm", "ema-pytorch") if find_spec(name.replace("-", "_")) is None]:
-        raise SystemExit(f"The peers are missing: {', '.join(missing)}. Run: python -m pip install {' '.join(missing)}")
-    torch.set_num_threads(args.threads)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices there are
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    warnings.filterwarnings("ignore", message=".*LeafSpec")
+    prepare(PEERS, args.threads)
     rounds, fits = (2, 1) if args.quick else (args.rounds, args.fits)
     output = args.output or RESULTS / ("ema.json" if args.device == "cpu" else "ema_cuda.json")
     output.parent.mkdir(exist_ok=True)

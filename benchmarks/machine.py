@@ -1,15 +1,18 @@
-"""The machine that figures belong to, and how its time and memory are measured."""
+"""The machine that figures belong to, how it is prepared, and how its time and memory are measured."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import random
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -38,6 +41,16 @@ def machine(*packages: str) -> dict[str, object]:
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "lightning", *packages)},
     }
+
+
+def prepare(peers: Sequence[str], threads: int) -> None:
+    """Raise if a peer is not installed; set the threads, and quiet what Lightning says in every fit."""
+    if missing := [name for name in peers if find_spec(name.replace("-", "_")) is None]:
+        raise SystemExit(f"The peers are missing: {', '.join(missing)}. Run: python -m pip install {' '.join(missing)}")
+    torch.set_num_threads(threads)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices there are
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*LeafSpec")
 
 
 def in_turns(turns: Sequence[dict[str, Work]], rounds: int, floor: str, device: str) -> dict[str, dict[str, float]]:

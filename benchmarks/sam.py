@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
 import random
-import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 from ema import SETS, Net, aim, architecture
 from lightning.pytorch.callbacks import Callback
-from machine import Laps, Work, in_turns, machine, memory, over, spread, table
+from machine import Laps, Work, in_turns, machine, memory, over, prepare, spread, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -32,6 +29,7 @@ from lightning_tricks.core.weights import copy_
 from lightning_tricks.modules.sam_rules import sam_perturb_
 
 OUTPUT = Path(__file__).parent / "results" / "sam.json"
+PEERS = ("timm", "pytorch-optimizer")
 SEED, RHO = 0, 0.05
 FLOOR, OURS, PLAIN = "foreach, the old weights kept", "lightning_tricks", "plain"
 NAMES = ("200x64", "resnet50")  # of sets
@@ -219,7 +217,7 @@ def measure(rounds: int, fits: int) -> dict[str, Any]:
         table(f"training step, {name}", steps[name])
     settings = {"threads": torch.get_num_threads(), "seed": SEED, "rounds": rounds, "fits": fits}
     settings["batches"] = {name: list(shape) for name, (_, shape, _, _) in STEPS.items()}
-    result = {"machine": machine("timm", "pytorch-optimizer"), "settings": settings, "sets": sets, "steps": steps}
+    result = {"machine": machine(*PEERS), "settings": settings, "sets": sets, "steps": steps}
     result["targets"] = targets(result)
     table("targets", result["targets"])
     return result
@@ -234,12 +232,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="where the figures go")
     args = parser.parse_args()
-    if missing := [name for name in ("timm", "pytorch-optimizer") if find_spec(name.replace("-", "_")) is None]:
-        raise SystemExit(f"The peers are missing: {', '.join(missing)}. Run: python -m pip install {' '.join(missing)}")
-    torch.set_num_threads(args.threads)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices there are
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    warnings.filterwarnings("ignore", message=".*LeafSpec")
+    prepare(PEERS, args.threads)
     rounds, fits = (2, 1) if args.quick else (args.rounds, args.fits)
     args.output.parent.mkdir(exist_ok=True)
     args.output.write_text(json.dumps(measure(rounds, fits), indent=1) + "\n")

@@ -55,7 +55,7 @@ def test_the_targets_are_judged_by_the_figures(script: dict[str, Any], committed
 
 
 def test_what_is_missing_is_named(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(script["main"].__globals__, "find_spec", lambda name: None)
+    monkeypatch.setitem(script["prepare"].__globals__, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["ema.py"])
     with pytest.raises(SystemExit, match="pip install timm ema-pytorch"):
         script["main"]()

@@ -69,7 +69,7 @@ def test_the_peer_written_here_moves_the_weights_by_the_radius(script: dict[str,
 
 
 def test_what_is_missing_is_named(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(script["main"].__globals__, "find_spec", lambda name: None)
+    monkeypatch.setitem(script["prepare"].__globals__, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["sam.py"])
     with pytest.raises(SystemExit, match="pip install timm pytorch-optimizer"):
         script["main"]()
