@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import lightning_tricks as lt
 from lightning_tricks.core.averages import Averages
-from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.weights import copies
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,7 +44,7 @@ def foreach(module: nn.Module, operation: Callable[..., None], *fraction: float)
 
 
 def tracked(module: nn.Module) -> Averages:
-    weights = Whole(module)
+    weights = LocalWeights(module)
     averages = Averages(weights)
     averages.track(weights.trainable())
     return averages

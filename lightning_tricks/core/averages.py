@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_tricks.core.exchange import Exchange
 from lightning_tricks.core.offload import Offload
-from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.weights import checksum, copies, copy_, lerp_, lerp_alike_
 
 Which = Literal["averaged", "raw"]
@@ -28,7 +28,7 @@ class Averages:
         device: Where the averages live; None for beside the weights.
     """
 
-    def __init__(self, weights: Whole, device: str | None = None) -> None:
+    def __init__(self, weights: LocalWeights, device: str | None = None) -> None:
         self.weights = weights
         self.device = device
         self.steps = 0

@@ -23,7 +23,7 @@ from lightning_tricks.core.weights import global_norm, trainable
 STAMP = "stamp"
 
 
-class Whole:
+class LocalWeights:
     """Weights as single-device and DDP modules hold them: whole, in the module itself."""
 
     sharded = False
@@ -84,7 +84,7 @@ class Whole:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-class FSDP2(Whole):
+class FSDP2(LocalWeights):
     """Weights that ``fully_shard`` (or tensor parallelism) has made DTensors: each rank has its slice."""
 
     sharded = True
@@ -164,13 +164,15 @@ class FSDP2(Whole):
         ).to_local()
 
 
-def write(folder: Path, weights: Whole, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
+def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
     """Write local parts by kind and name; all ranks take part, and the metadata that completes it comes last."""
     tensors = {f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.portable(parts).items()}
     dcp.save({**tensors, STAMP: torch.tensor(stamp)}, checkpoint_id=folder)
 
 
-def read(folder: Path, weights: Whole, parts: Mapping[str, Tensor], *, stamp: int) -> dict[str, dict[str, Tensor]]:
+def read(
+    folder: Path, weights: LocalWeights, parts: Mapping[str, Tensor], *, stamp: int
+) -> dict[str, dict[str, Tensor]]:
     """Read the parts by kind and name that ``write`` wrote, for those of the given names that are there.
 
     DTensors can be read by another number of ranks than wrote them.

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_tricks.core.shards import FSDP2, Whole
+from lightning_tricks.core.shards import FSDP2, LocalWeights
 from lightning_tricks.core.zero import ZeRO, ZeRO3
 
 Kind = TypeVar("Kind")
@@ -50,7 +50,7 @@ def require_whole_weights(trainer: pl.Trainer, trick: str) -> None:
         )
 
 
-def weights_held(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> Whole:
+def weights_held(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> LocalWeights:
     """Where this process holds the weights of the module, by the Trainer's strategy.
 
     Raises:
@@ -66,7 +66,7 @@ def weights_held(trainer: pl.Trainer, module: pl.LightningModule, trick: str) ->
     elif isinstance(strategy, ModelParallelStrategy):
         return FSDP2(module)
     elif isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        return Whole(module)
+        return LocalWeights(module)
     else:
         kind = type(strategy).__name__
     raise MisconfigurationException(

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.weights import copy_, trainable
 
 
-class ZeRO(Whole):
+class ZeRO(LocalWeights):
     """Weights under DeepSpeed ZeRO-1 and 2: whole for the forward pass, their fp32 masters in fragments.
 
     The fragments are what DeepSpeed's own ``safe_get_full_fp32_param`` reads.
@@ -45,7 +45,7 @@ class ZeRO(Whole):
         return _by_rank(parts)
 
 
-class ZeRO3(Whole):
+class ZeRO3(LocalWeights):
     """Weights under DeepSpeed ZeRO-3: a flat shard for the forward pass, and its fp32 master."""
 
     sharded = True

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.recorder import Step, StepRecorder
 from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of
-from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.weights import copy_
 from lightning_tricks.modules.sam_rules import SAM
 
@@ -41,7 +41,7 @@ class SAMEngine(_Module):
 
     sam: SAM = SAM()
     _sam_recorder: StepRecorder | None = None
-    _sam_held: Whole | None = None
+    _sam_held: LocalWeights | None = None
     _sam_calls: dict[int, int] = {}  # noqa: RUF012  # of sam_step since the optimizer stepped; a new one at setup
     _sam_replays = False
     _sam_aside: tuple[list[Tensor], list[Tensor]] | None = None  # weights that are perturbed now, and their own values

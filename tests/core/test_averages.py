@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks.core.averages import Averages
-from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.weights import float_buffers, trainable
 from tests.nets import assert_equal, weights
 
@@ -62,7 +62,7 @@ def bf16() -> nn.Module:
 def make(kind: Callable[[], nn.Module], *, buffers: bool = False, updates: int = 3) -> Averages:
     """Averages after some updates of a module whose weights move at random."""
     torch.manual_seed(0)
-    averages = Averages(Whole(kind()))
+    averages = Averages(LocalWeights(kind()))
     averages.track({**trainable(averages.module), **(float_buffers(averages.module) if buffers else {})})
     for _ in range(updates):
         move(averages.module)
@@ -175,7 +175,7 @@ def test_a_checkpoint_restores_both_sets_bit_for_bit(
     averages.show(held)
     with averages.showing(saved):
         file = copy.deepcopy({"net": averages.module.state_dict(), "averages": averages.state_dict()})
-    restored = Averages(Whole(kind()))
+    restored = Averages(LocalWeights(kind()))
     tensors = {name.removeprefix("net."): value for name, value in file["net"].items() if isinstance(value, Tensor)}
     restored.module.load_state_dict(tensors)
     restored.load_state_dict(file["averages"], strict=True)
@@ -227,7 +227,7 @@ def test_an_unknown_name_is_refused_when_strict_and_left_out_otherwise() -> None
     averages = make(Tied)
     averages.show("averaged")
     state = averages.state_dict()
-    other = Averages(Whole(nn.ModuleDict({"a": nn.Linear(3, 3)})))
+    other = Averages(LocalWeights(nn.ModuleDict({"a": nn.Linear(3, 3)})))
     before = weights(other.module)
     with pytest.raises(KeyError, match=r"weights that ModuleDict does not have: b\.bias\. .*strict_loading"):
         other.load_state_dict(state, strict=True)
@@ -279,6 +279,6 @@ def test_an_interrupted_swap_leaves_the_way_back(
 
 
 def test_averages_live_on_the_device_asked_for() -> None:
-    averages = Averages(Whole(nn.Linear(2, 2)), "meta")
+    averages = Averages(LocalWeights(nn.Linear(2, 2)), "meta")
     averages.track(trainable(averages.module))
     assert {average.device.type for average in averages.tensors.values()} == {"meta"}

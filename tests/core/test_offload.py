@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lightning_tricks as lt
 from lightning_tricks.core.averages import Averages
 from lightning_tricks.core.offload import Offload
-from lightning_tricks.core.shards import Whole
+from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.weights import trainable
 from tests.nets import Net, assert_close, build, fit, weights
 
@@ -29,7 +29,7 @@ def big() -> nn.Module:
 @pytest.mark.gpu
 def test_a_copy_is_complete_before_the_weights_change() -> None:
     module = big()
-    averages = Averages(Whole(module), "cpu")
+    averages = Averages(LocalWeights(module), "cpu")
     averages.track(trainable(module))
     reference = {name: value.clone() for name, value in averages.tensors.items()}
     for step in range(20):
