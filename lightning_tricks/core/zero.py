@@ -82,7 +82,7 @@ class ZeRO3(LocalWeights):
         import deepspeed
 
         state, named = super().state(), dict(self.module.named_parameters(remove_duplicate=False))
-        for name in state.keys() & named.keys():
+        for name in [name for name in state if name in named]:  # in one order on all ranks, which no set has
             with deepspeed.zero.GatheredParameters([named[name]]):
                 state[name] = named[name].detach().to("cpu", copy=True)
         return state

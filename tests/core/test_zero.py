@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,10 @@ from lightning.pytorch.callbacks import Callback
 import lightning_tricks as lt
 from lightning_tricks.core.trainer import weights_held
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import PlainNet, build, fit, rank_loader
-from tests.ranks import run_ranks
+from tests.nets import PlainNet, assert_equal, build, fit, rank_loader
+from tests.ranks import _environment, _free_port, run_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 class Masters(Callback):
@@ -76,3 +82,40 @@ def one_weight() -> tuple[int, float]:
 def test_a_rank_without_a_part_takes_part() -> None:
     first, second = run_ranks(one_weight)
     assert first == second
+
+
+def save_averages(folder: str) -> None:
+    ema = lt.EMA(0.9)
+    run = fit(
+        build(PlainNet),
+        train=rank_loader(),
+        strategy=cpu_deepspeed(3),
+        devices=2,
+        use_distributed_sampler=False,
+        callbacks=[ema],
+    )
+    torch.save(ema.averaged_state_dict(), Path(folder) / f"{run.global_rank}.pt")
+    torch.distributed.destroy_process_group()  # a live gloo group at exit aborts now and then
+
+
+def test_ranks_that_hash_names_differently_gather_in_one_order(tmp_path: Path) -> None:
+    port = _free_port()
+    code = "import sys; from tests.core.test_zero import save_averages; save_averages(sys.argv[1])"
+    ranks = [  # not by run_ranks, whose children have the hashes of one forkserver
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env={**os.environ, **_environment(rank, 2, port), "PYTHONHASHSEED": str(rank + 1)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    assert_equal(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)))
