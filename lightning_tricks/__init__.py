@@ -1,6 +1,18 @@
 """Training tricks for a stock Lightning Trainer: add a callback, inherit a mixin, name a strategy preset."""
 
-from lightning_tricks.callbacks import EMA, SWA, LRSchedule, scale_ema_decay
+from lightning_tricks.callbacks import (
+    EMA,
+    SWA,
+    CutMix,
+    HardExampleFilter,
+    HiddenMixup,
+    LRSchedule,
+    Mixup,
+    cutmix,
+    mixup,
+    ohem_loss,
+    scale_ema_decay,
+)
 from lightning_tricks.checkpoints import average_checkpoints, export_weights, greedy_soup
 from lightning_tricks.modules import SAM, SAMMixin, Sharpness, sharpness
 from lightning_tricks.schedules import (
@@ -22,17 +34,24 @@ __all__ = [
     "SAM",
     "SWA",
     "CurveLR",
+    "CutMix",
+    "HardExampleFilter",
+    "HiddenMixup",
     "LRSchedule",
+    "Mixup",
     "SAMMixin",
     "Sharpness",
     "UnknownTotalSteps",
     "average_checkpoints",
     "constant",
     "cosine",
+    "cutmix",
     "export_weights",
     "flat_cos",
     "greedy_soup",
     "linear",
+    "mixup",
+    "ohem_loss",
     "one_cycle",
     "optimizer_steps",
     "preset",

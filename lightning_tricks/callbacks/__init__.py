@@ -1,7 +1,23 @@
 """What goes into ``Trainer(callbacks=[...])``."""
 
+from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.ema import EMA, scale_ema_decay
+from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
+from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
+from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.swa import SWA
 
-__all__ = ["EMA", "SWA", "LRSchedule", "scale_ema_decay"]
+__all__ = [
+    "EMA",
+    "SWA",
+    "CutMix",
+    "HardExampleFilter",
+    "HiddenMixup",
+    "LRSchedule",
+    "Mixup",
+    "cutmix",
+    "mixup",
+    "ohem_loss",
+    "scale_ema_decay",
+]

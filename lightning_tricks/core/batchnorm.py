@@ -9,14 +9,12 @@ from typing import cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tricks.core.loaders import loaders_untouched, training_steps
-from lightning_tricks.core.replay import ModuleState, random_numbers_of, random_state
-from lightning_tricks.core.trainer import wrap_method
+from lightning_tricks.core.trial import on_trial
 from lightning_tricks.core.weights import copies, copy_
 
 
@@ -69,7 +67,7 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
         return {}
     sums, steps = {name: torch.zeros_like(_statistics(layer)) for name, layer in layers.items()}, 0
     # compiled, a layer without momentum breaks the graph
-    with _undone(trainer, pl_module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with _undone(trainer, pl_module), torch.compiler.set_stance("force_eager"):
         for layer in layers.values():
             layer.momentum = None  # so that its statistics are the mean over its calls, here those of one step
         for arguments in training_steps(trainer, pl_module):
@@ -106,21 +104,15 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 @contextmanager
 def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
     """Log nothing inside the block, and leave everything as if it had not run."""
-    device, loggers = pl_module.device, trainer.loggers
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in pl_module.parameters()]
     frozen = [parameter for parameter, trains, _ in parameters if not trains]  # such as a teacher that follows
     kept = [parameter.detach().clone() for parameter in frozen]
-    module = ModuleState(pl_module)
     try:
-        wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, so undone with the module's state
-        trainer.loggers = [DummyLogger() for _ in loggers]
         for parameter, _, _ in parameters:
             parameter.grad = None
-        with random_numbers_of(random_state(device), device), loaders_untouched(trainer):
+        with on_trial(trainer, pl_module), loaders_untouched(trainer):
             yield
     finally:
-        trainer.loggers = loggers
-        module.restore()
         copy_(frozen, kept)
         for parameter, trains, gradient in parameters:
             parameter.requires_grad_(trains).grad = gradient

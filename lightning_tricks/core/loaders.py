@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.connectors.data_connector import (
     _parse_num_batches,
@@ -24,9 +23,10 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_tricks.core.ranks import extremes
 from lightning_tricks.core.replay import generators_of
+from lightning_tricks.core.trial import step_arguments
 
 
 def train_batches(trainer: pl.Trainer) -> int | None:
@@ -44,7 +44,8 @@ def train_batches(trainer: pl.Trainer) -> int | None:
     else:
         loader = _prepared_loader(trainer)
     batches = -1 if any(map(_length_unknown, loader.flattened)) else _batches(trainer, loader)
-    return batches if _ranks_agree(trainer, batches) and batches >= 0 else None  # every rank takes part in agreeing
+    lowest, highest = extremes(trainer, batches)  # in which every rank takes part
+    return batches if lowest == highest >= 0 else None
 
 
 def _length_unknown(loader: object) -> bool:
@@ -72,20 +73,12 @@ def _prepared_loader(trainer: pl.Trainer) -> CombinedLoader:
     return combined
 
 
-def _ranks_agree(trainer: pl.Trainer, number: int) -> bool:
-    """Whether every rank has the same number; all ranks get the same answer."""
-    extremes = torch.tensor([number, -number], device=trainer.strategy.root_device)
-    highest, negated_lowest = trainer.strategy.reduce(extremes, reduce_op="max").tolist()
-    return highest == -negated_lowest
-
-
 def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[tuple[Any, ...]]:
     """The arguments of ``training_step`` for each batch of an epoch, as Lightning makes them.
 
     The module's hook before the transfer has a private name that knows whether it is the module's or the data module's.
     A loader without a length is read for as many batches as the epoch in progress has had.
     """
-    indexed = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     length = trainer.num_training_batches
     limit = trainer.fit_loop.batch_idx + 1 if math.isinf(length) else int(length)
     loader = copy(train_loader(trainer))  # to iterate over it leaves the iterator of the training alone
@@ -94,7 +87,7 @@ def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterat
         batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         if batch is not None:  # which Lightning skips
-            yield (batch, batch_idx) if indexed else (batch,)
+            yield step_arguments(pl_module, batch, batch_idx)
 
 
 def train_loader(trainer: pl.Trainer) -> CombinedLoader:

@@ -1,4 +1,4 @@
-"""What the ranks find out about averages together."""
+"""What the ranks find out together."""
 
 from __future__ import annotations
 
@@ -35,3 +35,12 @@ def _squares(parts: list[Tensor], averages: list[Tensor]) -> Tensor:
     """Squared norms of what lies between weights and averages, and of the weights."""
     near = [part.to(average.device, average.dtype) for part, average in zip(parts, averages, strict=True)]
     return torch.stack([global_norm(torch._foreach_sub(near, averages)), global_norm(near)]) ** 2
+
+
+def extremes(trainer: pl.Trainer, number: int) -> tuple[int, int]:
+    """The smallest and the largest of the numbers that the ranks have."""
+    if trainer.world_size == 1:
+        return number, number
+    both = torch.tensor([number, -number], device=trainer.strategy.root_device)
+    largest, negated_smallest = trainer.strategy.reduce(both, reduce_op="max").tolist()
+    return -negated_smallest, largest

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,24 @@ def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None
         yield
     finally:
         _set_random_state(outside, device)
+
+
+_again = ContextVar("_again", default=False)
+
+
+@contextmanager
+def run_again() -> Iterator[None]:
+    """What runs inside the block is a step that has run before."""
+    token = _again.set(True)
+    try:
+        yield
+    finally:
+        _again.reset(token)
+
+
+def runs_again() -> bool:
+    """Whether a step that has run before is run again."""
+    return _again.get()
 
 
 class ModuleState:

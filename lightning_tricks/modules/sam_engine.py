@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.recorder import Step, StepRecorder
-from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of
+from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, run_again, runs_again
 from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.weights import copy_
 from lightning_tricks.modules.sam_rules import SAM
@@ -43,13 +43,12 @@ class SAMEngine(_Module):
     _sam_recorder: StepRecorder | None = None
     _sam_held: LocalWeights | None = None
     _sam_calls: dict[int, int] = {}  # noqa: RUF012  # of sam_step since the optimizer stepped; a new one at setup
-    _sam_replays = False
     _sam_aside: tuple[list[Tensor], list[Tensor]] | None = None  # weights that are perturbed now, and their own values
     _sam_norm: Tensor | None = None  # of the last gradient
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:
-        if not self._sam_replays:
+        if not runs_again():
             super().log(*args, **kwargs)
 
     def _sam_twice(
@@ -94,12 +93,8 @@ class SAMEngine(_Module):
 
     def _sam_loss(self, run: Callable[[], Any]) -> Tensor:
         """The loss of the step run once more."""
-        self._sam_replays = True
-        try:
-            output = run()
-        finally:
-            self._sam_replays = False
-        return loss_of(output)
+        with run_again():
+            return loss_of(run())
 
     def _sam_scaled(self, loss: Tensor) -> Tensor:
         """The loss divided and scaled as Lightning does with that of the first run."""

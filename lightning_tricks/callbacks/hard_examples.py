@@ -1,0 +1,236 @@
+"""Hard examples: train on the samples with the largest losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, final
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tricks.core.batches import BatchCallback, Work
+from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
+from lightning_tricks.core.ranks import extremes
+from lightning_tricks.core.replay import runs_again
+from lightning_tricks.core.scoring import losses_of_samples, shrunk
+from lightning_tricks.core.structure import Names, described, get, narrowed
+from lightning_tricks.core.trainer import log_now_and_then
+from lightning_tricks.schedules.steps import steps_between
+
+
+def ohem_loss(losses: Tensor, keep: float) -> Tensor:
+    """Online hard example mining: the mean of the k largest losses, ``k = max(1, round(keep * n))``.
+
+    Args:
+        losses: The loss of each sample, (n,), from ``reduction="none"``.
+        keep: Share of the samples that count, in (0, 1].
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        TypeError: For a share that is no number.
+        ValueError: For a share out of range, or losses that are not one a sample.
+
+    Example:
+        >>> ohem_loss(torch.tensor([1.0, 4.0, 2.0, 3.0]), keep=0.5)
+        tensor(3.5000)
+
+    References:
+        Shrivastava et al., arXiv 1604.03540.
+    """
+    _check_keep(keep)
+    if losses.ndim != 1 or not len(losses):
+        raise ValueError(f"losses must be one a sample, (n,), got {tuple(losses.shape)}.")
+    return losses[hardest(losses, kept_count(len(losses), keep))].mean()
+
+
+def kept_count(samples: int, keep: float) -> int:
+    """How many of the samples are kept, at least one."""
+    return max(1, round(keep * samples))
+
+
+def hardest(losses: Tensor, count: int) -> Tensor:
+    """Positions of the largest losses, in the order of the samples."""
+    return losses.detach().topk(count).indices.sort().values
+
+
+@final
+class HardExampleFilter(BatchCallback):
+    """Trains on the hardest samples of each batch: the ``k = max(1, round(keep * n))`` of n with the largest losses.
+
+    ``mode="prune"`` finds them by running ``training_step`` without gradients first, and gives the module a batch of
+    these samples alone, so that forward and backward pass take less (selective backpropagation). That scoring pass logs
+    nothing, draws the random numbers that the training pass then draws from the same state, and leaves BatchNorm
+    statistics, metrics and attributes of the module as they were. ``score_scale`` makes it cheap. ``mode="loss"`` takes
+    the largest losses of the ordinary forward pass, which saves nothing but costs nothing. Samples are compared by the
+    losses of ``torch.nn.functional`` within the step (in "loss" mode any loss made of the target), summed if several.
+
+    The loss is the mean over the kept samples of all ranks, each of which keeps as many (those of the smallest batch).
+    Mixing callbacks mix what is kept. ``tricks/kept_fraction`` and ``tricks/loss_threshold``, the smallest loss that
+    was kept, are logged every ``log_every_n_steps``.
+
+    Do not use it with wrong labels: the hardest samples are then the wrong ones.
+
+    Args:
+        keep: Share of the samples to keep, in (0, 1]; 1.0 filters nothing.
+        mode: "prune" or "loss".
+        start: When filtering begins (int optimizer steps, float fraction of training).
+        stop: When it ends, as ``start``.
+        every_n_batches: Filter one of so many batches, at least 1.
+        score_scale: In "prune" mode, score images (B, C, H, W) at this share of their height and width, or integer
+            sequences (B, T) by this share of their tokens, in (0, 1); None for the samples as they are.
+        across_ranks: In "loss" mode, keep the largest losses of all ranks together, however many fall to each.
+        inputs: Key, index or path (such as "batch.0") of what ``score_scale`` shrinks, or a list of those; found by
+            itself in pairs and under usual names.
+        target: The same for the targets.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range, or that the mode has no use for.
+        MisconfigurationException: At fit start for a ``training_step(dataloader_iter)``, for "prune" in manual
+            optimization, for "loss" with SAM's ``micro_batch_size``; at the first batch if targets are not found or no
+            loss was computed from them.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[HardExampleFilter(keep=0.5, start=0.2)], accelerator="cpu", logger=False)
+
+    References:
+        Jiang et al., arXiv 1910.00762; Shrivastava et al., arXiv 1604.03540.
+    """
+
+    def __init__(
+        self,
+        keep: float = 0.5,
+        *,
+        mode: Literal["prune", "loss"] = "prune",
+        start: int | float = 0,
+        stop: int | float = 1.0,
+        every_n_batches: int = 1,
+        score_scale: float | None = None,
+        across_ranks: bool = False,
+        inputs: Names = None,
+        target: Names = None,
+    ) -> None:
+        _check_keep(keep)
+        check_choice("mode", mode, ("prune", "loss"))
+        check_count("every_n_batches", every_n_batches)
+        check_bool("across_ranks", across_ranks)
+        if score_scale is not None:
+            check_range("score_scale", score_scale, 0.0, 1.0, below=True)
+            if score_scale == 0 or mode == "loss":
+                raise ValueError(
+                    f'score_scale must be above 0 and goes with mode="prune", got {score_scale} and {mode!r}.'
+                )
+        if across_ranks and mode == "prune":
+            raise ValueError(
+                'across_ranks goes with mode="loss", got mode="prune": ranks would get batches of unequal size and wait'
+                " for the largest."
+            )
+        self.keep, self.mode, self.every_n_batches = keep, mode, every_n_batches
+        self.score_scale, self.across_ranks = score_scale, across_ranks
+        self.start, self.stop, self.inputs, self.target = start, stop, inputs, target
+        super().__init__()
+        self._batches = 0
+        self._kept: tuple[float, Tensor] | None = None  # share and threshold in the last batch
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.mode == "prune" and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f'HardExampleFilter(mode="prune") runs training_step once more, which would step the optimizers, got'
+                f' {type(pl_module).__name__}.automatic_optimization=False: use mode="loss".'
+            )
+        if self.mode == "loss" and getattr(getattr(pl_module, "sam", None), "micro_batch_size", None) is not None:
+            raise MisconfigurationException(
+                f'HardExampleFilter(mode="loss") compares the samples of a whole batch, got {pl_module.sam}: leave'
+                ' micro_batch_size out, or use mode="prune".'
+            )
+
+    @override
+    def _steps(self, trainer: pl.Trainer) -> tuple[float, float]:
+        return steps_between(trainer, self.start, self.stop, type(self).__name__)
+
+    @override
+    def _begin(self) -> None:
+        self._kept = None
+
+    @override
+    def _change(self, trainer: pl.Trainer, work: Work) -> None:
+        if self.keep == 1 or work.number % self.every_n_batches:
+            return
+        sizes = {
+            len(target) if target.ndim else 0 for target in (get(work.batch, p) for p in self.targets_in(work.batch))
+        }
+        if len(sizes) > 1 or 0 in sizes:
+            raise MisconfigurationException(
+                f"HardExampleFilter needs targets with one entry a sample, got a batch with {described(work.batch)}."
+            )
+        (size,) = sizes
+        smallest, largest = extremes(trainer, size)
+        count = kept_count(smallest, self.keep)
+        if self.mode == "prune":
+            batch = work.batch
+            if self.score_scale is not None:
+                batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
+            losses = losses_of_samples(trainer, batch, self.targets_in(batch))
+            work.batch = narrowed(work.batch, self._keep(losses, count), size)
+        elif self.across_ranks:
+            work.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, count, largest))
+            work.know(self)
+        else:
+            work.plan.choose = Selection(lambda losses: (self._keep(losses, count), 1.0))
+            work.know(self)
+
+    def _keep(self, losses: Tensor, count: int) -> Tensor:
+        kept = hardest(losses, count)
+        self._kept = count / len(losses), losses[kept].min()
+        return kept
+
+    def _keep_of_all(self, trainer: pl.Trainer, losses: Tensor, count: int, largest: int) -> tuple[Tensor, float]:
+        """This rank's share of the largest losses of all ranks; a rank without any keeps one for nothing."""
+        everyone = trainer.strategy.all_gather(F.pad(losses, (0, largest - len(losses)), value=-torch.inf)).flatten()
+        best = hardest(everyone, count * trainer.world_size)
+        kept = best[best // largest == trainer.global_rank] % largest
+        self._kept = len(kept) / len(losses), everyone[best].min()
+        return (kept, len(kept) / count) if len(kept) else (losses.argmax().reshape(1), 0.0)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._kept is not None:
+            share, threshold = self._kept
+            log_now_and_then(
+                trainer, lambda: {"tricks/kept_fraction": share, "tricks/loss_threshold": float(threshold)}
+            )
+
+
+class Selection:
+    """Chooses by the losses of the samples, and the same ones when the step is run again."""
+
+    def __init__(self, choose: Callable[[Tensor], tuple[Tensor, float]]) -> None:
+        self._choose = choose
+        self._made: list[tuple[Tensor, float]] = []
+        self._runs = 0
+
+    def __call__(self, losses: Tensor) -> tuple[Tensor, float]:
+        """Positions of the samples that count, and a factor."""
+        if not runs_again():
+            self._made.append(self._choose(losses))
+            return self._made[-1]
+        self._runs += 1
+        return self._made[(self._runs - 1) % len(self._made)]
+
+
+def _check_keep(keep: float) -> None:
+    check_range("keep", keep, 0.0, 1.0)
+    if keep == 0:
+        raise ValueError(f"keep must be in (0, 1], got {keep}.")

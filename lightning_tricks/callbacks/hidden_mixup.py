@@ -1,0 +1,146 @@
+"""Mixup of hidden representations, for inputs that cannot be mixed themselves."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.batches import Work
+from lightning_tricks.core.structure import Names, get
+
+
+@final
+class HiddenMixup(MixingCallback):
+    """Trains on mixed hidden representations: ``h' = lam * h + (1 - lam) * h[index]`` for the input of a layer.
+
+    For text, whose token ids cannot be mixed: name the classification head, and the representations of two sentences
+    are mixed after the encoder (Mixup-Transformer); ``loss = lam * L(f(h'), y) + (1 - lam) * L(f(h'), y[index])``. The
+    partner comes from the same batch, so each sentence is encoded once; sentences drawn in pairs are the same thing at
+    twice the cost. The labels stay integers for the module, and a Hugging Face model may compute its loss inside
+    ``forward``. Heads: "classifier" in BERT, RoBERTa, DeBERTa and ELECTRA, "pre_classifier" in DistilBERT, "head" in
+    ModernBERT, with the name of the model's attribute before it.
+
+    Decoder classifiers ("score" in GPT-2 or Llama) take the last token of each sentence only behind the layer. There, a
+    linear layer over all tokens with one label a sentence, the logits are mixed where a loss of
+    ``torch.nn.functional`` gets them, which is the same for a linear layer.
+
+    Args:
+        layer: Name of the layer whose input is mixed, as in ``named_modules()``: "model.classifier".
+        alpha: Of the Beta distribution, at least 0; 0 mixes nothing.
+        prob: Share of the batches that are mixed, in [0, 1].
+        start: When mixing begins (int optimizer steps, float fraction of training).
+        stop: When it ends, as ``start``.
+        target: Key, index or path of the labels, or a list of those; found by itself in pairs and under usual names.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range.
+        MisconfigurationException: At fit start for an unknown layer, a ``training_step(dataloader_iter)`` or SAM with
+            ``micro_batch_size``; after a batch in which the layer was not called, or no loss computed from the labels.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[HiddenMixup("model.classifier")], accelerator="cpu", logger=False)
+
+    References:
+        Sun et al., arXiv 2010.02394; Verma et al., arXiv 1806.05236.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        alpha: float = 0.2,
+        *,
+        prob: float = 1.0,
+        start: int | float = 0,
+        stop: int | float = 1.0,
+        target: Names = None,
+    ) -> None:
+        if not isinstance(layer, str):
+            raise TypeError(f"layer must be the name of a submodule such as 'model.classifier', got {layer!r}.")
+        self.layer, self.alpha, self.prob = layer, alpha, prob
+        self.start, self.stop, self.inputs, self.target = start, stop, None, target
+        super().__init__()
+        self._work: Work | None = None
+        self._called = False
+        self._hook: RemovableHandle | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if getattr(getattr(pl_module, "sam", None), "micro_batch_size", None) is not None:
+            raise MisconfigurationException(
+                f"HiddenMixup mixes the samples of a whole batch, got {pl_module.sam}: leave micro_batch_size out."
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # after configure_model
+        layers = dict(pl_module.named_modules())
+        if self.layer not in layers:
+            near = difflib.get_close_matches(self.layer, layers, n=3, cutoff=0.3) or list(layers)[-3:]
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__} has no layer {self.layer!r}; near it are {', '.join(map(repr, near))}."
+            )
+        self._hook = layers[self.layer].register_forward_pre_hook(self._before, with_kwargs=True)
+
+    @override
+    def _mix(self, work: Work, lam: float, size: int) -> Drawn:
+        self._work, self._called = work, False
+        target = get(work.batch, self.targets_in(work.batch)[0])
+        return Drawn(max(lam, 1 - lam), permutation(work.numbers, target))
+
+    @torch.compiler.disable
+    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._work is None or not self._work.plan.open or self.drawn is None:
+            return None
+        self._called = True
+        lam, index = float(self.drawn.lam), self.drawn.index
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        found = next((name for name, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if found is None or len(named[found]) != len(index):
+            raise MisconfigurationException(
+                f"HiddenMixup({self.layer!r}) needs a layer with an input ({len(index)}, ...), got"
+                f" {', '.join(str(tuple(x.shape)) for x in named.values() if isinstance(x, Tensor)) or 'no tensor'}."
+            )
+        if isinstance(layer, nn.Linear) and named[found].ndim == 3 and self._labels_sentences(self._work):
+            self._work.plan.mix_predictions = lam, index
+            return None
+        named[found] = torch.lerp(named[found][index], named[found], lam)
+        return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}
+
+    def _labels_sentences(self, work: Work) -> bool:
+        """Whether there is one label (or one row of them, if they are floating-point) a sentence, not one a token."""
+        targets = [get(work.batch, path) for path in work.targets]
+        return all(target.ndim == 1 or target.is_floating_point() for target in targets)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        missed = self.drawn is not None and not self._called
+        if missed and (outputs or not pl_module.automatic_optimization):
+            raise MisconfigurationException(
+                f"HiddenMixup did nothing: {type(pl_module).__name__}.training_step did not call the layer"
+                f" {self.layer!r}. Name a layer that it calls."
+            )
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._work = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_work": None, "_hook": None}

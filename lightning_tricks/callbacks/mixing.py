@@ -1,0 +1,92 @@
+"""What all ways of mixing samples have in common: who is mixed with whom, how much, and what becomes of the loss."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tricks.core.batches import BatchCallback, Work
+from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.structure import Path, described, get
+from lightning_tricks.schedules.steps import steps_between
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn for a batch: the weight of each sample itself, and with whom it is mixed."""
+
+    lam: float | Tensor
+    index: Tensor
+
+
+class MixingCallback(BatchCallback):
+    """Mixes each sample of a batch with another one of it, and the losses likewise."""
+
+    alpha: float
+    prob: float
+
+    def __init__(self) -> None:
+        check_range("alpha", self.alpha, 0.0)
+        check_range("prob", self.prob, 0.0, 1.0)
+        super().__init__()
+        self.drawn: Drawn | None = None  # for the last batch; None if it was not mixed
+
+    @abstractmethod
+    def _mix(self, work: Work, lam: float, size: int) -> Drawn:
+        """Mix the samples of a batch; ``lam`` is drawn from ``Beta(alpha, alpha)``."""
+
+    @override
+    def _steps(self, trainer: pl.Trainer) -> tuple[float, float]:
+        return steps_between(trainer, self.start, self.stop, type(self).__name__)
+
+    @override
+    def _begin(self) -> None:
+        self.drawn = None
+
+    @override
+    def _change(self, trainer: pl.Trainer, work: Work) -> None:
+        if self.alpha == 0:
+            return
+        sizes = {
+            len(target) if target.ndim else 0 for target in (get(work.batch, p) for p in self.targets_in(work.batch))
+        }
+        if len(sizes) > 1 or 0 in sizes:
+            raise self._cannot("needs targets with one entry a sample", work)
+        self.drawn = self._mix(work, work.numbers.betavariate(self.alpha, self.alpha), *sizes)
+        work.plan.lam, work.partners = self.drawn.lam, self.drawn.index
+        work.know(self)
+
+    def _inputs(self, work: Work, size: int) -> list[tuple[Path, Tensor]]:
+        """The inputs of a batch."""
+        inputs = [(path, get(work.batch, path)) for path in self.inputs_in(work.batch)]
+        for path, x in inputs:
+            if not (x.is_floating_point() or x.is_complex()):
+                name = ".".join(map(str, path))
+                raise self._cannot(
+                    f"mixes floating-point inputs, got {x.dtype} for {name!r}: convert it in the data set, or use"
+                    " HiddenMixup for token ids",
+                    work,
+                )
+            if not x.ndim or len(x) != size:
+                raise self._cannot(f"needs an input and a target for each sample, got {len(x)} and {size}", work)
+        return inputs
+
+    def _cannot(self, rule: str, work: Work) -> MisconfigurationException:
+        return MisconfigurationException(f"{type(self).__name__} {rule}. The batch has {described(work.batch)}.")
+
+
+def permutation(numbers: random.Random, like: Tensor) -> Tensor:
+    """The order of the samples in which each gets its partner."""
+    return torch.randperm(len(like), generator=torch_generator(numbers)).to(like.device, non_blocking=True)
+
+
+def torch_generator(numbers: random.Random) -> torch.Generator:
+    """A generator of torch seeded by one of Python."""
+    return torch.Generator().manual_seed(numbers.getrandbits(63))

@@ -1,0 +1,101 @@
+"""Mixup: convex combinations of samples."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.batches import Work
+from lightning_tricks.core.checks import check_bool
+from lightning_tricks.core.structure import Names, put
+
+
+def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
+    """Convex combinations of samples: ``lam * x + (1 - lam) * x[index]``, in a new tensor.
+
+    Args:
+        x: Samples (B, ...), floating-point or complex.
+        lam: Weight of each sample itself, in [0, 1]; one number or one for each sample (B,).
+        index: The partner of each sample (B,).
+
+    Example:
+        >>> mixup(torch.tensor([[0.0], [1.0]]), 0.75, torch.tensor([1, 0]))
+        tensor([[0.2500],
+                [0.7500]])
+
+    References:
+        Zhang et al., arXiv 1710.09412.
+    """
+    if isinstance(lam, Tensor):
+        lam = lam.to(x.device, x.real.dtype).view(-1, *[1] * (x.ndim - 1)) if lam.ndim else lam.to(x.device)
+    return x[index].lerp_(x, lam)
+
+
+@final
+class Mixup(MixingCallback):
+    """Trains on convex combinations of samples: ``x' = lam * x + (1 - lam) * x[index]`` and likewise for the loss.
+
+    ``loss = lam * L(f(x'), y) + (1 - lam) * L(f(x'), y[index])`` with ``lam ~ Beta(alpha, alpha)`` and ``index`` a
+    permutation of the batch. The module stays as it is: its target looks like the integer or other labels ``y`` that it
+    was, and every loss of it is the mixed one, whatever the loss is made of. Since it does not matter which of two
+    samples is the first, ``lam`` is taken to be at least 1/2, so that ``y`` is the label of the greater part, in metrics too.
+
+    With ``CutMix`` or ``HiddenMixup`` beside it, one of them is chosen for each batch, by their ``prob``. Validation,
+    test and the data set's own memory are left alone. Random numbers depend on the seed, the number of the batch and
+    the rank: global generators are not drawn from, and a resumed run goes on exactly.
+
+    Args:
+        alpha: Of the Beta distribution, at least 0; 0.1 to 0.4 is common, 1 strong, 0 mixes nothing.
+        prob: Share of the batches that are mixed, in [0, 1].
+        per_sample: Draw ``lam`` for each sample, not for each batch.
+        start: When mixing begins (int optimizer steps, float fraction of training).
+        stop: When it ends, as ``start``; 0.9 leaves the last tenth of training unmixed.
+        inputs: Key, index or path (such as "batch.0") of the inputs, or a list of those; found by itself in pairs and
+            under usual names.
+        target: The same for the targets.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range.
+        MisconfigurationException: At fit start for a ``training_step(dataloader_iter)``; at the first batch if inputs
+            or targets are not found, or if no loss was computed from the target.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[Mixup(alpha=0.2, stop=0.9)], accelerator="cpu", logger=False)
+
+    References:
+        Zhang et al., arXiv 1710.09412.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.2,
+        *,
+        prob: float = 1.0,
+        per_sample: bool = False,
+        start: int | float = 0,
+        stop: int | float = 1.0,
+        inputs: Names = None,
+        target: Names = None,
+    ) -> None:
+        check_bool("per_sample", per_sample)
+        self.alpha, self.prob, self.per_sample = alpha, prob, per_sample
+        self.start, self.stop, self.inputs, self.target = start, stop, inputs, target
+        super().__init__()
+
+    @override
+    def _mix(self, work: Work, lam: float, size: int) -> Drawn:
+        weights: float | Tensor = max(lam, 1 - lam)
+        inputs = self._inputs(work, size)
+        index = permutation(work.numbers, inputs[0][1])
+        if self.per_sample:
+            others = [work.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]
+            weights = torch.tensor([max(each, 1 - each) for each in (lam, *others)], device=index.device)
+        for path, x in inputs:
+            work.batch = put(work.batch, path, mixup(x, weights, index))
+        return Drawn(weights, index)

@@ -1,0 +1,65 @@
+"""The losses of samples before they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_tricks.core.structure import Path, described, get, mapped, put
+from lightning_tricks.core.targets import Plan, knowing
+from lightning_tricks.core.trial import on_trial, step_arguments
+
+
+def losses_of_samples(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) -> Tensor:
+    """The loss of each sample of a batch, (B,), by a training step without gradients that leaves no trace.
+
+    Raises:
+        MisconfigurationException: If the step computes no loss of ``torch.nn.functional`` from the targets.
+    """
+    module, found = trainer.lightning_module, list[Tensor]()
+    plan = Plan(choose=found.append)
+    for path in targets:
+        batch = put(batch, path, knowing([get(batch, path)], plan))
+    with on_trial(trainer, module):
+        trainer.strategy.training_step(*step_arguments(module, batch, trainer.fit_loop.batch_idx + 1))
+    plan.open = False
+    if not found:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.training_step computed no loss of torch.nn.functional from the target, by which"
+            ' HardExampleFilter(mode="prune") compares samples. Compute one, name another target=, or use mode="loss".'
+        )
+    return torch.stack(found).sum(0)
+
+
+def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:
+    """The batch with its images at a lower resolution, or its sequences shorter, and with them all of the same shape.
+
+    Raises:
+        MisconfigurationException: If the inputs are neither images (B, C, H, W) nor integer sequences (B, T).
+    """
+    x = get(batch, inputs[0])
+    if x.is_floating_point() and x.ndim == 4:
+        sides = x.shape[-2:]
+        height, width = (max(1, round(scale * side)) for side in sides)
+        for path in inputs:
+            batch = put(batch, path, F.interpolate(get(batch, path), (height, width), mode="bilinear"))
+        rows = (torch.arange(height, device=x.device) * sides[0] // height)[:, None]
+        columns = torch.arange(width, device=x.device) * sides[1] // width
+        return _changed(batch, lambda leaf: leaf.shape[-2:] == sides, lambda mask: mask[..., rows, columns])
+    if not x.is_floating_point() and x.ndim == 2:
+        tokens = max(1, round(scale * x.shape[1]))
+        return _changed(batch, lambda leaf: leaf.shape[:2] == x.shape, lambda leaf: leaf[:, :tokens])
+    raise MisconfigurationException(
+        f"score_scale={scale} shrinks images (B, C, H, W) or integer sequences (B, T), got a batch with"
+        f" {described(batch)}: name inputs=, or leave score_scale out."
+    )
+
+
+def _changed(batch: Any, suits: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]) -> Any:
+    return mapped(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) and suits(leaf) else leaf)

@@ -1,0 +1,161 @@
+"""Batches of any structure: what is where, replaced without touching the batch itself, some samples only."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Name = str | int
+Names = Name | list[Name] | None  # what a user passes: a key, an index, a path with dots, several of those
+Path = tuple[Name, ...]
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+INPUTS = (
+    "pixel_values", "input_values", "input_features", "inputs", "input", "images", "image", "img", "x", "features",
+    "input_ids", "inputs_embeds",
+)  # fmt: skip
+
+
+def path_of(name: Name) -> Path:
+    """A key, an index, or several of them with dots between.
+
+    >>> path_of("batch.0.labels"), path_of(1)
+    (('batch', 0, 'labels'), (1,))
+    """
+    return tuple(int(part) if part.lstrip("-").isdigit() else part for part in str(name).split("."))
+
+
+def get(batch: Any, path: Path) -> Any:
+    """What a path leads to.
+
+    Raises:
+        LookupError: If it leads nowhere.
+    """
+    for name in path:
+        if isinstance(batch, Mapping):
+            batch = batch[name if name in batch else str(name)]
+        elif isinstance(name, int):
+            batch = batch[name]
+        elif hasattr(batch, name):
+            batch = getattr(batch, name)
+        else:
+            raise LookupError(name)
+    return batch
+
+
+def put(batch: Any, path: Path, value: Any) -> Any:
+    """The batch with a value at a path; the containers on the way are copies, the others the same."""
+    if not path:
+        return value
+    name, *rest = path
+    inner = put(get(batch, (name,)), tuple(rest), value)
+    if isinstance(batch, tuple):
+        items = list(batch)
+        items[name if isinstance(name, int) else _fields(batch).index(name)] = inner
+        return type(batch)(*items) if _fields(batch) else type(batch)(items)
+    new = copy.copy(batch)
+    if isinstance(batch, Mapping):
+        new[name if name in batch else str(name)] = inner
+    elif isinstance(name, int):
+        new[name] = inner
+    else:
+        object.__setattr__(new, name, inner)  # which a frozen dataclass allows too
+    return new
+
+
+def find(batch: Any, names: Sequence[str], position: int) -> Path | None:
+    """Where the inputs or the target of a batch are: under one of the names, or at the position in a pair."""
+    if isinstance(batch, Tensor):
+        return ()
+    own = [name for name, _ in parts(batch) if isinstance(name, str)]
+    for name in names:
+        if name in own and (inner := find(get(batch, (name,)), names, position)) is not None:
+            return (name, *inner)
+    if isinstance(batch, tuple | list) and len(batch) == 2 and not set(own) & {*TARGETS, *INPUTS}:
+        inner = find(batch[position], names, position)
+        return None if inner is None else (position, *inner)
+    return None
+
+
+def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> list[Path]:
+    """The paths of the tensors that a user asked for, or that are found without; none if one of them is not there."""
+    if asked is None:
+        found = find(batch, names, position)
+        return [found] if found else []
+    paths = [path_of(name) for name in (asked if isinstance(asked, list | tuple) else [asked])]
+    return paths if all(isinstance(_get(batch, path), Tensor) for path in paths) else []
+
+
+def check_names(argument: str, names: Names) -> None:
+    """Raise for what is no name or names."""
+    several = names if isinstance(names, list | tuple) else [names]
+    if names is not None and not all(isinstance(name, str | int) and not isinstance(name, bool) for name in several):
+        raise TypeError(
+            f"{argument} must be a key, an index, a path such as 'batch.0' or a list of those, got {names!r}."
+        )
+
+
+def parts(batch: Any) -> Iterator[tuple[Name, Any]]:
+    """The names and values of a container; nothing for what is none."""
+    if isinstance(batch, Mapping):
+        yield from batch.items()
+    elif isinstance(batch, tuple | list):
+        yield from enumerate(batch) if not _fields(batch) else zip(_fields(batch), batch, strict=True)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        yield from ((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch))
+
+
+def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with every leaf changed; lists of numbers, strings and the like are leaves."""
+    if not isinstance(batch, Mapping) and all(isinstance(value, _SCALARS) for _, value in parts(batch)):
+        return change(batch)
+    for name, value in list(parts(batch)):
+        new = mapped(value, change)
+        if new is not value:
+            batch = put(batch, (name,), new)
+    return batch
+
+
+def narrowed(batch: Any, samples: Tensor, size: int) -> Any:
+    """The batch with these samples of its ``size`` only, in everything that has one entry a sample."""
+
+    def narrow(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[samples] if leaf.ndim and len(leaf) == size else leaf
+        if isinstance(leaf, tuple | list) and len(leaf) == size:
+            return type(leaf)([leaf[sample] for sample in samples.tolist()])
+        if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", ())[:1] == (size,):
+            return leaf[samples.cpu().numpy()]
+        return leaf
+
+    return mapped(batch, narrow)
+
+
+def described(batch: Any, path: str = "") -> str:
+    """What is in a batch, for an error message.
+
+    >>> described({"x": __import__("torch").zeros(2, 3), "meta": [1, "a"]})
+    'x: float32 (2, 3), meta.0: int, meta.1: str'
+    """
+    if isinstance(batch, Tensor):
+        return f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    inner = [described(value, f"{path}.{name}".lstrip(".")) for name, value in list(parts(batch))[:12]]
+    return ", ".join(inner) or f"{path or 'an object'}: {type(batch).__name__}"
+
+
+_SCALARS = (str, bytes, int, float, bool, type(None))
+
+
+def _get(batch: Any, path: Path) -> Any:
+    try:
+        return get(batch, path)
+    except (LookupError, TypeError):
+        return None
+
+
+def _fields(batch: Any) -> tuple[str, ...]:
+    return getattr(batch, "_fields", ())
