@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # In these kinds every file is a trick of its own, apart from what the tricks of the kind share.
 SHARED: dict[str, set[str]] = {
-    "callbacks": set(),
+    "callbacks": {"mixing"},
     "checkpoints": {"average", "files", "folders"},
     "modules": {"sam_engine", "sam_rules", "sam_setup"},
     "strategies": {"precision", "presets"},
@@ -91,7 +91,10 @@ def test_the_lowest_floor_needs_the_standard_library_only(file: str) -> None:
     assert top_levels(file) <= set(sys.stdlib_module_names)
 
 
-TORCH_FLOOR = {"averages", "checks", "exchange", "history", "offload", "shards", "weights", "zero"}
+TORCH_FLOOR = {
+    *("averages", "checks", "exchange", "functions", "history", "losses", "offload", "shards", "structure", "targets"),
+    *("weights", "zero"),
+}
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_FLOOR))

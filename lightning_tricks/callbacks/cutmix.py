@@ -52,8 +52,9 @@ def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | No
 
 
 def _extent(centre: int, size: int, lam: float) -> tuple[int, int]:
-    half = int(size * math.sqrt(1 - lam)) // 2
-    return max(centre - half, 0), min(centre + half, size)
+    length = round(size * math.sqrt(1 - lam))
+    begin = centre - length // 2
+    return max(begin, 0), min(begin + length, size)
 
 
 @final

@@ -90,6 +90,7 @@ class HiddenMixup(MixingCallback):
             raise MisconfigurationException(
                 f"{type(pl_module).__name__} has no layer {self.layer!r}; near it are {', '.join(map(repr, near))}."
             )
+        torch.compiler.reset()  # code that was compiled without the hook would go on without it
         self._hook = layers[self.layer].register_forward_pre_hook(self._before, with_kwargs=True)
 
     @override
@@ -126,6 +127,7 @@ class HiddenMixup(MixingCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._work = None
         missed = self.drawn is not None and not self._called
         if missed and (outputs or not pl_module.automatic_optimization):
             raise MisconfigurationException(

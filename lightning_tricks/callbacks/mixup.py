@@ -41,8 +41,8 @@ class Mixup(MixingCallback):
 
     ``loss = lam * L(f(x'), y) + (1 - lam) * L(f(x'), y[index])`` with ``lam ~ Beta(alpha, alpha)`` and ``index`` a
     permutation of the batch. The module stays as it is: its target looks like the integer or other labels ``y`` that it
-    was, and every loss of it is the mixed one, whatever the loss is made of. Since it does not matter which of two
-    samples is the first, ``lam`` is taken to be at least 1/2, so that ``y`` is the label of the greater part, in metrics too.
+    was, and every loss of it is the mixed one, whatever it is made of. Since it does not matter which of two samples is
+    the first, ``lam`` is taken to be at least 1/2, so that ``y`` is the label of the greater part, in metrics too.
 
     With ``CutMix`` or ``HiddenMixup`` beside it, one of them is chosen for each batch, by their ``prob``. Validation,
     test and the data set's own memory are left alone. Random numbers depend on the seed, the number of the batch and

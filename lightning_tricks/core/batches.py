@@ -187,13 +187,10 @@ class Tap:
         if batch is None or not trainer.training or not torch.is_grad_enabled():
             return batch
         self._in_step = True
+        active = [each for each in self._callbacks if each._window[0] <= trainer.global_step < each._window[1]]
         work = Work(batch, self.batches, self._numbers(trainer))
         self.batches += 1
-        active = [each for each in self._callbacks if each._window[0] <= trainer.global_step < each._window[1]]
-        alternatives = [each for each in active if each.prob is not None]
-        chosen = one_of([each.prob or 0.0 for each in alternatives], work.numbers) if alternatives else None
-        changing = [each for each in active if each.prob is None]
-        for callback in changing if chosen is None else [*changing, alternatives[chosen]]:
+        for callback in chosen(active, work.numbers):
             callback._change(trainer, work)
         self._work = work
         return work.finished()
@@ -239,15 +236,15 @@ class Tap:
             self._undo = None
 
 
-def one_of(probabilities: Sequence[float], numbers: random.Random) -> int | None:
-    """One of several alternatives, or none; probabilities that sum to more than 1 are divided by their sum.
+def chosen(callbacks: Sequence[BatchCallback], numbers: random.Random) -> list[BatchCallback]:
+    """Those without a ``prob``, and behind them at most one of the others.
 
-    >>> [one_of([1.0, 1.0], random.Random(seed)) for seed in range(5)]
-    [1, 0, 1, 0, 0]
+    Probabilities that sum to more than 1 are divided by their sum.
     """
-    left = numbers.random() * max(1.0, sum(probabilities))
-    for number, probability in enumerate(probabilities):
-        left -= probability
+    always = [each for each in callbacks if each.prob is None]
+    left = numbers.random() * max(1.0, sum(each.prob or 0.0 for each in callbacks))
+    for each in callbacks:
+        left -= each.prob or 0.0
         if left < 0:
-            return number
-    return None
+            return [*always, each]
+    return always

@@ -21,6 +21,8 @@ class Trick:
         callbacks: Callbacks of the trick, made by a function of "on" or "off".
         sam: Radius of SAM, by the same key.
         schedule: Factory for ``configure_optimizers``, by the same key.
+        images: Whether it needs images.
+        by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         yaml: What a user adds to a LightningCLI configuration for it; None where there is nothing to add.
         refused: The engines, of FSDP2 and DeepSpeed, where it raises an error that names the strategy.
     """
@@ -28,6 +30,8 @@ class Trick:
     callbacks: dict[str, Callable[[], list[Callback]]] | None = None
     sam: dict[str, float] | None = None
     schedule: dict[str, Callable[..., Any]] | None = None
+    images: bool = False
+    by_batches: bool = False
     yaml: dict[str, Any] | None = None
     refused: tuple[str, ...] = ()
 
@@ -39,6 +43,9 @@ class Trick:
         if self.schedule is not None:
             factory = self.schedule[state]
             body["configure_optimizers"] = lambda module: factory(base.configure_optimizers(module), module)
+        if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
+            body["on_after_batch_transfer"] = lambda module, batch, _: (batch[0].unflatten(1, (2, 4)), batch[1])
+            body["forward"] = lambda module, x: base.forward(module, x.flatten(1))
         bases = (lt.SAMMixin, base) if self.sam is not None else (base,)
         return type(base)("Tricked", bases, body)
 
@@ -51,9 +58,32 @@ def schedule(factory: Callable[..., Any], **off: float) -> Trick:
 
 
 SETTINGS: dict[str, Trick] = {
+    "CutMix": Trick(
+        callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
+        images=True,
+        by_batches=True,
+    ),
     "EMA": Trick(
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
+    ),
+    "HardExampleFilter": Trick(
+        callbacks={"on": lambda: [lt.HardExampleFilter()], "off": lambda: [lt.HardExampleFilter(1.0)]},
+        by_batches=True,
+        yaml={"trainer": {"callbacks": ["HardExampleFilter"]}},
+    ),
+    'HardExampleFilter(mode="loss")': Trick(
+        callbacks={
+            "on": lambda: [lt.HardExampleFilter(mode="loss")],
+            "off": lambda: [lt.HardExampleFilter(1.0, mode="loss")],
+        },
+        by_batches=True,
+        yaml={"trainer": {"callbacks": [{"class_path": "HardExampleFilter", "init_args": {"mode": "loss"}}]}},
+    ),
+    "HiddenMixup": Trick(
+        callbacks={"on": lambda: [lt.HiddenMixup("layers.1")], "off": lambda: [lt.HiddenMixup("layers.1", alpha=0)]},
+        by_batches=True,
+        yaml={"trainer": {"callbacks": [{"class_path": "HiddenMixup", "init_args": {"layer": "layers.1"}}]}},
     ),
     "LRSchedule": Trick(
         callbacks={
@@ -62,6 +92,19 @@ SETTINGS: dict[str, Trick] = {
         },
         yaml={"trainer": {"callbacks": [{"class_path": "LRSchedule", "init_args": {"curve": "cosine", "warmup": 2}}]}},
         refused=("DeepSpeed",),
+    ),
+    "Mixup": Trick(
+        callbacks={"on": lambda: [lt.Mixup()], "off": lambda: [lt.Mixup(alpha=0)]},
+        by_batches=True,
+        yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"alpha": 0.2}}]}},
+    ),
+    "Mixup(per_sample=True)": Trick(
+        callbacks={
+            "on": lambda: [lt.Mixup(per_sample=True)],
+            "off": lambda: [lt.Mixup(per_sample=True, prob=0.0)],
+        },
+        by_batches=True,
+        yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
     "SAMMixin": Trick(
         sam={"on": 0.1, "off": 0.0},
@@ -89,8 +132,11 @@ EXEMPT: dict[str, str] = {
     "sharpness": "measures and changes nothing; tests/modules/test_sharpness.py",
     "UnknownTotalSteps": "an error; tests/schedules/test_steps.py",
     "average_checkpoints": "works on files; tests/checkpoints/test_average.py",
+    "cutmix": "a pure function; tests/callbacks/test_cutmix.py",
     "export_weights": "works on files; tests/checkpoints/test_export.py",
     "greedy_soup": "works on files; tests/checkpoints/test_soup.py",
+    "mixup": "a pure function; tests/callbacks/test_mixup.py",
+    "ohem_loss": "a pure function; tests/callbacks/test_hard_examples.py",
     "scale_ema_decay": "a formula; tests/callbacks/test_ema.py",
     "optimizer_steps": "counts and changes nothing; tests/schedules/test_steps.py has its regimes",
     "preset": "a strategy, so itself a regime; tests/strategies/test_presets.py",

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
-from lightning_tricks.core.ranks import relative_distance
+from lightning_tricks.core.ranks import extremes, relative_distance
 from tests.core.test_shards import train
 from tests.nets import NormNet, build, fit, rank_loader
 from tests.ranks import run_ranks
@@ -73,3 +73,18 @@ def distances(engine: str) -> tuple[float, float]:
 def test_the_distance_is_that_of_the_gathered_weights(engine: str) -> None:
     for logged, expected in run_ranks(distances, engine):
         assert logged == pytest.approx(expected, rel=1e-4)
+
+
+def smallest_and_largest() -> tuple[int, int]:
+    found = []
+
+    class Ask(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            found.append(extremes(trainer, 5 + trainer.global_rank))
+
+    fit(build(NormNet), callbacks=[Ask()], max_epochs=1, strategy="ddp", devices=2)
+    return found[0]
+
+
+def test_the_extremes_of_numbers_that_differ_between_ranks() -> None:
+    assert run_ranks(smallest_and_largest) == [(5, 6), (5, 6)]

@@ -23,6 +23,8 @@ from lightning_tricks.core.replay import (
     random_numbers_of,
     random_state,
     rebuilt,
+    run_again,
+    runs_again,
     tensors_in,
     versions,
 )
@@ -298,3 +300,14 @@ def test_a_node_of_the_graph_is_found_by_name() -> None:
     loss = (x.exp() * x).sum()
     assert find_node(loss, "ExpBackward0".__eq__) == "ExpBackward0"
     assert find_node(loss, "LogBackward0".__eq__) is None
+
+
+def test_a_step_knows_that_it_runs_again_until_the_end_of_an_exception() -> None:
+    assert not runs_again()
+    with pytest.raises(KeyError), run_again():
+        assert runs_again()
+        with run_again():
+            pass
+        assert runs_again()
+        raise KeyError
+    assert not runs_again()
