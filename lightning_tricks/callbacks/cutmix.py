@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches import Work
 from lightning_tricks.core.structure import Names, put
+from lightning_tricks.core.tap import Work
 
 
 def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, float]:
@@ -47,7 +47,7 @@ def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | No
     row, column = (torch.rand(2, generator=generator) * torch.tensor([height, width])).int().tolist()
     (top, bottom), (left, right) = _extent(row, height, lam), _extent(column, width, lam)
     mixed = x.clone()
-    mixed[..., top:bottom, left:right] = x[..., top:bottom, left:right][index]
+    mixed[..., top:bottom, left:right] = x[..., top:bottom, left:right].index_select(0, index)
     return mixed, 1 - (bottom - top) * (right - left) / (height * width)
 
 

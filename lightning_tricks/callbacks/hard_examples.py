@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, final
 
 import lightning.pytorch as pl
@@ -12,13 +11,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.core.batches import BatchCallback, Work
+from lightning_tricks.core.batches import BatchCallback
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
+from lightning_tricks.core.plan import Choose
 from lightning_tricks.core.ranks import extremes
-from lightning_tricks.core.replay import runs_again
+from lightning_tricks.core.replay import run_number, runs_again
 from lightning_tricks.core.scoring import losses_of_samples, shrunk
-from lightning_tricks.core.structure import Names, described, get, narrowed
-from lightning_tricks.core.trainer import log_now_and_then
+from lightning_tricks.core.structure import Names, narrowed
+from lightning_tricks.core.tap import Work
+from lightning_tricks.core.trainer import is_fitting, log_now_and_then
 from lightning_tricks.schedules.steps import steps_between
 
 
@@ -46,7 +47,8 @@ def ohem_loss(losses: Tensor, keep: float) -> Tensor:
     _check_keep(keep)
     if losses.ndim != 1 or not len(losses):
         raise ValueError(f"losses must be one a sample, (n,), got {tuple(losses.shape)}.")
-    return losses[hardest(losses, kept_count(len(losses), keep))].mean()
+    count = kept_count(len(losses), keep)
+    return losses[hardest(losses, count)].mean() if count < len(losses) else losses.mean()
 
 
 def kept_count(samples: int, keep: float) -> int:
@@ -67,8 +69,9 @@ class HardExampleFilter(BatchCallback):
     these samples alone, so that forward and backward pass take less (selective backpropagation). That scoring pass logs
     nothing, draws the random numbers that the training pass then draws from the same state, and leaves BatchNorm
     statistics, metrics and attributes of the module as they were. ``score_scale`` makes it cheap. ``mode="loss"`` takes
-    the largest losses of the ordinary forward pass, which saves nothing but costs nothing. Samples are compared by the
-    losses of ``torch.nn.functional`` within the step (in "loss" mode any loss made of the target), summed if several.
+    the largest losses of the ordinary forward pass, which saves nothing but costs nothing. Samples are compared by
+    the losses of ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode for each loss, a
+    mean, apart.
 
     The loss is the mean over the kept samples of all ranks, each of which keeps as many (those of the smallest batch).
     Mixing callbacks mix what is kept. ``tricks/kept_fraction`` and ``tricks/loss_threshold``, the smallest loss that
@@ -142,6 +145,9 @@ class HardExampleFilter(BatchCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        if not is_fitting(trainer):
+            return
+        self._kept = None
         if self.mode == "prune" and not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 f'HardExampleFilter(mode="prune") runs training_step once more, which would step the optimizers, got'
@@ -158,21 +164,10 @@ class HardExampleFilter(BatchCallback):
         return steps_between(trainer, self.start, self.stop, type(self).__name__)
 
     @override
-    def _begin(self) -> None:
-        self._kept = None
-
-    @override
     def _change(self, trainer: pl.Trainer, work: Work) -> None:
         if self.keep == 1 or work.number % self.every_n_batches:
             return
-        sizes = {
-            len(target) if target.ndim else 0 for target in (get(work.batch, p) for p in self.targets_in(work.batch))
-        }
-        if len(sizes) > 1 or 0 in sizes:
-            raise MisconfigurationException(
-                f"HardExampleFilter needs targets with one entry a sample, got a batch with {described(work.batch)}."
-            )
-        (size,) = sizes
+        size = self._samples(work.batch)
         smallest, largest = extremes(trainer, size)
         count = kept_count(smallest, self.keep)
         if self.mode == "prune":
@@ -180,7 +175,9 @@ class HardExampleFilter(BatchCallback):
             if self.score_scale is not None:
                 batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
             losses = losses_of_samples(trainer, batch, self.targets_in(batch))
-            work.batch = narrowed(work.batch, self._keep(losses, count), size)
+            if losses is not None:
+                work.batch = narrowed(work.batch, self._keep(losses, count), size)
+                self._samples(work.batch, count)
         elif self.across_ranks:
             work.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, count, largest))
             work.know(self)
@@ -216,18 +213,20 @@ class HardExampleFilter(BatchCallback):
 class Selection:
     """Chooses by the losses of the samples, and the same ones when the step is run again."""
 
-    def __init__(self, choose: Callable[[Tensor], tuple[Tensor, float]]) -> None:
+    def __init__(self, choose: Choose) -> None:
         self._choose = choose
         self._made: list[tuple[Tensor, float]] = []
-        self._runs = 0
+        self._run, self._again = run_number(), 0
 
     def __call__(self, losses: Tensor) -> tuple[Tensor, float]:
         """Positions of the samples that count, and a factor."""
-        if not runs_again():
-            self._made.append(self._choose(losses))
-            return self._made[-1]
-        self._runs += 1
-        return self._made[(self._runs - 1) % len(self._made)]
+        if runs_again():
+            self._again += 1
+            return self._made[(self._again - 1) % len(self._made)]
+        if self._run != run_number():
+            self._made, self._run = [], run_number()
+        self._made.append(self._choose(losses))
+        return self._made[-1]
 
 
 def _check_keep(keep: float) -> None:

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches import Work
 from lightning_tricks.core.structure import Names, get
+from lightning_tricks.core.tap import Work
+from lightning_tricks.core.trainer import is_fitting
 
 
 @final
@@ -76,7 +77,7 @@ class HiddenMixup(MixingCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if getattr(getattr(pl_module, "sam", None), "micro_batch_size", None) is not None:
+        if is_fitting(trainer) and getattr(getattr(pl_module, "sam", None), "micro_batch_size", None) is not None:
             raise MisconfigurationException(
                 f"HiddenMixup mixes the samples of a whole batch, got {pl_module.sam}: leave micro_batch_size out."
             )
@@ -115,7 +116,7 @@ class HiddenMixup(MixingCallback):
         if isinstance(layer, nn.Linear) and named[found].ndim == 3 and self._labels_sentences(self._work):
             self._work.plan.mix_predictions = lam, index
             return None
-        named[found] = torch.lerp(named[found][index], named[found], lam)
+        named[found] = torch.lerp(named[found].index_select(0, index), named[found], lam)
         return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}
 
     def _labels_sentences(self, work: Work) -> bool:

@@ -12,9 +12,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.core.batches import BatchCallback, Work
+from lightning_tricks.core.batches import BatchCallback
 from lightning_tricks.core.checks import check_range
 from lightning_tricks.core.structure import Path, described, get
+from lightning_tricks.core.tap import Work
 from lightning_tricks.schedules.steps import steps_between
 
 
@@ -33,7 +34,7 @@ class MixingCallback(BatchCallback):
     prob: float
 
     def __init__(self) -> None:
-        check_range("alpha", self.alpha, 0.0)
+        check_range("alpha", self.alpha, 0.0, 1e6)
         check_range("prob", self.prob, 0.0, 1.0)
         super().__init__()
         self.drawn: Drawn | None = None  # for the last batch; None if it was not mixed
@@ -54,17 +55,14 @@ class MixingCallback(BatchCallback):
     def _change(self, trainer: pl.Trainer, work: Work) -> None:
         if self.alpha == 0:
             return
-        sizes = {
-            len(target) if target.ndim else 0 for target in (get(work.batch, p) for p in self.targets_in(work.batch))
-        }
-        if len(sizes) > 1 or 0 in sizes:
-            raise self._cannot("needs targets with one entry a sample", work)
-        self.drawn = self._mix(work, work.numbers.betavariate(self.alpha, self.alpha), *sizes)
+        self.drawn = self._mix(work, work.numbers.betavariate(self.alpha, self.alpha), self._samples(work.batch))
         work.plan.lam, work.partners = self.drawn.lam, self.drawn.index
         work.know(self)
 
     def _inputs(self, work: Work, size: int) -> list[tuple[Path, Tensor]]:
         """The inputs of a batch."""
+        if both := {*self.inputs_in(work.batch)} & {*self.targets_in(work.batch)}:
+            raise self._cannot(f"needs a target apart from its inputs, got {both.pop()} for both", work)
         inputs = [(path, get(work.batch, path)) for path in self.inputs_in(work.batch)]
         for path, x in inputs:
             if not (x.is_floating_point() or x.is_complex()):
@@ -75,7 +73,9 @@ class MixingCallback(BatchCallback):
                     work,
                 )
             if not x.ndim or len(x) != size:
-                raise self._cannot(f"needs an input and a target for each sample, got {len(x)} and {size}", work)
+                raise self._cannot(
+                    f"needs an input and a target for each sample, got inputs {tuple(x.shape)} and {size} targets", work
+                )
         return inputs
 
     def _cannot(self, rule: str, work: Work) -> MisconfigurationException:

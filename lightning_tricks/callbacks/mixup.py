@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches import Work
 from lightning_tricks.core.checks import check_bool
 from lightning_tricks.core.structure import Names, put
+from lightning_tricks.core.tap import Work
 
 
 def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
@@ -31,8 +31,9 @@ def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
         Zhang et al., arXiv 1710.09412.
     """
     if isinstance(lam, Tensor):
-        lam = lam.to(x.device, x.real.dtype).view(-1, *[1] * (x.ndim - 1)) if lam.ndim else lam.to(x.device)
-    return x[index].lerp_(x, lam)
+        lam = lam.to(x.device, x.dtype).view(-1, *[1] * (x.ndim - 1))
+    partners = x.index_select(0, index) if x.is_contiguous() else x[index]  # which is slower and keeps the strides
+    return partners.lerp_(x, lam)
 
 
 @final

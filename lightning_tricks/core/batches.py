@@ -1,60 +1,21 @@
-"""Between the loader and the training step: callbacks that change the batches a module trains on."""
+"""Callbacks that change the batches a module trains on."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import random
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_duration
-from lightning_tricks.core.structure import INPUTS, TARGETS, Names, Path, check_names, described, get, locate, put
-from lightning_tricks.core.targets import Plan, knowing
-from lightning_tricks.core.trainer import callbacks_of, is_fitting, wrap_method
-
-
-class Work:
-    """A batch on its way to the module, and what is to become of its losses.
-
-    Args:
-        batch: As it came from the transfer to the device.
-        number: Of the batch in this training, from 0.
-        numbers: Random numbers of this batch on this rank.
-    """
-
-    def __init__(self, batch: Any, number: int, numbers: random.Random) -> None:
-        self.batch = batch
-        self.number = number
-        self.numbers = numbers
-        self.plan = Plan()
-        self.partners: Tensor | None = None  # the sample that each sample is mixed with
-        self.targets: dict[Path, str] = {}  # those that compute the loss by the plan, and who asked for it
-
-    def know(self, callback: BatchCallback) -> None:
-        """Have the targets that a callback names compute the loss by the plan."""
-        self.targets |= dict.fromkeys(callback.targets_in(self.batch), type(callback).__name__)
-
-    def finished(self) -> Any:
-        """The batch as the module gets it."""
-        second = self.partners is not None and not isinstance(self.plan.lam, Tensor) and self.plan.lam < 0.5
-        if second:  # then it is the second label that the target looks like
-            self.plan.lam = 1 - self.plan.lam
-        for path in self.targets:
-            target = get(self.batch, path)
-            branches = [target] if self.partners is None else [target, target[self.partners]]
-            branches = branches[::-1] if second else branches
-            self.batch = put(self.batch, path, knowing(branches, self.plan))
-        return self.batch
+from lightning_tricks.core.structure import INPUTS, TARGETS, Names, Path, check_names, described, get, locate
+from lightning_tricks.core.tap import Tap, Work
+from lightning_tricks.core.trainer import callbacks_of, is_fitting
 
 
 class BatchCallback(Callback):
@@ -72,10 +33,14 @@ class BatchCallback(Callback):
     def __init__(self) -> None:
         check_duration("start", self.start)
         check_duration("stop", self.stop)
+        if type(self.start) is type(self.stop) and self.start > self.stop:
+            raise ValueError(f"start must not be after stop, got start={self.start} and stop={self.stop}.")
         check_names("inputs", self.inputs)
         check_names("target", self.target)
         self._tap: Tap | None = None
         self._window = (0.0, 0.0)
+        settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
+        self._key = f"{type(self).__name__}({', '.join(settings)})"  # which the Trainer asks for in every hook
 
     @abstractmethod
     def _steps(self, trainer: pl.Trainer) -> tuple[float, float]:
@@ -95,6 +60,17 @@ class BatchCallback(Callback):
     def targets_in(self, batch: Any) -> list[Path]:
         """Where the targets of a batch are."""
         return self._found(batch, "target", TARGETS, 1)
+
+    def _samples(self, batch: Any, expected: int | None = None) -> int:
+        """The number of samples in a batch, by its targets."""
+        targets = [get(batch, path) for path in self.targets_in(batch)]
+        sizes = {len(target) if target.ndim else 0 for target in targets}
+        if len(sizes) > 1 or 0 in sizes or expected not in (None, *sizes):
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs targets with one entry for each of {expected or 'the'} samples, got a"
+                f" batch with {described(batch)}."
+            )
+        return sizes.pop()
 
     def _found(self, batch: Any, argument: str, names: Sequence[str], position: int) -> list[Path]:
         asked = getattr(self, argument)
@@ -126,6 +102,18 @@ class BatchCallback(Callback):
         self._window = self._steps(trainer)
 
     @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._tap is not None, "setup comes first"
+        self._tap.in_step = False  # a step that the module left out did not end
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._tap is not None, "setup comes first"
+        self._tap.in_step = True
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -144,107 +132,17 @@ class BatchCallback(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._tap is None else {"seed": self._tap.seed, "batches": self._tap.batches}
+        return {} if self._tap is None else {"seed": self._tap.seed}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._tap is not None and state_dict:
-            self._tap.seed, self._tap.batches = state_dict["seed"], state_dict["batches"]
+            self._tap.seed = state_dict["seed"]
 
     @property
     @override
     def state_key(self) -> str:
-        settings = ("layer", "alpha", "keep", "mode", "start", "stop")
-        named = [f"{name}={getattr(self, name)!r}" for name in settings if hasattr(self, name)]
-        return f"{type(self).__name__}({', '.join(named)})"
+        return self._key
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tap": None}
-
-
-class Tap:
-    """Behind the strategy's transfer of batches to the device, for all callbacks of a Trainer.
-
-    The random numbers of a batch depend on a seed (that of ``seed_everything``), the number of the batch and the rank.
-    """
-
-    def __init__(self, trainer: pl.Trainer, callbacks: Sequence[BatchCallback]) -> None:
-        self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
-        self.batches = 0
-        self._callbacks = callbacks
-        self._work: Work | None = None
-        self._in_step = False
-        self._undo: Callable[[], None] | None = wrap_method(
-            trainer.strategy, "batch_to_device", partial(self._transferred, trainer)
-        )
-
-    def _transferred(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch = original(*args, **kwargs)
-        self._drop()
-        for each in self._callbacks:
-            each._begin()
-        # no gradients are taken where batches are read for another purpose, such as the statistics of BatchNorm
-        if batch is None or not trainer.training or not torch.is_grad_enabled():
-            return batch
-        self._in_step = True
-        active = [each for each in self._callbacks if each._window[0] <= trainer.global_step < each._window[1]]
-        work = Work(batch, self.batches, self._numbers(trainer))
-        self.batches += 1
-        for callback in chosen(active, work.numbers):
-            callback._change(trainer, work)
-        self._work = work
-        return work.finished()
-
-    def _numbers(self, trainer: pl.Trainer) -> random.Random:
-        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        number = self.batches * ranks["num_replicas"] + ranks["rank"]
-        return random.Random(hashlib.blake2b(f"{self.seed} {number}".encode(), digest_size=16).digest())
-
-    def finish(self, module: str, skipped: bool) -> None:
-        """End the work on a batch.
-
-        Raises:
-            MisconfigurationException: If no loss was computed by the plan, though a step was made.
-        """
-        work = self._work
-        self._in_step = False
-        self._drop()
-        if work is None or skipped or not work.targets or work.plan.losses:
-            return
-        where = ", ".join(f"batch{''.join(f'[{name!r}]' for name in path)}" for path in work.targets)
-        raise MisconfigurationException(
-            f"{' and '.join(dict.fromkeys(work.targets.values()))} did nothing to batch {self.batches - 1}: no loss of"
-            f" {module}.training_step was computed from the target, {where}. Looked for was a loss of"
-            " torch.nn.functional, or anything else made of that very tensor, that depends on the weights: not of a"
-            " copy through NumPy or Python numbers, an autograd.Function or a compiled extension. Name another target="
-            " or compute the loss from it."
-        )
-
-    def _drop(self) -> None:
-        if self._work is not None:
-            self._work.plan.open = False
-            self._work = None
-
-    def close(self) -> None:
-        """Leave the strategy as it was; a batch whose step was not finished does not count."""
-        self._drop()
-        if self._in_step:
-            self._in_step = False
-            self.batches -= 1
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
-
-
-def chosen(callbacks: Sequence[BatchCallback], numbers: random.Random) -> list[BatchCallback]:
-    """Those without a ``prob``, and behind them at most one of the others.
-
-    Probabilities that sum to more than 1 are divided by their sum.
-    """
-    always = [each for each in callbacks if each.prob is None]
-    left = numbers.random() * max(1.0, sum(each.prob or 0.0 for each in callbacks))
-    for each in callbacks:
-        left -= each.prob or 0.0
-        if left < 0:
-            return [*always, each]
-    return always

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks.core.plan import Plan, Weight
+
 Loss = Callable[..., Tensor]
-Weight = float | Tensor  # of the samples: one for all, or one each of shape (B,)
-Choose = Callable[[Tensor], tuple[Tensor, float] | None]
-"""Takes the loss of each sample, (B,), and gives the numbers of those that count and a factor; None for all."""
 
 
 @cache
@@ -42,84 +41,93 @@ def arguments(func: Loss, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
     return bound.arguments
 
 
-def loss_by_samples(
-    func: Loss,
-    calls: Sequence[dict[str, Any]],
-    weights: Sequence[Weight],
-    owners: Tensor,
-    size: int,
-    choose: Choose | None,
-) -> Tensor:
-    """The weighted sum of a loss for several targets, over the chosen samples.
+def loss_by_samples(func: Loss, calls: Sequence[dict[str, Any]], owners: Tensor | None, plan: Plan) -> Tensor:
+    """A loss of torch with a target for each branch, as the plan has it.
 
     With weights ``u_i`` a mean ``sum_i(l_i) / n`` becomes ``sum_i(u_i * l_i) / n``, whatever it divides by (class
     weights, entries that are not ignored); over chosen samples it is the loss of a batch of these alone.
 
     Args:
-        func: One of torch's losses.
-        calls: Its arguments for each target, with a ``reduction``.
-        weights: Of each target.
+        func: The loss.
+        calls: Its arguments for each branch, with a ``reduction`` to one number.
         owners: The sample that each entry along the first dimension belongs to.
-        size: Number of samples, B.
-        choose: Chooses by the loss of each sample.
+        plan: What becomes of it.
 
-    Returns:
-        The loss, a scalar.
+    Raises:
+        RuntimeError: If it is not clear which samples the values belong to.
     """
-    weights, factor = [_by_entry(weight, owners) for weight in weights], 1.0
-    if choose is not None:
-        elements = [func(**{**call, "reduction": "none"}) for call in calls]
-        chosen = choose(_per_sample(weighted_sum(elements, weights), owners, size, _counted(calls[0])))
-        if chosen is not None:
-            kept, factor = chosen
-            entries = entries_of(kept, owners)
-            calls = [_narrowed(call, entries) for call in calls]
-            weights = [weight[entries] if isinstance(weight, Tensor) else weight for weight in weights]
-    total = torch.stack([_weighted(func, call, weight) for call, weight in zip(calls, weights, strict=True)]).sum()
-    return total if factor == 1.0 else total * factor
-
-
-def values_by_samples(
-    values: Sequence[Tensor], weights: Sequence[Weight], owners: Tensor, size: int, choose: Choose | None
-) -> tuple[Tensor, float]:
-    """The weighted sum of values for several targets, at the entries of the chosen samples, and a factor."""
-    mixed = weighted_sum(values, [_by_entry(weight, owners) for weight in weights])
-    chosen = None if choose is None else choose(_per_sample(mixed, owners, size, None))
+    elements = [func(**{**call, "reduction": "none"}) for call in calls]
+    if owners is None or len(owners) != len(elements[0]) or func.__name__ == "ctc_loss":
+        raise unknown_samples(func)
+    weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
+    chosen = _chosen(func, calls[0]["reduction"], _sum(elements, weights), owners, plan, _counted(calls[0]))
     if chosen is None:
-        return mixed, 1.0
-    return mixed[entries_of(chosen[0], owners)], chosen[1]
+        return _sum([_reduced(func, each) for each in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
+    entries, factor = chosen
+    calls = [_narrowed(call, entries) for call in calls]
+    weights = [weight[entries] if isinstance(weight, Tensor) else weight for weight in weights]
+    kept = zip(calls, [each[entries] for each in elements], weights, strict=True)
+    return _sum([_reduced(func, each) for each in kept], [factor] * len(calls))
 
 
-def weighted_sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
-    """Sum of the values times their weights, one number each or one for each entry of the first dimension."""
-    terms = [_shaped(weight, value) * value for value, weight in zip(values, weights, strict=True)]
-    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+def sum_by_samples(
+    func: Loss, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], owners: Tensor | None, plan: Plan
+) -> Tensor:
+    """A sum or mean over losses of samples by hand, as the plan has it.
+
+    Raises:
+        RuntimeError: If it is not clear which samples the values belong to.
+    """
+    args, kwargs = calls[0]
+    if owners is None or len(owners) != len(args[0]):
+        raise unknown_samples(func)
+    weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
+    values, factor = _sum([each[0] for each, _ in calls], weights), 1.0
+    if (chosen := _chosen(func, func.__name__, values, owners, plan, None)) is not None:
+        values, factor = values[chosen[0]], chosen[1]
+    return func(values, *args[1:], **kwargs) * factor
 
 
-def entries_of(samples: Tensor, owners: Tensor) -> Tensor:
-    """Positions of the entries that belong to the samples."""
-    return torch.isin(owners, samples).nonzero().flatten()
+def unknown_samples(func: Loss) -> RuntimeError:
+    """That it is not clear which samples the values of a result belong to."""
+    return RuntimeError(
+        f"{func.__name__}() of a target whose samples count differently: it is not clear which sample each value"
+        " belongs to. Keep the samples in the first dimension and end with mean(), or with a loss of"
+        " torch.nn.functional."
+    )
 
 
-def _by_entry(weight: Weight, owners: Tensor) -> Weight:
-    return weight[owners] if isinstance(weight, Tensor) else weight
+def _chosen(
+    func: Loss, reduction: str, losses: Tensor, owners: Tensor, plan: Plan, counted: Tensor | None
+) -> tuple[Tensor, float] | None:
+    """The entries of the samples that count, and a factor; None if all do."""
+    if plan.record is not None:
+        plan.record(_per_sample(losses, owners, plan.samples, counted))
+    if plan.choose is None:
+        return None
+    if reduction == "sum" or len(owners) < plan.samples:
+        raise RuntimeError(
+            f"{func.__name__}() adds up the losses of samples of which some are left out, or sees a part of the samples"
+            " only: take the mean over all of them."
+        )
+    kept, factor = plan.choose(_per_sample(losses, owners, plan.samples, counted))
+    return torch.isin(owners, kept).nonzero().flatten(), factor
 
 
-def _shaped(weight: Weight, value: Tensor) -> Weight:
-    return weight.to(value.dtype).view(-1, *[1] * (value.ndim - 1)) if isinstance(weight, Tensor) else weight
-
-
-def _per_sample(values: Tensor, owners: Tensor, size: int, counted: Tensor | None) -> Tensor:
-    """The mean of each sample's values, those that are ignored left out; -inf for a sample without any."""
-    values = values.detach().reshape(len(values), -1)
-    counts = values.new_ones(values.shape) if counted is None else counted.reshape(len(values), -1).to(values.dtype)
-    total, count = (values.new_zeros(size).index_add(0, owners, each.sum(1)) for each in (values, counts))
+def _per_sample(losses: Tensor, owners: Tensor, samples: int, counted: Tensor | None) -> Tensor:
+    """The mean of each sample's losses, those that are ignored left out; -inf for a sample without any."""
+    losses = losses.detach().reshape(len(losses), -1)
+    losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
+    counts = losses.new_ones(losses.shape) if counted is None else counted.reshape(len(losses), -1).to(losses.dtype)
+    total, count = (losses.new_zeros(samples).index_add(0, owners, each.sum(1)) for each in (losses, counts))
     return torch.where(count > 0, total / count, -torch.inf)
 
 
 def _counted(call: dict[str, Any]) -> Tensor | None:
-    target = call["target"]
-    return None if "ignore_index" not in call or target.is_floating_point() else target != call["ignore_index"]
+    """The entries that are not ignored, if a loss ignores some."""
+    if "ignore_index" not in call or call["target"].is_floating_point():
+        return None
+    return call["target"] != call["ignore_index"]
 
 
 def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
@@ -135,13 +143,39 @@ def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
     }
 
 
-def _weighted(func: Loss, call: dict[str, Any], weight: Weight) -> Tensor:
+def _reduced(func: Loss, each: tuple[dict[str, Any], Tensor, Weight]) -> Tensor:
+    call, elements, weight = each
     if not isinstance(weight, Tensor):
         loss = func(**call)
         return loss if weight == 1.0 else weight * loss
-    elements = func(**{**call, "reduction": "none"})
     total = (elements * _shaped(weight, elements)).sum()
-    if call["reduction"] == "sum":
-        return total
-    mean = func(**call).detach()
-    return total * torch.where(mean == 0, 1.0, mean / elements.detach().sum())  # a mean is a sum over something
+    return total if call["reduction"] == "sum" else total / _divisor(func, call, elements)
+
+
+def _divisor(func: Loss, call: dict[str, Any], elements: Tensor) -> float | Tensor:
+    """What a mean divides the sum of its elements by."""
+    counted, weight = _counted(call), call.get("weight")
+    if call["reduction"] == "batchmean":
+        return len(elements)
+    if counted is not None:
+        return counted.sum() if weight is None else (weight[call["target"].where(counted, 0)] * counted).sum()
+    if weight is not None and func.__name__ in ("mse_loss", "l1_loss"):
+        return weight.sum()
+    return elements.numel()
+
+
+def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
+    """Sum of the values times their weights, one number each or one for each entry of the first dimension."""
+    terms = [
+        value if isinstance(weight, float) and weight == 1.0 else _shaped(weight, value) * value
+        for value, weight in zip(values, weights, strict=True)
+    ]
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def _by_entry(weight: Weight, owners: Tensor) -> Weight:
+    return weight[owners] if isinstance(weight, Tensor) else weight
+
+
+def _shaped(weight: Weight, value: Tensor) -> Weight:
+    return weight.to(value.dtype).view(-1, *[1] * (value.ndim - 1)) if isinstance(weight, Tensor) else weight

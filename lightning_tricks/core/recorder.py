@@ -13,7 +13,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_tricks.core.replay import ModuleState, RandomState, random_state, rebuilt, tensors_in, versions
+from lightning_tricks.core.replay import (
+    ModuleState,
+    RandomState,
+    first_run,
+    no_writes,
+    random_state,
+    rebuilt,
+    tensors_in,
+)
 from lightning_tricks.core.trainer import wrap_method
 
 
@@ -58,24 +66,10 @@ class StepRecorder:
         self.step = None  # of a step that was left out by returning None
         if not (torch.is_grad_enabled() and self._wanted()):  # one without gradients is somebody else's
             return original(*args, **kwargs)
+        first_run()
         self.step = Step(again(partial(original, *args, **kwargs)), random_state(module.device), ModuleState(module))
-        tensors = tensors_in((args, kwargs))
-        frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
-        before, kept = versions(tensors), versions(list(frozen.values()))
-        with torch.set_grad_enabled(self._gradients):
-            output = original(*args, **kwargs)
-        if (now := versions(list(frozen.values()))) != kept:
-            name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
-            raise MisconfigurationException(
-                f"{type(module).__name__}.training_step writes into the frozen parameter {name}, which a second run of"
-                " it would do again: update it in on_train_batch_end."
-            )
-        if versions(tensors) != before:
-            raise MisconfigurationException(
-                f"{type(module).__name__}.training_step writes into its batch, which a second run of it would see: make"
-                " a new tensor, for example x = x * 2 in place of x.mul_(2)."
-            )
-        return output
+        with torch.set_grad_enabled(self._gradients), no_writes(module, (args, kwargs)):
+            return original(*args, **kwargs)
 
 
 def again(run: partial[Any]) -> partial[Any]:

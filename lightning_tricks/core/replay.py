@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -49,11 +51,18 @@ def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None
 
 
 _again = ContextVar("_again", default=False)
+_runs = count()
+_run = ContextVar("_run", default=-1)
+
+
+def first_run() -> None:
+    """What runs from here on may be run again."""
+    _run.set(next(_runs))
 
 
 @contextmanager
 def run_again() -> Iterator[None]:
-    """What runs inside the block is a step that has run before."""
+    """What runs inside the block is what has run since ``first_run``."""
     token = _again.set(True)
     try:
         yield
@@ -64,6 +73,11 @@ def run_again() -> Iterator[None]:
 def runs_again() -> bool:
     """Whether a step that has run before is run again."""
     return _again.get()
+
+
+def run_number() -> int:
+    """Tells one run from another; the same when it is run again."""
+    return _run.get()
 
 
 class ModuleState:
@@ -139,6 +153,30 @@ def tensors_in(batch: Any) -> list[Tensor]:
 def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
     """Numbers for each tensor that move when something is written into it or its ``.data`` is set."""
     return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+@contextmanager
+def no_writes(module: nn.Module, batch: Any) -> Iterator[None]:
+    """Raise if a step inside the block writes what a second run of it would find written.
+
+    Raises:
+        MisconfigurationException: For a write into the batch, or into a frozen parameter (of a teacher, say).
+    """
+    tensors = tensors_in(batch)
+    frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
+    before, kept = versions(tensors), versions(list(frozen.values()))
+    yield
+    if (now := versions(list(frozen.values()))) != kept:
+        name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
+        raise MisconfigurationException(
+            f"{type(module).__name__}.training_step writes into the frozen parameter {name}, which a second run of it"
+            " would do again: update it in on_train_batch_end."
+        )
+    if versions(tensors) != before:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.training_step writes into its batch, which a second run of it would see: make a"
+            " new tensor, for example x = x * 2 in place of x.mul_(2)."
+        )
 
 
 def find_node(loss: Tensor, wanted: Callable[[str], bool]) -> str | None:

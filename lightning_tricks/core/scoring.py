@@ -11,30 +11,39 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_tricks.core.plan import Plan
+from lightning_tricks.core.replay import no_writes, rebuilt
 from lightning_tricks.core.structure import Path, described, get, mapped, put
-from lightning_tricks.core.targets import Plan, knowing
+from lightning_tricks.core.targets import knowing
 from lightning_tricks.core.trial import on_trial, step_arguments
 
 
-def losses_of_samples(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) -> Tensor:
+def losses_of_samples(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) -> Tensor | None:
     """The loss of each sample of a batch, (B,), by a training step without gradients that leaves no trace.
+
+    Of several losses it is the sum. None if the step returns None, to skip the batch.
 
     Raises:
         MisconfigurationException: If the step computes no loss of ``torch.nn.functional`` from the targets.
     """
     module, found = trainer.lightning_module, list[Tensor]()
-    plan = Plan(choose=found.append)
+    plan = Plan(record=found.append)
     for path in targets:
         batch = put(batch, path, knowing([get(batch, path)], plan))
-    with on_trial(trainer, module):
-        trainer.strategy.training_step(*step_arguments(module, batch, trainer.fit_loop.batch_idx + 1))
+    arguments = step_arguments(module, rebuilt(batch), trainer.fit_loop.batch_idx + 1)
+    with on_trial(trainer, module), no_writes(module, batch):
+        output = trainer.strategy.training_step(*arguments)
     plan.open = False
+    if output is None:
+        return None
     if not found:
         raise MisconfigurationException(
             f"{type(module).__name__}.training_step computed no loss of torch.nn.functional from the target, by which"
             ' HardExampleFilter(mode="prune") compares samples. Compute one, name another target=, or use mode="loss".'
         )
-    return torch.stack(found).sum(0)
+    losses = torch.stack(found)
+    missing = losses == -torch.inf  # a sample may have entries in some of the losses only
+    return losses.masked_fill(missing, 0.0).sum(0).masked_fill(missing.all(0), -torch.inf)
 
 
 def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def path_of(name: Name) -> Path:
     >>> path_of("batch.0.labels"), path_of(1)
     (('batch', 0, 'labels'), (1,))
     """
-    return tuple(int(part) if part.lstrip("-").isdigit() else part for part in str(name).split("."))
+    return tuple(int(part) if re.fullmatch("-?[0-9]+", part) else part for part in str(name).split("."))
 
 
 def get(batch: Any, path: Path) -> Any:
@@ -36,6 +37,8 @@ def get(batch: Any, path: Path) -> Any:
         LookupError: If it leads nowhere.
     """
     for name in path:
+        if isinstance(batch, Tensor):  # whose entries are no parts of a batch
+            raise LookupError(name)
         if isinstance(batch, Mapping):
             batch = batch[name if name in batch else str(name)]
         elif isinstance(name, int):
@@ -69,15 +72,20 @@ def put(batch: Any, path: Path, value: Any) -> Any:
 
 def find(batch: Any, names: Sequence[str], position: int) -> Path | None:
     """Where the inputs or the target of a batch are: under one of the names, or at the position in a pair."""
+    own = {name for name, _ in parts(batch) if isinstance(name, str)}
+    if isinstance(batch, tuple | list) and len(batch) == 2 and not own & {*TARGETS, *INPUTS}:
+        inner = _named(batch[position], names)
+        return None if inner is None else (position, *inner)
+    return None if isinstance(batch, Tensor) else _named(batch, names)
+
+
+def _named(batch: Any, names: Sequence[str]) -> Path | None:
     if isinstance(batch, Tensor):
         return ()
-    own = [name for name, _ in parts(batch) if isinstance(name, str)]
+    own = {name for name, _ in parts(batch) if isinstance(name, str)}
     for name in names:
-        if name in own and (inner := find(get(batch, (name,)), names, position)) is not None:
+        if name in own and (inner := _named(get(batch, (name,)), names)) is not None:
             return (name, *inner)
-    if isinstance(batch, tuple | list) and len(batch) == 2 and not set(own) & {*TARGETS, *INPUTS}:
-        inner = find(batch[position], names, position)
-        return None if inner is None else (position, *inner)
     return None
 
 
@@ -86,14 +94,17 @@ def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> lis
     if asked is None:
         found = find(batch, names, position)
         return [found] if found else []
-    paths = [path_of(name) for name in (asked if isinstance(asked, list | tuple) else [asked])]
+    several = asked if isinstance(asked, list | tuple) else [asked]
+    paths = [(name,) if _get(batch, (name,)) is not None else path_of(name) for name in several]  # dots in a key
     return paths if all(isinstance(_get(batch, path), Tensor) for path in paths) else []
 
 
 def check_names(argument: str, names: Names) -> None:
     """Raise for what is no name or names."""
     several = names if isinstance(names, list | tuple) else [names]
-    if names is not None and not all(isinstance(name, str | int) and not isinstance(name, bool) for name in several):
+    if names is not None and not (
+        several and all(isinstance(name, str | int) and not isinstance(name, bool) for name in several)
+    ):
         raise TypeError(
             f"{argument} must be a key, an index, a path such as 'batch.0' or a list of those, got {names!r}."
         )
@@ -110,8 +121,8 @@ def parts(batch: Any) -> Iterator[tuple[Name, Any]]:
 
 
 def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The batch with every leaf changed; lists of numbers, strings and the like are leaves."""
-    if not isinstance(batch, Mapping) and all(isinstance(value, _SCALARS) for _, value in parts(batch)):
+    """The batch with everything changed that is no container."""
+    if not list(parts(batch)):
         return change(batch)
     for name, value in list(parts(batch)):
         new = mapped(value, change)
@@ -121,18 +132,27 @@ def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def narrowed(batch: Any, samples: Tensor, size: int) -> Any:
-    """The batch with these samples of its ``size`` only, in everything that has one entry a sample."""
+    """The batch with these samples of its ``size`` only, in everything that has one entry a sample.
 
-    def narrow(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf[samples] if leaf.ndim and len(leaf) == size else leaf
-        if isinstance(leaf, tuple | list) and len(leaf) == size:
-            return type(leaf)([leaf[sample] for sample in samples.tolist()])
-        if type(leaf).__module__ == "numpy" and getattr(leaf, "shape", ())[:1] == (size,):
-            return leaf[samples.cpu().numpy()]
-        return leaf
+    That is every tensor and array with this first dimension, and every list inside the batch of this length, unless it
+    is one of such tensors.
+    """
+    if isinstance(batch, Tensor):
+        return batch[samples] if batch.ndim and len(batch) == size else batch
+    if type(batch).__module__ == "numpy" and getattr(batch, "shape", ())[:1] == (size,):
+        return batch[samples.cpu().numpy()]
+    for name, value in list(parts(batch)):
+        if isinstance(value, tuple | list) and not _fields(value) and len(value) == size and not _batched(value, size):
+            new = type(value)([value[sample] for sample in samples.tolist()])
+        else:
+            new = narrowed(value, samples, size)
+        if new is not value:
+            batch = put(batch, (name,), new)
+    return batch
 
-    return mapped(batch, narrow)
+
+def _batched(values: Sequence[Any], size: int) -> bool:
+    return all(isinstance(value, Tensor) and value.shape[:1] == (size,) for value in values)
 
 
 def described(batch: Any, path: str = "") -> str:
@@ -145,9 +165,6 @@ def described(batch: Any, path: str = "") -> str:
         return f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
     inner = [described(value, f"{path}.{name}".lstrip(".")) for name, value in list(parts(batch))[:12]]
     return ", ".join(inner) or f"{path or 'an object'}: {type(batch).__name__}"
-
-
-_SCALARS = (str, bytes, int, float, bool, type(None))
 
 
 def _get(batch: Any, path: Path) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.recorder import Step, again, micro_batches
-from lightning_tricks.core.replay import ModuleState, random_numbers_of, random_state
+from lightning_tricks.core.replay import ModuleState, first_run, random_numbers_of, random_state
 from lightning_tricks.core.trainer import step_schedules
 from lightning_tricks.modules.sam_engine import SAMEngine, loss_of
 from lightning_tricks.modules.sam_rules import perturbed_weights
@@ -85,6 +85,7 @@ class SAMMixin(SAMEngine):
         """
         require_manual(self, "sam_backward")
         own = self.optimizers() if optimizer is None else optimizer
+        first_run()
         step = Step(partial(closure), random_state(self.device), ModuleState(self))
         loss = loss_of(closure())
         weights = perturbed_weights(self, self.sam, own if isinstance(own, list) else [own])

@@ -1,0 +1,141 @@
+"""Between the loader and the training step: where callbacks change the batches that a module trains on."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_tricks.core.plan import Plan
+from lightning_tricks.core.structure import Path, get, put
+from lightning_tricks.core.targets import knowing
+from lightning_tricks.core.trainer import wrap_method
+
+if TYPE_CHECKING:
+    from lightning_tricks.core.batches import BatchCallback
+
+
+class Work:
+    """A batch on its way to the module, and what is to become of its losses.
+
+    Args:
+        batch: As it came from the transfer to the device.
+        number: Of the batch in this training, from 0.
+        numbers: Random numbers of this batch on this rank.
+    """
+
+    def __init__(self, batch: Any, number: int, numbers: random.Random) -> None:
+        self.batch = batch
+        self.number = number
+        self.numbers = numbers
+        self.plan = Plan()
+        self.partners: Tensor | None = None  # the sample that each sample is mixed with
+        self.targets: dict[Path, str] = {}  # those that compute the loss by the plan, and who asked for it
+
+    def know(self, callback: BatchCallback) -> None:
+        """Have the targets that a callback names compute the loss by the plan."""
+        self.targets |= dict.fromkeys(callback.targets_in(self.batch), type(callback).__name__)
+
+    def finished(self) -> Any:
+        """The batch as the module gets it."""
+        second = self.partners is not None and not isinstance(self.plan.lam, Tensor) and self.plan.lam < 0.5
+        if second:  # then it is the second label that the target looks like
+            self.plan.lam = 1 - self.plan.lam
+        for path in self.targets:
+            target = get(self.batch, path)
+            branches = [target] if self.partners is None else [target, target[self.partners]]
+            branches = branches[::-1] if second else branches
+            self.batch = put(self.batch, path, knowing(branches, self.plan))
+        return self.batch
+
+
+class Tap:
+    """Behind the strategy's transfer of batches to the device, for all callbacks of a Trainer.
+
+    The random numbers of a batch depend on a seed (that of ``seed_everything``), the number of the batch in this
+    training and the rank.
+    """
+
+    def __init__(self, trainer: pl.Trainer, callbacks: Sequence[BatchCallback]) -> None:
+        self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
+        self.in_step = False  # where the module itself may move something to its device
+        self._callbacks = callbacks
+        self._work: Work | None = None
+        self._undo: Callable[[], None] | None = wrap_method(
+            trainer.strategy, "batch_to_device", partial(self._transferred, trainer)
+        )
+
+    def _transferred(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = original(*args, **kwargs)
+        if self.in_step:
+            return batch
+        self._drop()
+        for each in self._callbacks:
+            each._begin()
+        # no gradients are taken where batches are read for another purpose, such as the statistics of BatchNorm
+        if batch is None or not trainer.training or not torch.is_grad_enabled():
+            return batch
+        active = [each for each in self._callbacks if each._window[0] <= trainer.global_step < each._window[1]]
+        number = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # so that a step that failed is made again
+        work = Work(batch, number, self._numbers(trainer, number))
+        for callback in chosen(active, work.numbers):
+            callback._change(trainer, work)
+        self._work = work
+        return work.finished()
+
+    def _numbers(self, trainer: pl.Trainer, number: int) -> random.Random:
+        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        key = f"{self.seed} {number * ranks['num_replicas'] + ranks['rank']}"
+        return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
+
+    def finish(self, module: str, skipped: bool) -> None:
+        """End the work on a batch.
+
+        Raises:
+            MisconfigurationException: If no loss was computed by the plan, though a step was made.
+        """
+        work, self.in_step = self._work, False
+        self._drop()
+        if work is None or skipped or not work.targets or work.plan.losses:
+            return
+        where = ", ".join(f"batch{''.join(f'[{name!r}]' for name in path)}" for path in work.targets)
+        raise MisconfigurationException(
+            f"{' and '.join(dict.fromkeys(work.targets.values()))} did nothing to batch {work.number}: no loss of"
+            f" {module}.training_step was computed from the target, {where}. Looked for was a loss of"
+            " torch.nn.functional, or anything else made of that very tensor, that depends on the weights: not of a"
+            " copy through NumPy or Python numbers, an autograd.Function or a compiled extension. Name another target="
+            " or compute the loss from it."
+        )
+
+    def _drop(self) -> None:
+        if self._work is not None:
+            self._work.plan.open = False
+            self._work = None
+
+    def close(self) -> None:
+        """Leave the strategy as it was."""
+        self._drop()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+def chosen(callbacks: Sequence[BatchCallback], numbers: random.Random) -> list[BatchCallback]:
+    """Those without a ``prob``, and behind them at most one of the others.
+
+    Probabilities that sum to more than 1 are divided by their sum.
+    """
+    always = [each for each in callbacks if each.prob is None]
+    left = numbers.random() * max(1.0, sum(each.prob or 0.0 for each in callbacks))
+    for each in callbacks:
+        left -= each.prob or 0.0
+        if left < 0:
+            return [*always, each]
+    return always

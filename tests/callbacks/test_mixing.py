@@ -1,0 +1,310 @@
+"""What Mixup and CutMix have in common: who is chosen, when, from the command line, and beside other tricks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lightning_tricks as lt
+from tests.callbacks.test_swa import Resumable, assert_recalibrated, save_at
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+
+Numbers = tuple[float | Tensor, Tensor]
+
+
+class Watch(Callback):
+    """Notes what was drawn for every batch that is trained on, and its inputs and target as the module gets them."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self.callbacks = callbacks
+        self.drawn: list[Any] = []
+        self.batches: list[Any] = []
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        mixed = [(each, each.drawn) for each in self.callbacks if each.drawn is not None]
+        assert len(mixed) <= 1
+        self.drawn.append((mixed[0][1].lam, mixed[0][1].index.clone()) if mixed else None)
+        self.steps += [trainer.global_step] if mixed else []
+        parts = batch if isinstance(batch, tuple | list) else []
+        self.batches.append([part.detach().clone() for part in parts if isinstance(part, Tensor)])
+
+    def numbers(self) -> list[Any]:
+        """What was drawn, to be compared."""
+        return [drawn and (torch.as_tensor(drawn[0]).tolist(), drawn[1].tolist()) for drawn in self.drawn]
+
+
+def naive_mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
+    return torch.stack([l_i * x[i] + (1 - l_i) * x[j] for l_i, i, j in _rows(lam, index)])
+
+
+def _rows(lam: float | Tensor, index: Tensor) -> list[tuple[float, int, int]]:
+    lams = torch.as_tensor(lam).expand(len(index)).tolist()
+    return list(zip(lams, range(len(index)), index.tolist(), strict=True))
+
+
+def naive_loss(z: Tensor, y: Tensor, lam: float | Tensor, index: Tensor, loss: Any = F.cross_entropy) -> Tensor:
+    """Sample by sample."""
+    terms = [
+        l_i * loss(z[i : i + 1], y[i : i + 1]) + (1 - l_i) * loss(z[i : i + 1], y[j : j + 1])
+        for l_i, i, j in _rows(lam, index)
+    ]
+    return torch.stack(terms).mean()
+
+
+def train_by_hand(
+    module: Any,
+    drawn: Sequence[Numbers | None],
+    batches: Sequence[Any],
+    mix: Callable[..., Tensor] = naive_mixup,
+    *,
+    loss: Any = F.cross_entropy,
+    accumulate: int = 1,
+    epoch: int | None = None,
+) -> dict[str, Tensor]:
+    """The weights after one optimizer step for each window of batches, the last of an epoch maybe smaller."""
+    optimizer, epoch = module.configure_optimizers(), epoch or len(batches)
+    module.train()
+    for number, ((x, y), numbers) in enumerate(zip(batches, drawn, strict=True)):
+        lam, index = numbers or (1.0, torch.arange(len(y)))
+        (naive_loss(module(mix(x, lam, index)), y, lam, index, loss) / accumulate).backward()
+        place = number % epoch + 1
+        if place % accumulate == 0 or place == epoch:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(module)
+
+
+class ImageNet(PlainNet):
+    """Takes images of (2, 2, 2)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.flatten(1))
+
+
+def images(size: int = 44, batch_size: int = 8) -> DataLoader[Any]:
+    x, y = loader(size).dataset.tensors
+    return DataLoader(TensorDataset(x.view(-1, 2, 2, 2), y), batch_size)
+
+
+# ---- when
+
+
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [  # 2 epochs of 6 batches in windows of 2, 2 and 2
+        ({}, range(6)),
+        ({"start": 2, "stop": 5}, range(2, 5)),
+        ({"start": 0.5}, range(3, 6)),
+        ({"start": 0.0, "stop": 0.5}, range(3)),
+        ({"stop": 1}, range(1)),
+        ({"stop": 0.4}, range(3)),  # 2.4 steps
+        ({"stop": 0.0}, ()),
+        ({"start": 1.0}, ()),
+        ({"start": 100}, ()),
+    ],
+    ids=str,
+)
+def test_whole_windows_of_optimizer_steps_are_mixed(kind: Any, settings: dict[str, Any], steps: Any) -> None:
+    callback = kind(**settings)
+    watch = Watch(callback)
+    fit(build(ImageNet), train=images(), val=images(), accumulate_grad_batches=2, callbacks=[callback, watch])
+    assert watch.steps == [step for step in steps for _ in range(2)]
+    assert [n // 2 for n, drawn in enumerate(watch.drawn) if drawn] == watch.steps
+
+
+def test_ragged_windows_have_the_gradient_of_a_naive_loop() -> None:
+    mixup, module, batches = lt.Mixup(1.0, start=1), build(PlainNet), list(loader())
+    watch = Watch(mixup)
+    fit(module, accumulate_grad_batches=4, callbacks=[mixup, watch])
+    assert [bool(drawn) for drawn in watch.drawn] == [False] * 4 + [True] * 8
+    hand = train_by_hand(build(PlainNet), watch.drawn, 2 * batches, accumulate=4, epoch=6)
+    assert_close(weights(module), hand)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from loader().dataset
+
+
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
+def test_a_stream_has_an_end_but_no_half(kind: Any) -> None:
+    stream = DataLoader(
+        Stream(),
+        8,
+        collate_fn=lambda b: (torch.stack([x for x, _ in b]).view(-1, 2, 2, 2), torch.tensor([y for _, y in b])),
+    )
+    callback = kind(stop=1.0)
+    watch = Watch(callback)
+    fit(build(ImageNet), train=stream, limit_val_batches=0, callbacks=[callback, watch])
+    assert all(watch.drawn)
+    assert len(watch.drawn) == 12
+    for name in ("start", "stop"):
+        message = rf"{kind.__name__}\({name}=0.5\) is a fraction .*length is unknown.*Give {name} in optimizer steps"
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(build(ImageNet), train=stream, limit_val_batches=0, callbacks=[kind(**{name: 0.5})])
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
+@pytest.mark.parametrize(
+    ("error", "settings", "message"),
+    [
+        (ValueError, {"alpha": -0.1}, r"alpha must be in \[0.0, inf\), got -0.1"),
+        (ValueError, {"alpha": float("nan")}, "alpha must be .*, got nan"),
+        (ValueError, {"alpha": float("inf")}, "alpha must be .*, got inf"),
+        (TypeError, {"alpha": "0.2"}, "alpha must be a number .*, got '0.2'"),
+        (ValueError, {"prob": 1.5}, r"prob must be in \[0.0, 1.0\], got 1.5"),
+        (TypeError, {"prob": True}, "prob must be a number .*, got True"),
+        (ValueError, {"start": -1}, "start must be .*, got -1"),
+        (ValueError, {"stop": 1.5}, "stop must be .*, got 1.5"),
+        (TypeError, {"stop": False}, "stop must be .*, got False"),
+        (TypeError, {"inputs": 1.0}, "inputs must be a key, .*, got 1.0"),
+        (TypeError, {"target": [None]}, r"target must be a key, .*, got \[None\]"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(kind: Any, error: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kind(**settings)
+
+
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4), "uint8 for '0'.* convert it in the data set"),
+        (torch.zeros(4, 3, 8, 8, dtype=torch.long), torch.zeros(4), "int64 for '0'.*HiddenMixup for token ids"),
+        (torch.zeros(4, 3, 8, 8), torch.zeros(2), r"got 4 and 2\. The batch has 0: float32 \(4, 3, 8, 8\), 1: float"),
+        (torch.zeros(4, 3, 8, 8), torch.tensor(1.0), "needs targets with one entry a sample"),
+        pytest.param(
+            *(torch.tensor(1.0), torch.zeros(4), "needs an input"),
+            marks=pytest.mark.xfail(strict=True, raises=TypeError, reason="its message takes len() of a 0-d tensor"),
+        ),
+    ],
+)
+def test_batches_that_cannot_be_mixed_are_refused_with_what_they_have(kind: Any, x: Any, y: Any, message: str) -> None:
+    feed = DataLoader([(x, y)], batch_size=None)
+    with pytest.raises(MisconfigurationException, match=f"{kind.__name__} .*{message}"):
+        fit(build(PlainNet), train=feed, limit_val_batches=0, callbacks=[kind()])
+
+
+# ---- beside other tricks
+
+
+@pytest.mark.parametrize("average", [None, lt.EMA, lt.SWA])
+@pytest.mark.parametrize("first", [True, False])
+def test_averages_leave_the_mixing_alone_and_batchnorm_sees_plain_batches(average: Any, first: bool) -> None:
+    seen: list[Any] = []
+
+    class Seen(NormNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if not torch.is_grad_enabled():
+                seen.append([part.clone() for part in batch])
+            return super().training_step(batch, batch_idx)
+
+    mixup, module = lt.Mixup(1.0), build(Seen)
+    watch, averages = Watch(mixup), [average(start=6)] if average else []
+    fit(module, callbacks=[*averages, mixup, watch] if first else [mixup, watch, *averages], max_epochs=3)
+    assert len(seen) == (6 if average is lt.SWA else 0)
+    for batch, plain in zip(seen, loader(), strict=False):
+        assert all(map(torch.equal, batch, plain))
+    if average is lt.SWA:
+        assert_recalibrated(module)
+    batches, trained, snapshots = list(loader()), build(NormNet), []
+    optimizer = trained.configure_optimizers()
+    for number, (lam, index) in enumerate(watch.drawn):
+        x, y = batches[number % 6]
+        optimizer.zero_grad()
+        naive_loss(trained(naive_mixup(x, lam, index)), y, lam, index).backward()
+        optimizer.step()
+        snapshots.append([parameter.detach().clone() for parameter in trained.parameters()])
+    if average is not lt.EMA:  # whose formula has tests of its own
+        means = [torch.stack(values).mean(0) for values in zip(*snapshots[5::6], strict=True)]
+        hand = means if average else snapshots[-1]
+        for ours, theirs in zip(module.parameters(), hand, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+# ---- resume
+
+
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
+@pytest.mark.parametrize(("step", "train"), [(4, True), (6, False), (8, True)])
+@pytest.mark.parametrize("first", [False, True])
+def test_resume_is_bit_exact(kind: Any, step: int, train: bool, first: bool, tmp_path: Any) -> None:
+    class Feed(Resumable):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches = list(images())
+
+    runs, path = [], tmp_path / "x.ckpt"
+    for ckpt_path in (None, path):
+        callback, module = kind(1.0, prob=0.7, start=2), build(ImageNet)
+        watch, saves = Watch(callback), [] if ckpt_path else [save_at(step, path)]
+        callbacks = [*saves, callback, watch] if first else [callback, watch, *saves]
+        fit(module, callbacks=callbacks, train=Feed() if train else images(), val=images(), ckpt_path=ckpt_path)
+        runs.append((weights(module), watch.numbers()))
+    assert runs[0][1][step:] == runs[1][1]
+    assert_equal(runs[0][0], runs[1][0])
+
+
+def test_a_checkpoint_keeps_its_seed(tmp_path: Any) -> None:
+    callbacks = [mixup := lt.Mixup(), watch := Watch(mixup)]
+    fit(build(PlainNet), callbacks=[*callbacks, save_at(6, tmp_path / "x.ckpt")])
+    callbacks = [mixup := lt.Mixup(), later := Watch(mixup)]
+    run = trainer(callbacks=callbacks)
+    pl.seed_everything(99, verbose=False)
+    run.fit(build(PlainNet), loader(), loader(24), ckpt_path=tmp_path / "x.ckpt")
+    assert later.numbers() == watch.numbers()[6:]
+
+
+# ---- YAML
+
+QUIET = """
+seed_everything: 7
+trainer:
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  max_epochs: 1
+  num_sanity_val_steps: 0
+  callbacks:
+"""
+
+
+class CLINet(ImageNet):
+    def train_dataloader(self) -> Any:
+        return images()
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("prefix", ["", "lightning_tricks."])
+def test_it_is_built_from_yaml_and_trains(prefix: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["cli"])
+    lines = [
+        f"  - {{class_path: {prefix}Mixup, init_args: {{alpha: 1, stop: 0.5, inputs: 0, target: '1'}}}}",
+        f"  - {{class_path: {prefix}CutMix, init_args: {{start: 3, inputs: ['0'], target: [1], prob: 0.5}}}}",
+    ]
+    (tmp_path / "config.yaml").write_text(QUIET + "\n".join(lines))
+    tool = LightningCLI(CLINet, args=["fit", f"--config={tmp_path / 'config.yaml'}"], save_config_callback=None)
+    mixup, cutmix = (each for each in tool.trainer.callbacks if isinstance(each, lt.Mixup | lt.CutMix))
+    assert (mixup.alpha, mixup.stop, mixup.inputs, mixup.target) == (1, 0.5, 0, "1")
+    assert (cutmix.start, cutmix.inputs, cutmix.target, cutmix.prob) == (3, ["0"], [1], 0.5)
+    assert tool.trainer.global_step == 6
