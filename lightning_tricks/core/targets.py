@@ -77,6 +77,12 @@ def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     known = [each for each in _targets_in((args, kwargs)) if each.plan.open]
     if not known or uses_form_only(func, args):
         return func(*_branch(args, None), **_branch(kwargs, None))
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(each.requires_grad and not each.branches[0].requires_grad for each in known):
+            raise RuntimeError(
+                "A target with two labels went through an autograd.Function, which sees only one of them: compute the"
+                " loss by operations of torch."
+            )
     if kwargs.get("out") is not None:
         raise TypeError(f"{func.__name__}(out=...) of a target with two labels: leave out= out.")
     if differentiates(func):
