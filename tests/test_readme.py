@@ -73,6 +73,22 @@ def test_the_radius_is_the_best_on_validation_and_the_default_is_reported() -> N
     assert f"have {default:.3f})" in " ".join(README.split())
 
 
+def test_the_batch_tricks_have_the_committed_figures() -> None:
+    quality = json.loads((RESULTS / "batch_quality.json").read_text())
+    speed = json.loads((RESULTS / "batch_tricks.json").read_text())
+    text = " ".join(README.split())
+    means = {
+        labels: {name: 100 * row["test_mean"] for name, row in quality["digits"][labels].items()}
+        for labels in ("noisy labels", "clean labels")
+    }
+    noisy, clean = (each["plain, 1/2 of the epochs"] - each["HardExampleFilter(keep=0.5)"] for each in means.values())
+    mixup = [each["Mixup(alpha=0.2)"] - each["plain"] for each in means.values()]
+    assert f"was [{noisy:.1f} points better]" in text
+    assert f"on noisy digits and {clean:.1f} on clean ones" in text
+    assert f"(`Mixup`: {mixup[0]:.1f} above plain, {mixup[1]:.1f} on clean ones)" in text
+    assert f"[{speed['filter']['prune, score_scale']['over_plain']:.2f}](benchmarks/results/batch_tricks.json)" in text
+
+
 @pytest.mark.parametrize("code", blocks("python"))
 def test_the_code_runs(code: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
