@@ -12,18 +12,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
+from lightning_tricks import schedules
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.trainer import is_fitting
-from lightning_tricks.schedules import CurveLR, factories
+from lightning_tricks.schedules import CurveLR
+from lightning_tricks.schedules.build import check_settings
 
 _CURVES = {
     factory.__name__: factory
     for factory in (
-        factories.constant,
-        factories.cosine,
-        factories.flat_cos,
-        factories.linear,
-        factories.one_cycle,
+        *(schedules.constant, schedules.cosine, schedules.cosine_restarts, schedules.flat_cos, schedules.inverse_sqrt),
+        *(schedules.linear, schedules.one_cycle, schedules.polynomial, schedules.step_decay, schedules.wsd),
     )
 }
 
@@ -36,7 +35,8 @@ class LRSchedule(Callback):
     restores the schedule, as if ``configure_optimizers`` had returned it.
 
     Args:
-        curve: "constant", "cosine", "flat_cos", "linear" or "one_cycle".
+        curve: The name of a factory: "constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt", "linear",
+            "one_cycle", "polynomial", "step_decay" or "wsd".
         warmup: Length of the warm-up (int steps, float fraction of training); by default the curve's own.
         total_steps: Number of optimizer steps; counted from the Trainer by default.
         floor: Factor at the end and after, in [0, 1]; by default the curve's own.
@@ -61,7 +61,7 @@ class LRSchedule(Callback):
         warmup: int | float | None = None,  # a YAML reader takes a plain float for 5.0 where 5 was written
         total_steps: int | None = None,
         floor: float | None = None,
-        **options: float,
+        **options: Any,
     ) -> None:
         check_choice("curve", curve, _CURVES)
         given = {"warmup": warmup, "floor": floor, **options}
@@ -71,7 +71,7 @@ class LRSchedule(Callback):
         self.curve = curve
         self.total_steps = total_steps
         self.settings = {name: value for name, value in given.items() if value is not None}
-        factories.check_settings(self.settings)
+        check_settings(self.settings)
         if total_steps is not None:
             check_count("total_steps", total_steps)
 

@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -73,6 +74,11 @@ def weights_held(trainer: pl.Trainer, module: pl.LightningModule, trick: str) ->
         f"{trick} averages weights under the single-device and DDP strategies, ModelParallelStrategy (FSDP2) and"
         f" DeepSpeed ZeRO-1, 2 and 3, got {kind}. Use such a strategy, or leave {trick} out."
     )
+
+
+def launches_copies(trainer: pl.Trainer) -> bool:
+    """Whether a fit runs in other processes that this one starts (spawn, fork, notebook); launchers do not tell."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def saves_folder(trainer: pl.Trainer) -> bool:

@@ -9,6 +9,7 @@ progress of the fall, clipped to [0, 1], so past T a curve stays at its last val
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 
 def _ramp(step: float, warmup: float) -> float:
@@ -23,7 +24,7 @@ def _cosine(progress: float) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def constant(step: float, *, total_steps: int, warmup: float = 0, floor: float = 0.0) -> float:
+def constant(step: float, *, total_steps: int | None = None, warmup: float = 0, floor: float = 0.0) -> float:
     """1 after the warm-up; total_steps and floor are not reached.
 
     >>> [constant(t, total_steps=4, warmup=2) for t in range(4)]
@@ -80,3 +81,122 @@ def one_cycle(
     if step < peak:
         return start + (1 - start) * (1 - _cosine(step / peak))
     return floor + (1 - floor) * _cosine(_progress(step, peak, total_steps - 1))
+
+
+def one_cycle_momentum(
+    step: float, *, total_steps: int, warmup: float | None = None, low: float = 0.85, high: float = 0.95
+) -> float:
+    """The momentum beside ``one_cycle``: down from ``high`` to ``low`` while the rate goes up, and back.
+
+    >>> [round(one_cycle_momentum(t, total_steps=10), 3) for t in range(10)]
+    [0.95, 0.9, 0.85, 0.855, 0.869, 0.889, 0.911, 0.931, 0.945, 0.95]
+    """
+    peak = (0.3 * total_steps if warmup is None else warmup) - 1
+    fall = _cosine(step / peak) if step < peak else 1 - _cosine(_progress(step, peak, total_steps - 1))
+    return low + (high - low) * fall
+
+
+def cosine_restarts(
+    step: float, *, total_steps: int, warmup: float = 0, cycles: int = 3, growth: float = 1.0, floor: float = 0.0
+) -> float:
+    """Cosines from 1 to the floor one after the other, each ``growth`` times as long as the one before it.
+
+    ``f(t) = floor + (1-floor) (1+cos(pi p))/2`` with p the progress within the cycle; the floor from T on.
+
+    >>> [round(cosine_restarts(t, total_steps=8, cycles=2), 3) for t in range(9)]
+    [1.0, 0.854, 0.5, 0.146, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    if step < warmup:
+        return _ramp(step, warmup)
+    if step >= total_steps:
+        return floor
+    length = (total_steps - warmup) * ((growth - 1) / (growth**cycles - 1) if growth > 1 else 1 / cycles)
+    start, last = warmup, cycles - 1
+    while last and step > start + length - 1e-9:  # sums of thirds miss a whole step by a little
+        start, length, last = start + length, length * growth, last - 1
+    return floor + (1 - floor) * _cosine(_progress(step, start, start + length))
+
+
+def polynomial(step: float, *, total_steps: int, warmup: float = 0, power: float = 0.9, floor: float = 0.0) -> float:
+    """A power of what is left: ``f(t) = floor + (1-floor) (1-p)**power``, ``p = (t-W)/(T-W)``.
+
+    >>> [polynomial(t, total_steps=4, power=2.0) for t in range(6)]
+    [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
+    """
+    if step < warmup:
+        return _ramp(step, warmup)
+    return floor + (1 - floor) * (1 - _progress(step, warmup, total_steps)) ** power
+
+
+def inverse_sqrt(step: float, *, total_steps: int | None = None, warmup: float = 0, floor: float = 0.0) -> float:
+    """``f(t) = max(floor, sqrt(W/(t+1)))`` after the warm-up (W at least 1); total_steps does not matter.
+
+    >>> [round(inverse_sqrt(t, total_steps=1, warmup=4), 3) for t in (0, 3, 15, 63)]
+    [0.25, 1.0, 0.5, 0.25]
+    """
+    return _ramp(step, warmup) if step < warmup else max(floor, math.sqrt(max(warmup, 1) / (step + 1)))
+
+
+def wsd(
+    step: float,
+    *,
+    total_steps: int,
+    warmup: float = 0,
+    cooldown: float | None = None,
+    shape: str = "1-sqrt",
+    floor: float = 0.0,
+) -> float:
+    """Warm-up, stable, decay: 1 until the last C steps (0.2 T by default), then down to the floor at T.
+
+    ``f(t) = floor + (1-floor) g(p)``, ``p = (t-T+C)/C`` with ``g(p)`` of ``1-sqrt(p)``, ``1-p`` ("linear") or
+    ``(1+cos(pi p))/2`` ("cosine").
+
+    >>> [round(wsd(t, total_steps=8, cooldown=4), 3) for t in range(9)]
+    [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0]
+    """
+    if step < warmup:
+        return _ramp(step, warmup)
+    length = 0.2 * total_steps if cooldown is None else cooldown
+    return floor + (1 - floor) * COOLDOWNS[shape](_progress(step, total_steps - length, total_steps))
+
+
+COOLDOWNS: dict[str, Callable[[float], float]] = {
+    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+    "linear": lambda progress: 1 - progress,
+    "cosine": _cosine,
+}
+
+
+def step_decay(
+    step: float,
+    *,
+    total_steps: int,
+    warmup: float = 0,
+    milestones: Sequence[float] | None = None,
+    gamma: float = 0.1,
+    floor: float = 0.0,
+) -> float:
+    """``f(t) = max(floor, gamma**n)`` with n of the milestones (0.5 T and 0.75 T by default) reached.
+
+    >>> [step_decay(t, total_steps=8, gamma=0.5) for t in range(8)]
+    [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    """
+    if step < warmup:
+        return _ramp(step, warmup)
+    reached = (0.5 * total_steps, 0.75 * total_steps) if milestones is None else milestones
+    return max(floor, gamma ** sum(step >= milestone for milestone in reached))
+
+
+def swa_tail(step: float, *, curve: Callable[[float], float], start: float, level: float, anneal: float = 0) -> float:
+    """Another curve up to step S, then half a cosine over A steps to ``level``, and constant.
+
+    ``f(t) = level + (curve(S) - level) (1+cos(pi p))/2``, ``p = (t-S)/A`` from S on.
+
+    >>> from functools import partial
+    >>> half = partial(cosine, total_steps=8)
+    >>> [round(swa_tail(t, curve=half, start=4, level=0.25, anneal=2), 3) for t in range(8)]
+    [1.0, 0.962, 0.854, 0.691, 0.5, 0.375, 0.25, 0.25]
+    """
+    if step < start:
+        return curve(step)
+    return level + (curve(start) - level) * _cosine(_progress(step, start, start + anneal))

@@ -16,15 +16,22 @@ from typing_extensions import override
 
 @final
 class CurveLR(LRScheduler):
-    """Set each group's learning rate to a closed-form curve: ``lr = initial_lr * f(t)`` after t steps.
+    """Set each group's learning rate to a closed-form curve: ``lr = base * f(t)`` after t steps.
 
-    Its state is the step and plain data that names the curve, so it loads with ``weights_only=True``. Loaded into a
-    schedule with other settings (a longer run, say) it warns and follows the new settings from that step on.
+    ``base`` is the group's ``max_lr`` if it has one, otherwise its ``initial_lr``, times its ``lr_scale`` (of timm's
+    layer decay) if it has one. The state is the step and plain data that names the curve, so it loads with
+    ``weights_only=True``. Loaded into a schedule with other settings (a longer run, say) it warns and follows the new
+    settings from that step on.
 
     Args:
         optimizer: The optimizer to schedule.
         curve: A function of ``lightning_tricks.schedules.curves`` bound to its settings by ``functools.partial``.
         last_epoch: Steps taken so far, less one; -1 starts at the first step.
+        momentum: The same for the groups' momentum, or first beta; left alone by default.
+
+    Raises:
+        TypeError: For a curve that is not bound by ``functools.partial``.
+        ValueError: For a momentum curve and an optimizer without momentum.
 
     Example:
         >>> import torch
@@ -36,20 +43,39 @@ class CurveLR(LRScheduler):
         [0.25]
     """
 
-    def __init__(self, optimizer: Optimizer, curve: partial[float], last_epoch: int = -1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        curve: partial[float],
+        last_epoch: int = -1,
+        *,
+        momentum: partial[float] | None = None,
+    ) -> None:
         if not isinstance(curve, partial):
             raise TypeError(f"curve must be a curve bound to its settings by functools.partial, got {curve!r}.")
-        self.curve: Callable[[int], float] = curve
-        self.settings: dict[str, Any] = {"curve": curve.func.__name__, **curve.keywords}
+        if momentum is not None and not all("betas" in g or g.get("momentum", 0) > 0 for g in optimizer.param_groups):
+            raise ValueError(
+                f"The momentum can be cycled where there is some, got {type(optimizer).__name__} without: leave"
+                " momentum out, or give the optimizer one."
+            )
+        self.curve: Callable[[float], float] = curve
+        self.momentum = momentum
+        self.settings = _plain(curve) if momentum is None else {**_plain(curve), "momentum": _plain(momentum)}
         super().__init__(optimizer, last_epoch)
 
     @override
     def get_lr(self) -> list[float | Tensor]:  # groups that joined the optimizer later take part from then on
         factor = self.curve(self.last_epoch)
+        if self.momentum is not None:
+            self._set_momentum(self.momentum(self.last_epoch))
+        return [base_lr(group) * factor for group in self.optimizer.param_groups]
+
+    def _set_momentum(self, momentum: float) -> None:
         for group in self.optimizer.param_groups:
-            if "initial_lr" not in group:
-                group["initial_lr"] = deepcopy(group["lr"])  # a Tensor is overwritten in place
-        return [group["initial_lr"] * factor for group in self.optimizer.param_groups]
+            if "betas" in group:
+                group["betas"] = (momentum, *group["betas"][1:])
+            else:
+                group["momentum"] = momentum
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -71,3 +97,19 @@ class CurveLR(LRScheduler):
         self.last_epoch, self._step_count = state_dict["last_epoch"] - 1, 0
         self.step()  # sets the groups' learning rates; at count 0 torch does not ask for an optimizer step before it
         self._step_count = self.last_epoch + 1
+
+
+def base_lr(group: dict[str, Any]) -> float | Tensor:
+    """What a schedule's factors multiply: ``max_lr`` or else ``initial_lr``, times ``lr_scale``."""
+    if "initial_lr" not in group:
+        group["initial_lr"] = deepcopy(group["lr"])  # a Tensor is overwritten in place
+    base: float | Tensor = group.get("max_lr", group["initial_lr"]) * group.get("lr_scale", 1)
+    return base
+
+
+def _plain(curve: partial[float]) -> dict[str, Any]:
+    """A curve as plain data."""
+    settings = {name: _plain(value) if isinstance(value, partial) else value for name, value in curve.keywords.items()}
+    return {"curve": curve.func.__name__} | {
+        ("of" if name == "curve" else name): value for name, value in settings.items()
+    }

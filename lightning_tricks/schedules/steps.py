@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.checks import duration_steps
-from lightning_tricks.core.loaders import train_batches
+from lightning_tricks.core.loaders import train_batches_of_sizes
 from lightning_tricks.core.trainer import callbacks_of
 
 
@@ -27,10 +27,18 @@ class UnknownTotalSteps(ValueError):
         self.reason = reason
 
 
+class EpochPlan(Callback):
+    """A callback that changes between epochs what an optimizer step is made of, and tells it to ``optimizer_steps``."""
+
+    def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
+        """The batches of an optimizer step in an epoch, and how many times the loader's own batch size they have."""
+        raise NotImplementedError
+
+
 def optimizer_steps(trainer: pl.Trainer) -> int:
     """The exact number of optimizer steps of this fit, from its first epoch to its last, those before a resume too.
 
-    ``min(max_steps, sum_e ceil(B / a_e))`` with B training batches and accumulation ``a_e`` in epoch e. Counts
+    ``min(max_steps, sum_e ceil(B_e / a_e))`` with ``B_e`` training batches and accumulation ``a_e`` in epoch e. Counts
     limits, distributed samplers and ragged windows; reads nothing from the loaders, starts no workers and leaves the
     random generators as they were (a ``train_dataloader`` hook is called once more). What ends training early, such as
     EarlyStopping, is not foreseen. To be called from ``configure_optimizers`` or later.
@@ -59,19 +67,20 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
         6
     """
     _refuse_what_cannot_be_counted(trainer)
+    epochs = _epochs(trainer)
     if trainer.max_epochs == -1:
         if trainer.max_steps == -1:
             raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever")
-        steps = trainer.max_steps
+        steps = trainer.max_steps if trainer.limit_train_batches else 0
     elif trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         raise UnknownTotalSteps("loaders reloaded every n epochs can change their length")
-    elif (batches := train_batches(trainer)) is None:
+    elif (batches := train_batches_of_sizes(trainer, {size for _, size in epochs})) is None:
         raise UnknownTotalSteps(
             "the training loader has no length that can be relied on (none attached yet, an IterableDataset, or a"
             " length that differs between ranks)"
         )
     else:
-        steps = sum(math.ceil(batches / factor) for factor in _accumulation(trainer))  # a ragged window is a step
+        steps = sum(math.ceil(batches[size] / factor) for factor, size in epochs)  # a ragged window is a step
         steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
     if steps < 1:
         raise UnknownTotalSteps(
@@ -115,13 +124,18 @@ def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:
         raise UnknownTotalSteps("with automatic_optimization=False the module itself decides when to step")
     if any(timer.time_remaining() is not None for timer in callbacks_of(trainer, Timer)):
         raise UnknownTotalSteps("max_time can end training at any step")
-    if trainer.strategy.handles_gradient_accumulation and max(_accumulation(trainer), default=1) > 1:
+    if (
+        trainer.strategy.handles_gradient_accumulation
+        and max((factor for factor, _ in _epochs(trainer)), default=1) > 1
+    ):
         raise UnknownTotalSteps(f"{type(trainer.strategy).__name__} accumulates gradients across epochs")
 
 
-def _accumulation(trainer: pl.Trainer) -> list[int]:
-    """The accumulation factor of each epoch."""
+def _epochs(trainer: pl.Trainer) -> list[tuple[int, int]]:
+    """The accumulation factor of each epoch, and the multiple of the loader's batch size."""
     epochs = range(trainer.max_epochs or 0)
+    if plans := callbacks_of(trainer, EpochPlan):
+        return [plans[-1].step_of(trainer, epoch) for epoch in epochs]
     if schedulers := callbacks_of(trainer, GradientAccumulationScheduler):
-        return [schedulers[-1].get_accumulate_grad_batches(epoch) for epoch in epochs]
-    return [trainer.accumulate_grad_batches] * len(epochs)
+        return [(schedulers[-1].get_accumulate_grad_batches(epoch), 1) for epoch in epochs]
+    return [(trainer.accumulate_grad_batches, 1)] * len(epochs)

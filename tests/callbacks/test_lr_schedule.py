@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks
-from lightning_tricks import LRSchedule
+from lightning_tricks import LRSchedule, schedules
 from lightning_tricks.callbacks import lr_schedule
 from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
@@ -22,23 +22,29 @@ from tests.schedules.recording import SaveEveryStep, Tiny, ones
 CURVES = {
     "constant": {"warmup": 3},
     "cosine": {"warmup": 0.2, "floor": 0.1},
+    "cosine_restarts": {"cycles": 2, "growth": 2.0},
     "flat_cos": {"warmup": 2, "flat": 0.5},
+    "inverse_sqrt": {"warmup": 0.25, "floor": 0.5},
     "linear": {"total_steps": 20},
-    "one_cycle": {"start": 0.1},
+    "one_cycle": {"start": 0.1, "momentum": [0.8, 0.9]},
+    "polynomial": {"power": 2},
+    "step_decay": {"milestones": [4, 0.75], "gamma": 0.5},
+    "wsd": {"warmup": 1, "cooldown": 0.5, "shape": "cosine"},
 }
 
 
 class WithFactory(Net):
     def __init__(self, name: str, **settings: Any) -> None:
         super().__init__()
-        self.factory, self.settings = getattr(lightning_tricks, name), settings
+        self.factory, self.settings = getattr(schedules, name), settings
 
     def configure_optimizers(self) -> Any:
         return self.factory(super().configure_optimizers(), self, **self.settings)
 
 
 def test_every_factory_is_a_curve_of_the_callback():
-    assert set(CURVES) == set(lr_schedule._CURVES)
+    others = {"CurveLR", "PlateauLR", "UnknownTotalSteps", "optimizer_steps", "reduce_on_plateau", "swa_tail"}
+    assert set(CURVES) == set(lr_schedule._CURVES) == set(schedules.__all__) - others
 
 
 @pytest.mark.parametrize("settings", ["default", "given"])
@@ -122,6 +128,14 @@ def test_validation_alone_needs_no_schedule(tmp_path):
             {"curve": "flat_cosine"},
             r"curve must be one of .*, got 'flat_cosine'. Did you mean .flat_cos.\?",
         ),
+        (ValueError, {"curve": "swa_tail"}, "curve must be one of .*, got 'swa_tail'"),
+        (ValueError, {"curve": "reduce_on_plateau"}, "curve must be one of .*, got 'reduce_on_plateau'"),
+        (TypeError, {"curve": "step_decay", "milestones": 5}, "milestones must be a list of ints .*, got 5"),
+        (TypeError, {"curve": "step_decay", "milestones": [None]}, "milestones must be an int .*, got None"),
+        (ValueError, {"curve": "wsd", "shape": "cos"}, "shape must be one of .*, got 'cos'"),
+        (ValueError, {"curve": "one_cycle", "momentum": [0.9, 0.8]}, "lowest first .*: swap them"),
+        (TypeError, {"curve": "one_cycle", "momentum": 0.9}, "momentum must be two numbers, .* got 0.9"),
+        (ValueError, {"curve": "cosine_restarts", "cycles": 0}, "cycles must be at least 1, got 0"),
         (TypeError, {"peak": 2}, "curve 'flat_cos' has no option peak; it has flat, floor, warmup"),
         (TypeError, {"curve": "cosine", "flat": 0.5}, "curve 'cosine' has no option flat; it has floor, warmup"),
         (ValueError, {"warmup": -1}, "warmup must be .*, got -1"),
@@ -202,6 +216,23 @@ def callback_of(tool: LightningCLI) -> LRSchedule:
         ("init_args: {curve: cosine, warmup: 5}", LRSchedule("cosine", warmup=5)),
         ("init_args: {warmup: 0.05, floor: 0.01, total_steps: 9}", LRSchedule(warmup=0.05, floor=0.01, total_steps=9)),
         ("init_args: {curve: flat_cos}, dict_kwargs: {flat: 0.5}", LRSchedule(flat=0.5)),
+        (
+            "init_args: {curve: step_decay}, dict_kwargs: {milestones: [3, 0.5], gamma: 0.5}",
+            LRSchedule("step_decay", milestones=[3, 0.5], gamma=0.5),
+        ),
+        (
+            "init_args: {curve: wsd}, dict_kwargs: {shape: linear, cooldown: 4}",
+            LRSchedule("wsd", shape="linear", cooldown=4),
+        ),
+        (
+            "init_args: {curve: one_cycle}, dict_kwargs: {momentum: [0.85, 0.95]}",
+            LRSchedule("one_cycle", momentum=[0.85, 0.95]),
+        ),
+        (
+            "init_args: {curve: cosine_restarts}, dict_kwargs: {cycles: 2, growth: 2}",
+            LRSchedule("cosine_restarts", cycles=2, growth=2),
+        ),
+        ("init_args: {curve: polynomial}, dict_kwargs: {power: 2.0}", LRSchedule("polynomial", power=2.0)),
     ],
 )
 def test_it_is_built_from_yaml(cli, class_path, arguments, expected):
@@ -222,6 +253,32 @@ def test_it_trains_from_the_command_line(cli):
         "last_epoch": 12,
         "settings": {"curve": "linear", "total_steps": 12, "warmup": 4, "floor": 0.0},
     }
+
+
+def test_options_train_from_the_command_line(cli):
+    tool = cli(
+        "{class_path: LRSchedule, init_args: {curve: step_decay}, dict_kwargs: {milestones: [3, 0.5], gamma: 0.5}}",
+        "fit",
+    )
+    (config,) = tool.trainer.lr_scheduler_configs
+    assert config.scheduler.settings["milestones"] == (3.0, 6.0)
+    assert tool.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+
+
+def test_milestones_out_of_order_are_refused_when_training_starts():
+    with pytest.raises(ValueError, match=r"milestones must come in order .*, got \[0.5, 3\] \(steps 6, 3\)"):
+        fit(build(), callbacks=[LRSchedule("step_decay", milestones=[0.5, 3])])
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        return schedules.reduce_on_plateau(super().configure_optimizers(), self)
+
+
+def test_a_module_with_a_plateau_is_refused_by_name():
+    message = r"schedule that Plateau.configure_optimizers returned \(PlateauLR\) both .*Leave one of them out"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(build(Plateau), callbacks=[LRSchedule("linear")])
 
 
 def test_a_schedule_added_on_resume_stands_where_training_stands(tmp_path: Any) -> None:

@@ -20,7 +20,15 @@ from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_tricks.core.loaders import loaders_untouched, train_batches, train_loader, training_steps
+from lightning_tricks.core.loaders import (
+    loaders_untouched,
+    resizable,
+    resize_batches,
+    train_batches,
+    train_batches_of_sizes,
+    train_loader,
+    training_steps,
+)
 from tests.nets import PlainNet, build, data, fit, loader, trainer
 from tests.ranks import run_ranks
 
@@ -232,3 +240,40 @@ def test_lightning_prepares_batches_and_keeps_loader_states_as_ever() -> None:
     iter(combined)
     assert combined._state_dicts() == [], "CombinedLoader._state_dicts is not the states of its stateful loaders"
     combined._load_state_dicts([])
+
+
+# -- batches that are resized -----------------------------------------------------------------------------------------
+
+
+def test_a_resizable_loader_is_another_one_over_the_same_samples() -> None:
+    train = loader(batch_size=8)
+    twin = resizable(train, "Trick")
+    twin.batch_sampler.batch_size = 16
+    assert [len(x) for x, _ in train] == [8] * 5 + [4]
+    assert [len(x) for x, _ in twin] == [16, 16, 12]
+    assert (len(train), len(twin)) == (6, 3)
+    assert twin.sampler is train.sampler
+    assert twin.dataset is train.dataset
+
+
+class Resizes(Callback):
+    """Gives larger batches in each epoch, and keeps what the fit loop knows of them."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        resize_batches(trainer, trainer.current_epoch + 1)
+        self.seen = [*getattr(self, "seen", []), (trainer.num_training_batches, trainer.val_check_batch)]
+        self.counted = train_batches_of_sizes(trainer, {1, 2, 3})
+
+
+def test_lightning_reads_an_epochs_batches_anew_as_ever() -> None:
+    resizes = Resizes()
+    run = trainer(callbacks=[resizes], max_epochs=3, val_check_interval=0.5)
+    run.fit(build(PlainNet), resizable(loader(batch_size=4), "Trick"), loader(8))
+    taken = run.fit_loop.epoch_loop.batch_progress.total.completed
+    assert resizes.seen == [(11, 5), (6, 3), (4, 2)]
+    assert taken == 11 + 6 + 4, "the fit loop does not take fit_loop.max_batches and CombinedLoader.limits any more"
+    assert resizes.counted == {1: 11, 2: 6, 3: 4}
+    assert not run.fit_loop.is_resuming, "fit_loop.is_resuming is not false without a checkpoint"
+    assert hasattr(run.fit_loop, "_data_fetcher"), (
+        "fit_loop._data_fetcher is not the iterator over the loaders any more"
+    )

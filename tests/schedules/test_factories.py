@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from math import cos, pi
 from typing import Any
 
@@ -14,14 +15,22 @@ from lightning_tricks.schedules import (
     UnknownTotalSteps,
     constant,
     cosine,
+    cosine_restarts,
     flat_cos,
+    inverse_sqrt,
     linear,
     one_cycle,
+    polynomial,
+    reduce_on_plateau,
+    step_decay,
+    swa_tail,
+    wsd,
 )
 from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.schedules.recording import Tiny, ones
 
-FACTORIES = [constant, cosine, flat_cos, linear, one_cycle]
+FALLING = [cosine, cosine_restarts, flat_cos, linear, one_cycle, polynomial, step_decay, wsd]
+FACTORIES = [constant, inverse_sqrt, *FALLING]
 
 
 def optimizer(*lrs: Any, kind: Any = torch.optim.SGD, **settings: Any) -> torch.optim.Optimizer:
@@ -40,7 +49,17 @@ def lrs_of(schedule: dict[str, Any], steps: int) -> list[list[float]]:
 
 def test_every_curve_has_its_factory():
     named = {name for name in schedules.__all__ if hasattr(schedules.curves, name)}
-    assert {factory.__name__ for factory in FACTORIES} == named
+    assert {factory.__name__ for factory in [*FACTORIES, swa_tail]} == named
+    assert set(schedules.__all__) - named == {
+        *("CurveLR", "PlateauLR", "UnknownTotalSteps", "optimizer_steps", reduce_on_plateau.__name__)
+    }
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_the_defaults_of_a_factory_are_those_of_its_curve(factory):
+    curve = getattr(schedules.curves, factory.__name__)
+    scheduler = factory(optimizer(), total_steps=40)["lr_scheduler"]["scheduler"]
+    assert [scheduler.curve(t) for t in range(60)] == [curve(t, total_steps=40) for t in range(60)]
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -84,14 +103,27 @@ def test_a_group_added_later_follows_the_curve_from_its_own_base(as_tensor):
     assert lrs_of(schedule, 4) == [[0.75, 0.5], [0.625, 0.3125], [0.5, 0.25], [0.375, 0.1875]]
 
 
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_groups_max_lr_and_lr_scale_are_its_own_base(factory, as_tensor):
+    wrap = torch.tensor if as_tensor else float
+    mine = optimizer(*map(wrap, (0.5, 0.5, 0.5, 0.5)), kind=torch.optim.AdamW, foreach=False)
+    mine.param_groups[1]["max_lr"] = wrap(0.25)
+    mine.param_groups[2]["lr_scale"] = 0.125
+    mine.param_groups[3].update(max_lr=wrap(2.0), lr_scale=0.5)
+    schedule = factory(mine, total_steps=10, warmup=3)
+    lrs_of(schedule, 4)
+    added = {"lr": wrap(7.0), "max_lr": wrap(4.0), "lr_scale": 0.5}
+    mine.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **added})
+    schedule["lr_scheduler"]["scheduler"].step()
+    factors = [schedule["lr_scheduler"]["scheduler"].curve(t) for t in range(5, 14)]
+    expected = torch.tensor([[base * f for base in (0.5, 0.25, 0.0625, 1.0, 2.0)] for f in factors]).double()
+    torch.testing.assert_close(torch.tensor(lrs_of(schedule, 9)).double(), expected, atol=1e-6, rtol=0)
+    assert all(isinstance(group["lr"], torch.Tensor) == as_tensor for group in mine.param_groups)
+
+
 def test_the_highest_learning_rate_of_one_cycle_is_the_optimizers():
     assert max(lrs_of(one_cycle(optimizer(0.3), total_steps=10), 10)) == [0.3]
-
-
-def test_one_cycle_leaves_momentum_alone():
-    mine = optimizer(momentum=0.7)
-    lrs_of(one_cycle(mine, total_steps=5), 5)
-    assert mine.param_groups[0]["momentum"] == 0.7
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -117,23 +149,7 @@ def test_an_error_names_the_argument_the_value_and_what_is_allowed(factory, erro
         factory(optimizer(), **{"total_steps": 10, **settings})
 
 
-@pytest.mark.parametrize(("warmup", "flat"), [(5, 4), (0.5, 0.4), (0.5, 4), (5, 0.4)])
-def test_flat_cos_refuses_to_fall_before_its_warmup_ends(warmup, flat):
-    with pytest.raises(ValueError, match=rf"flat must not .* warmup ends at step 5, got flat={flat} \(step 4 of 10\)"):
-        flat_cos(optimizer(), total_steps=10, warmup=warmup, flat=flat)
-
-
-def test_flat_cos_refuses_to_fall_after_the_end():
-    with pytest.raises(ValueError, match=r"flat must be at most total_steps=10, got 11"):
-        flat_cos(optimizer(), total_steps=10, flat=11)
-
-
-def test_one_cycle_refuses_a_start_above_its_peak():
-    with pytest.raises(ValueError, match=r"start must be in \[0.0, 1.0\], got 25"):
-        one_cycle(optimizer(), total_steps=10, start=25)
-
-
-@pytest.mark.parametrize("factory", [cosine, flat_cos, linear, one_cycle])
+@pytest.mark.parametrize("factory", FALLING)
 def test_without_module_and_total_a_factory_says_what_to_pass(factory):
     with pytest.raises(UnknownTotalSteps, match=r"neither module nor total_steps.*; pass total_steps="):
         factory(optimizer())
@@ -152,10 +168,13 @@ def test_a_refused_schedule_leaves_the_optimizer_alone():
     assert "initial_lr" not in mine.param_groups[0]
 
 
-def test_constant_needs_no_total_unless_its_warmup_is_a_fraction():
+def test_an_endless_curve_needs_no_total_unless_its_warmup_is_a_fraction():
     assert lrs_of(constant(optimizer(), warmup=2), 4) == [[0.5], [1.0], [1.0], [1.0]]
-    with pytest.raises(UnknownTotalSteps):
-        constant(optimizer(), warmup=0.5)
+    assert lrs_of(inverse_sqrt(optimizer(), Tiny(), warmup=4), 16)[3::12] == [[1.0], [0.5]]
+    for factory in (constant, inverse_sqrt):
+        assert factory(optimizer())["lr_scheduler"]["scheduler"].settings["total_steps"] is None
+        with pytest.raises(UnknownTotalSteps):
+            factory(optimizer(), warmup=0.5)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -170,6 +189,32 @@ def test_flat_cos_is_exact_in_every_step_of_a_fit(accumulation):
     ]
     assert module.optimizer.lrs == pytest.approx([min(1.0, factor) for factor in expected], rel=0, abs=1e-12)
     assert float(module.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01, abs=1e-12)
+
+
+SETTINGS = {"milestones": [2, 0.5], "warmup": 1, "cooldown": 0.5, "cycles": 2, "power": 2, "floor": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("fitted", "steps"),
+    [
+        ({"max_epochs": 3, "accumulate_grad_batches": 2}, 9),  # the third window of an epoch is ragged
+        ({"max_epochs": 3, "accumulate_grad_batches": 2, "max_steps": 7}, 7),
+        ({"max_epochs": -1, "max_steps": 11}, 11),
+        ({"max_epochs": 2, "limit_train_batches": 3}, 6),
+    ],
+)
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_fit_takes_the_curve_to_its_last_value(factory, fitted, steps):
+    taken = {name: SETTINGS[name] for name in signature(factory).parameters.keys() & SETTINGS}
+    module = Tiny(lambda optimizer, module: factory(optimizer, module, **taken))
+    run = trainer(**fitted)
+    run.fit(module, ones(5))
+    scheduler = run.lr_scheduler_configs[0].scheduler
+    assert scheduler.settings["total_steps"] == (None if factory in (constant, inverse_sqrt) else steps)
+    assert module.optimizer.lrs == [scheduler.curve(t) for t in range(steps)]
+    assert module.optimizer.param_groups[0]["lr"] == scheduler.curve(steps)
+    if factory in FALLING:
+        assert scheduler.curve(steps) == (0.01 if factory is not step_decay else pytest.approx(0.01))
 
 
 class Constant(Net):

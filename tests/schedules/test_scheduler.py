@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import timm.optim
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 
-from lightning_tricks.schedules import CurveLR, curves, flat_cos, one_cycle
+from lightning_tricks import schedules
+from lightning_tricks.schedules import CurveLR, curves, flat_cos, one_cycle, swa_tail
 from tests.nets import trainer
 from tests.schedules.recording import SaveEveryStep, Tiny, ones
+from tests.schedules.test_factories import FACTORIES, optimizer
 
 FLAT_COS = partial(curves.flat_cos, total_steps=12, warmup=2.5, floor=0.01)
 ONE_CYCLE = partial(curves.one_cycle, total_steps=12)
+ENDLESS = (schedules.constant, schedules.inverse_sqrt)
+
+
+def tailed(optimizer: Any, module: Any) -> Any:
+    return swa_tail(flat_cos(optimizer, module), swa_lr=0.03, anneal=1)
+
+
+def cycled(optimizer: Any, module: Any) -> Any:
+    return one_cycle(optimizer, module, momentum=(0.85, 0.95))
 
 
 def start(curve: partial[float] = FLAT_COS, lr: Any = 0.1) -> CurveLR:
@@ -93,33 +107,155 @@ def test_loading_other_settings_warns_once_and_follows_the_new_curve():
     assert advance(second, 20) == [0.1 * longer(t) for t in range(8, 28)]
 
 
-def fit(schedule: Any, folder: Any, epochs: int = 3, resume: int | None = None) -> list[float]:
-    """The learning rates of a fit that saves every step, or of one resumed from such a step."""
-    module = Tiny(schedule, lr=0.1)
-    run = trainer(max_epochs=epochs, accumulate_grad_batches=2, callbacks=[SaveEveryStep(folder)])
+class Recorded(torch.optim.AdamW):
+    """Keeps the learning rate and the first beta of each group in every step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.taken: list[list[tuple[float, float]]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken.append([(float(group["lr"]), group["betas"][0]) for group in self.param_groups])
+        return super().step(closure)
+
+
+class TwoGroups(Tiny):
+    def __init__(self, schedule: Any, tensor: bool = False) -> None:
+        super().__init__(schedule)
+        self.wrap = torch.tensor if tensor else float
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [self.layer.weight], "lr": self.wrap(0.1)},
+            {"params": [self.layer.bias], "lr": self.wrap(0.1), "max_lr": self.wrap(0.5), "lr_scale": 0.5},
+        ]
+        self.optimizer = Recorded(groups, foreach=False)
+        return self.schedule(self.optimizer, self)
+
+
+class SaveEverywhere(SaveEveryStep):
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")  # in place of the last step's
+
+
+def fit(schedule: Any, folder: Any, epochs: int = 3, resume: int | None = None, **settings: Any) -> list[Any]:
+    """What the steps of a fit took that saves everywhere, or of one resumed from such a checkpoint."""
+    module = TwoGroups(schedule, **settings)
+    saves = [SaveEverywhere(folder)] if resume is None else []
+    run = trainer(max_epochs=epochs, accumulate_grad_batches=2, callbacks=saves)
     if resume is None:
         run.fit(module, ones(5))
     else:
         run.fit(module, ones(5), ckpt_path=folder / f"{resume}.ckpt", weights_only=True)
-    return module.optimizer.lrs
+    module.optimizer.taken.append([(float(group["lr"]), group["betas"][0]) for group in module.optimizer.param_groups])
+    return module.optimizer.taken
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-@pytest.mark.parametrize("schedule", [flat_cos, one_cycle])
-def test_a_fit_resumed_from_any_step_takes_the_same_learning_rates(tmp_path, schedule):
-    whole = fit(schedule, tmp_path)
-    assert len(whole) == 9
-    for step in range(1, 9):
-        assert fit(schedule, tmp_path, resume=step) == whole[step:]
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("schedule", [*FACTORIES, tailed, cycled], ids=lambda schedule: schedule.__name__)
+def test_a_fit_resumed_from_any_step_takes_the_same_learning_rates(tmp_path, schedule, tensor):
+    whole = fit(schedule, tmp_path, tensor=tensor)
+    assert len(whole) == 10
+    for step in range(1, 10):
+        assert fit(schedule, tmp_path, resume=step, tensor=tensor) == whole[step:]
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-def test_a_fit_resumed_for_longer_warns_once_and_ends_at_the_floor(tmp_path):
-    fit(flat_cos, tmp_path)
-    with pytest.warns(UserWarning, match="is not this run's") as caught:
-        resumed = fit(flat_cos, tmp_path, epochs=4, resume=6)
+@pytest.mark.parametrize("schedule", [*FACTORIES, tailed, cycled], ids=lambda schedule: schedule.__name__)
+def test_a_fit_resumed_for_longer_warns_once_and_follows_the_new_total(tmp_path, schedule):
+    (tmp_path / "longer").mkdir()
+    fit(schedule, tmp_path)
+    longer = fit(schedule, tmp_path / "longer", epochs=4)
+    if schedule in ENDLESS:
+        assert fit(schedule, tmp_path, epochs=4, resume=6) == longer[6:]
+        return
+    with pytest.warns(UserWarning, match=r"'total_steps': 9.*is not this run's.*'total_steps': 12") as caught:
+        resumed = fit(schedule, tmp_path, epochs=4, resume=6)
     assert sum("is not this run's" in str(warning.message) for warning in caught) == 1
-    assert resumed == [0.1 * curves.flat_cos(t, total_steps=12) for t in range(6, 12)]
+    assert resumed == longer[6:]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheduler: pickle.loads(pickle.dumps(scheduler))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(factory, total_steps=12) for factory in FACTORIES),
+        lambda optimizer: swa_tail(flat_cos(optimizer, total_steps=12), swa_lr=0.03),
+        lambda optimizer: one_cycle(optimizer, total_steps=12, momentum=(0.8, 0.9)),
+    ],
+)
+def test_a_copy_goes_on_with_an_optimizer_of_its_own(make, copied):
+    schedule = make(optimizer(0.1, 0.2, momentum=0.9))
+    scheduler = schedule["lr_scheduler"]["scheduler"]
+    advance(scheduler, 5)
+    twin = copied(scheduler)
+    assert twin.optimizer is not scheduler.optimizer
+    assert advance(twin, 10) == advance(scheduler, 10)
+    assert [group["momentum"] for group in twin.optimizer.param_groups] == [
+        group["momentum"] for group in scheduler.optimizer.param_groups
+    ]
+
+
+class Layers(torch.nn.Sequential):
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        return {"stem": r"^0", "blocks": r"^(\d+)"}
+
+
+def test_timms_layer_decay_trains_each_layer_at_its_own_learning_rate():
+    model = Layers(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    groups = timm.optim.param_groups_layer_decay(model, layer_decay=0.5)
+    scales = [group["lr_scale"] for group in groups]
+    assert len(set(scales)) > 2
+
+    class Decayed(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(batch[0].repeat(1, 2)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            self.optimizer = Recorded(groups, lr=0.1)
+            return schedules.cosine(self.optimizer, self, warmup=2)
+
+    module = Decayed()
+    trainer(max_epochs=2).fit(module, ones(4))
+    expected = [0.1 * curves.cosine(t, total_steps=8, warmup=2) for t in range(8)]
+    for step, lr in zip(module.optimizer.taken, expected, strict=True):
+        assert [taken for taken, _ in step] == pytest.approx([lr * scale for scale in scales], rel=1e-14)
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pl_module.layer.bias.requires_grad_(False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            pl_module.layer.bias.requires_grad_(True)
+            optimizer.add_param_group({"params": [pl_module.layer.bias], "lr": 4.0, "lr_scale": 0.5})
+
+
+class Partly(Tiny):
+    def configure_optimizers(self) -> Any:
+        self.optimizer = Recorded([self.layer.weight], lr=1.0)
+        return schedules.linear(self.optimizer, self)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
+def test_a_group_unfrozen_in_a_fit_follows_from_its_own_base_also_resumed(tmp_path):
+    def lrs(**kwargs: Any) -> list[list[float]]:
+        module = Partly()
+        run = trainer(max_epochs=3, callbacks=[Unfreeze(), SaveEverywhere(tmp_path)])
+        run.fit(module, ones(4), **kwargs)
+        return [[lr for lr, _ in step] for step in module.optimizer.taken]
+
+    whole = lrs()
+    assert whole[:4] == [[1 - t / 12] for t in range(4)]
+    assert whole[5:] == [[1 - t / 12, 2 * (1 - t / 12)] for t in range(5, 12)]
+    for step in (5, 6, 7, 9, 11):
+        assert lrs(ckpt_path=tmp_path / f"{step}.ckpt", weights_only=False) == whole[step:], step
 
 
 def test_a_scheduler_continues_from_a_given_step():

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_tricks.schedules import UnknownTotalSteps, flat_cos, optimizer_steps
+from lightning_tricks.schedules.steps import EpochPlan
 from tests.nets import Net, assert_equal, build, data, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep, Tiny, ones
@@ -132,6 +133,18 @@ def test_accumulation_that_changes_by_epoch_is_counted(scheduling):
 def test_of_two_accumulation_schedules_the_last_counts():
     schedules = [GradientAccumulationScheduler({0: factor}) for factor in (4, 2)]
     assert assert_counts(ones(5), callbacks=schedules).taken == 6
+
+
+class Plan(EpochPlan):
+    def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
+        return epoch + 1, 1
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.accumulate_grad_batches, _ = self.step_of(trainer, trainer.current_epoch)
+
+
+def test_a_callback_with_a_plan_is_asked_for_it():
+    assert assert_counts(ones(5), max_epochs=3, callbacks=[Plan()]).taken == 5 + 3 + 2
 
 
 @pytest.mark.parametrize("batches", [2, 0.5])

@@ -1,0 +1,259 @@
+"""A batch that grows over the first part of training, by accumulation or by the loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.loaders import ResizableBatches, require_batches, resizable, resize_batches
+from lightning_tricks.core.trainer import callbacks_of, is_fitting, wrap_method
+from lightning_tricks.schedules.steps import EpochPlan
+
+
+def doublings(start: int, end: int) -> list[int]:
+    """``start``, twice that, and so on, up to ``end``, which comes last whatever it is.
+
+    >>> doublings(1, 8), doublings(2, 12)
+    ([1, 2, 4, 8], [2, 4, 8, 12])
+    """
+    factors = [start]
+    while factors[-1] < end:
+        factors.append(min(2 * factors[-1], end))
+    return factors
+
+
+def factor_at(epoch: int, factors: Sequence[int], growth: int) -> int:
+    """The factor of an epoch: in equal parts of the first ``growth`` epochs all but the last, which holds after them.
+
+    >>> [factor_at(epoch, [1, 2, 4], growth=4) for epoch in range(6)]
+    [1, 1, 2, 2, 4, 4]
+    """
+    last = len(factors) - 1
+    return factors[min(epoch * last // growth, last)]
+
+
+@final
+class BatchSizeWarmup(EpochPlan):
+    """Batch-size warm-up: an optimizer step's batch grows from ``start`` to ``end`` times the loader's.
+
+    ``batch_e = factors[min(floor(e * n / E), n)] * loader's batch`` in epoch e, with ``factors`` the n+1 doublings
+    ``start, 2*start, ..., end`` and E epochs of growth; ``lr = schedule's lr * batch_e / batch_end``, or its square
+    root. It changes between epochs only, so that no accumulated batch is cut, and ``optimizer_steps`` counts it. With
+    fewer epochs of growth than factors some of them are left out. The learning rate is changed only while the
+    optimizer steps: schedules, checkpoints and LearningRateMonitor have that of the schedule.
+
+    Args:
+        start: How many of the loader's batches make the first ones.
+        end: How many make those after the growth.
+        factors: The whole sequence, none smaller than the one before, instead of ``start`` and ``end``.
+        over: E, the epochs of growth (int epochs, float fraction of ``max_epochs``, rounded down to whole epochs, at
+            least one).
+        lr_rule: ``"linear"`` (SGD) or ``"sqrt"`` (Adam) for a learning rate that is right for ``end``; None leaves it.
+        grow: ``"accumulate"``: that many batches are accumulated. ``"loader"``: the training DataLoader gives batches
+            that many times as large; its batch sampler must be torch's BatchSampler, over any sampler.
+
+    Raises:
+        ValueError: For a value out of range, or factors that shrink.
+        TypeError: For a value of another type.
+        MisconfigurationException: When training starts: with manual optimization, DeepSpeed, another callback that
+            accumulates, a fraction of ``max_epochs=-1``, ``accumulate_grad_batches`` in the Trainer or a loader that
+            cannot grow, or a resume after epochs with other factors.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[BatchSizeWarmup(start=1, end=8, over=0.5)], accelerator="cpu", logger=False)
+
+    References:
+        Smith et al., Don't Decay the Learning Rate, Increase the Batch Size, arXiv 1711.00489; McCandlish et al., An
+        Empirical Model of Large-Batch Training, arXiv 1812.06162.
+    """
+
+    def __init__(
+        self,
+        start: int = 1,
+        *,
+        end: int | None = None,
+        factors: Sequence[int] | None = None,
+        over: int | float = 0.5,
+        lr_rule: str | None = None,
+        grow: str = "accumulate",
+    ) -> None:
+        check_count("start", start)
+        _check_over(over)
+        check_choice("grow", grow, ("accumulate", "loader"))
+        if lr_rule is not None:
+            check_choice("lr_rule", lr_rule, ("linear", "sqrt"))
+        self._sequence = _sequence(start, end, factors)
+        self.start = start
+        self.end = end
+        self.factors = factors
+        self.over = over
+        self.lr_rule = lr_rule
+        self.grow = grow
+        self._past: list[tuple[int, int]] = []  # step_of of each epoch so far
+        self._undo: list[Callable[[], None]] = []
+
+    def factor(self, trainer: pl.Trainer, epoch: int) -> int:
+        """How many of the loader's batches make that of an optimizer step in an epoch."""
+        growth = self.over
+        if isinstance(growth, float):
+            growth = max(1, math.floor(growth * (trainer.max_epochs or 0) + 1e-9))  # 0.7 * 10 is less than 7
+        return factor_at(epoch, self._sequence, growth)
+
+    @override
+    def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
+        factor = self.factor(trainer, epoch)
+        return (factor, 1) if self.grow == "accumulate" else (trainer.accumulate_grad_batches, factor)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not is_fitting(trainer):
+            return
+        self._leave()
+        self._refuse(trainer, pl_module)
+        if trainer.current_epoch == 0:
+            self._past = []
+        if self.grow == "accumulate":
+            self._undo.append(partial(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches))
+        else:
+            self._undo.append(wrap_method(trainer.strategy, "process_dataloader", partial(self._grown, trainer)))
+        if self.lr_rule:
+            self._undo.append(wrap_method(trainer.strategy, "optimizer_step", partial(self._step, trainer)))
+
+    def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy, accumulation = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
+        if not pl_module.automatic_optimization:
+            found = f"{type(pl_module).__name__}.automatic_optimization=False: step every so many batches there"
+        elif trainer.strategy.handles_gradient_accumulation:
+            found = f"{strategy}, which fixes batch and accumulation when it starts: use another strategy"
+        elif callbacks_of(trainer, GradientAccumulationScheduler):
+            found = "GradientAccumulationScheduler, which decides on the same: leave that out"
+        elif self.grow == "accumulate" and accumulation != 1:
+            found = f"Trainer(accumulate_grad_batches={accumulation}): leave that out and multiply the factors by it"
+        elif isinstance(self.over, float) and trainer.max_epochs == -1:
+            found = f"over={self.over}, a fraction of max_epochs=-1: give over in epochs (an int)"
+        elif self.grow == "loader" and trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            found = "grow='loader' and reload_dataloaders_every_n_epochs: use grow='accumulate'"
+        else:
+            return
+        raise MisconfigurationException(f"BatchSizeWarmup cannot work with {found}, or leave BatchSizeWarmup out.")
+
+    def _grown(self, trainer: pl.Trainer, process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
+        loader = process(loader)
+        if not trainer.training:  # validation's
+            return loader
+        loader = resizable(loader, "BatchSizeWarmup(grow='loader')")
+        batches = loader.batch_sampler
+        assert isinstance(batches, ResizableBatches)
+        batches.batch_size = batches.base * self.factor(trainer, trainer.current_epoch)
+        return loader
+
+    def _step(self, trainer: pl.Trainer, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
+        scale = self.factor(trainer, trainer.current_epoch) / self._sequence[-1]
+        scale = math.sqrt(scale) if self.lr_rule == "sqrt" else scale
+        groups = optimizer.param_groups
+        before = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+        for group in groups:
+            _set_lr(group, group["lr"] * scale)
+        scaled = [group["lr"] for group in groups]
+        try:
+            result = step(optimizer, *args, **kw)
+            if any(group["lr"] is not lr for group, lr in zip(groups, scaled, strict=True)):
+                raise MisconfigurationException(
+                    f"BatchSizeWarmup(lr_rule={self.lr_rule!r}) scales the learning rate while the optimizer steps, but"
+                    " it was set meanwhile (in backward or on_before_optimizer_step): set it in on_train_batch_start."
+                )
+            return result
+        finally:
+            for group, lr in zip(groups, before, strict=True):
+                _set_lr(group, lr)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        planned = [self.step_of(trainer, each) for each in range(max(trainer.current_epoch, len(self._past)))]
+        if self._past != planned or (trainer.ckpt_path and trainer.global_step and not self._past):
+            raise MisconfigurationException(
+                f"BatchSizeWarmup goes on after epochs of {planned} (accumulated batches, times the batch size), but"
+                f" training had {self._past or 'none of them, without this callback'}. Resume with the same settings;"
+                f" over={self.over!r} as an int does not depend on max_epochs."
+            )
+        if self.grow == "loader":
+            ahead = {self.factor(trainer, each) for each in range(trainer.max_epochs or 0)} or set(self._sequence)
+            require_batches(trainer, ahead, "BatchSizeWarmup(grow='loader')")
+        self._begin(trainer)  # a resumed epoch has no on_train_epoch_start
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        accumulation, multiple = now = self.step_of(trainer, trainer.current_epoch)
+        self._past[trainer.current_epoch :] = [now]
+        if self.grow == "accumulate":
+            trainer.accumulate_grad_batches = accumulation
+        else:
+            resize_batches(trainer, multiple)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"past": list(self._past)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._past = list(state_dict["past"])
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
+    if isinstance(group["lr"], Tensor):  # which a captured or compiled step reads
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _check_over(over: object) -> None:
+    if isinstance(over, bool) or not isinstance(over, int | float):
+        raise TypeError(f"over must be an int (epochs) or a float (fraction of max_epochs), got {over!r}.")
+    if over < 1 if isinstance(over, int) else not 0 < over < 1:
+        raise ValueError(f"over must be an int >= 1 (epochs) or a float in (0, 1) (fraction), got {over!r}.")
+
+
+def _sequence(start: int, end: int | None, factors: Sequence[int] | None) -> list[int]:
+    if factors is None:
+        if end is None:
+            raise TypeError("end must be given (end=8), or the whole sequence (factors=[1, 2, 8]).")
+        check_count("end", end)
+        if end < start:
+            raise ValueError(f"end must be at least start={start}, got {end}: the batch grows.")
+        return doublings(start, end)
+    if start != 1 or end is not None:
+        raise ValueError(f"factors={factors!r} is the whole sequence: leave start={start} and end={end} out.")
+    if not isinstance(factors, Sequence) or not factors:
+        raise TypeError(f"factors must be a sequence of whole numbers, got {factors!r}.")
+    for place, factor in enumerate(factors):
+        check_count(f"factors[{place}]", factor)
+    if list(factors) != sorted(factors):
+        raise ValueError(f"factors must not shrink, got {list(factors)}: sort them.")
+    return list(factors)

@@ -1,0 +1,234 @@
+"""Which learning rate to train with: a short sweep over all of them, and what its losses say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import lightning.pytorch as pl
+
+from lightning_tricks.core.checks import check_choice, check_count, check_range
+from lightning_tricks.schedules.lr_sweep import sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Method = Literal["valley", "steepest", "minimum/10"]
+_FEWEST = 10  # losses that a suggestion can be made of
+
+
+def smoothed_losses(lrs: Sequence[float], losses: Sequence[float]) -> list[float]:
+    """Means of the losses nearby: ``s_i = sum_j w_ij L_j / sum_j w_ij``, ``w_ij = exp(-(i-j)^2 / 2h^2)``.
+
+    The bandwidth h is a quarter of a decade of learning rates, at least two steps. A loss counts as at most 8 times the
+    first, so that one that explodes does not reach back to those before it.
+
+    >>> [round(loss, 2) for loss in smoothed_losses([1e-3, 1e-2, 1e-1, 1.0], [3.0, 3.0, 3.0, 1e9])]
+    [5.42, 6.78, 8.5, 10.46]
+    """
+    width = _bandwidth(lrs)
+    return [_smoothed(losses, i, width) for i in range(len(losses))]
+
+
+def _bandwidth(lrs: Sequence[float]) -> float:
+    return max(2.0, 0.25 / math.log10(lrs[1] / lrs[0])) if len(lrs) > 1 else 2.0
+
+
+def _smoothed(losses: Sequence[float], i: int, width: float) -> float:
+    reach, most = math.ceil(4 * width), losses[0] + 7 * abs(losses[0]) if losses[0] else math.inf
+    near = range(max(0, i - reach), min(len(losses), i + reach + 1))
+    weights = [math.exp(-((i - j) ** 2) / (2 * width**2)) for j in near]
+    return math.fsum(w * min(losses[j], most) for w, j in zip(weights, near, strict=True)) / math.fsum(weights)
+
+
+def suggested_lr(lrs: Sequence[float], losses: Sequence[float], method: Method = "valley") -> float:
+    """The learning rate that a sweep's losses suggest; see ``LRFinderResult.suggestion``.
+
+    >>> lrs = [10 ** (-6 + i / 10) for i in range(60)]
+    >>> losses = [1 / (1 + (1e3 * lr) ** 2) + (3 * lr) ** 2 for lr in lrs]  # falls at 1e-3, rises from 0.1 on
+    >>> [f"{suggested_lr(lrs, losses, method):.0e}" for method in ("valley", "steepest", "minimum/10")]
+    ['1e-03', '1e-03', '2e-03']
+    """
+    check_choice("method", method, get_args(Method))
+    if len(losses) < _FEWEST:
+        raise ValueError(
+            f"A suggestion needs at least {_FEWEST} losses, got {len(losses)}: the sweep ended early. Lower min_lr, or"
+            " see why the loss is not finite."
+        )
+    smoothed = smoothed_losses(lrs, losses)
+    lowest = list(accumulate(smoothed, min))  # so far: what falls only after a rise does not count
+    fall, noise = lowest[0] - lowest[-1], _noise(losses, smoothed)
+    if fall <= noise:
+        raise ValueError(
+            f"The loss must fall for a suggestion: from {lrs[0]:.1e} to {lrs[-1]:.1e} it fell by {fall:.2g}, and its"
+            f" noise is {noise:.2g}. Sweep a wider range, take more steps, or larger batches."
+        )
+    if method == "minimum/10":
+        return lrs[smoothed.index(lowest[-1])] / 10
+    end = next(i for i, loss in enumerate(lowest) if loss <= lowest[0] - 0.9 * fall)
+    start = max(i for i in range(end) if smoothed[i] > lowest[0] - 0.1 * fall)
+    if method == "valley":
+        return math.sqrt(lrs[start] * lrs[end])
+    inside = range(start + 1, min(end + 1, len(lrs) - 1))
+    slopes = {i: (lowest[i + 1] - lowest[i - 1]) / math.log(lrs[i + 1] / lrs[i - 1]) for i in inside}
+    return lrs[min(slopes, key=slopes.__getitem__, default=end)]
+
+
+def _noise(losses: Sequence[float], smoothed: Sequence[float]) -> float:
+    """The standard deviation of the losses about the smoothed ones, by the median up to the lowest."""
+    end = list(smoothed).index(min(smoothed)) + 1
+    away = sorted(abs(loss - s) for loss, s in zip(losses[:end], smoothed[:end], strict=True))
+    return 1.48 * away[len(away) // 2]
+
+
+@dataclass(frozen=True)
+class LRFinderResult:
+    """What ``find_lr`` has measured.
+
+    Args:
+        lrs: Learning rates of the first parameter group, one an optimizer step, rising.
+        losses: The loss of each step, before it is taken: mean over its batches and over ranks.
+
+    Example:
+        >>> lrs = [10 ** (-6 + i / 10) for i in range(60)]
+        >>> result = LRFinderResult(tuple(lrs), tuple(1 / (1 + (1e3 * lr) ** 2) + (3 * lr) ** 2 for lr in lrs))
+        >>> f"{result.suggestion():.0e}"
+        '1e-03'
+    """
+
+    lrs: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def smoothed(self) -> tuple[float, ...]:
+        """The losses smoothed over a quarter of a decade of learning rates."""
+        return tuple(smoothed_losses(self.lrs, self.losses))
+
+    def suggestion(self, method: Method = "valley") -> float:
+        """A learning rate for the first parameter group, as ``lr`` of the optimizer.
+
+        The fall lasts from where the smoothed loss was last less than a tenth down to where it first is nine tenths
+        down, on its way from the first to the lowest.
+
+        Args:
+            method: "valley", the middle of the fall in log lr; "steepest", where in it the lowest smoothed loss so far
+                falls fastest against log lr; "minimum/10", a tenth of the learning rate of the lowest smoothed loss.
+
+        Returns:
+            The learning rate.
+
+        Raises:
+            ValueError: For another method, fewer than 10 losses, or a loss that fell by no more than its noise.
+        """
+        return suggested_lr(self.lrs, self.losses, method)
+
+    def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw losses and suggestions, into the given axes or into a figure of its own."""
+        if ax is None:
+            import matplotlib.pyplot as plt  # only here: a user's own axes need no pyplot
+
+            _, ax = plt.subplots()
+        smoothed = self.smoothed
+        ax.plot(self.lrs, self.losses, ".", color="0.7", label="loss")
+        ax.plot(self.lrs, smoothed, label="smoothed")
+        for number, method in enumerate(get_args(Method), 1):
+            try:
+                lr = self.suggestion(method)
+            except ValueError:  # a curve without a suggestion is the more worth looking at
+                continue
+            ax.axvline(lr, color=f"C{number}", linestyle="--", label=f"{method} {lr:.1e}")
+        ax.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        if smoothed:
+            low, high = min(self.losses), max(smoothed)
+            margin = 0.05 * (high - low) or 1.0
+            ax.set_ylim(low - margin, high + margin)  # losses that explode would flatten the others
+        ax.legend()
+        figure = ax.get_figure(root=True)
+        assert figure is not None, "axes of a figure"
+        return figure, ax
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Plain data, for JSON or a table."""
+        return {"lrs": list(self.lrs), "losses": list(self.losses), "smoothed": list(self.smoothed)}
+
+
+def find_lr(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    train_dataloaders: Any = None,
+    datamodule: pl.LightningDataModule | None = None,
+    *,
+    min_lr: float = 1e-8,
+    max_lr: float = 1.0,
+    steps: int = 100,
+    stop_factor: float = 4.0,
+) -> LRFinderResult:
+    """Measure the loss in optimizer steps of rising learning rate: ``lr_k = min_lr (max_lr/min_lr)^(k/(steps-1))``.
+
+    The sweep is a fit by the Trainer's own strategy, precision, accumulation and clipping in which nothing else
+    happens: no callbacks, loggers, validation, checkpoints or schedules; SAM takes the plain gradient. All parameter
+    groups keep the ratio of their learning rate to that of the first. It stops where the smoothed loss exceeds
+    ``stop_factor`` times its lowest, or a loss is not finite.
+
+    Afterwards, also after an exception or Ctrl-C, everything is bit for bit as before: weights, buffers, gradients and
+    attributes of the module, the Trainer, callbacks, random numbers, loaders, samplers and their generators; a
+    following ``trainer.fit`` is as it would have been. Not undone is what module and data do outside of those: files,
+    the contents of a data set, objects of your own classes.
+
+    Args:
+        trainer: The Trainer that is to fit.
+        module: The module; its ``configure_optimizers`` says which optimizer.
+        train_dataloaders: As for ``trainer.fit``.
+        datamodule: As for ``trainer.fit``.
+        min_lr: The first learning rate, above 0.
+        max_lr: The last one, above ``min_lr``.
+        steps: Optimizer steps, at least 10; epochs follow each other until they are done.
+        stop_factor: Where to stop, above 1.
+
+    Returns:
+        Learning rates and losses; ``.suggestion()`` and ``.plot()`` say what they mean.
+
+    Raises:
+        TypeError: For a value of the wrong type, or loaders that can be read only once.
+        ValueError: For a value out of range.
+        MisconfigurationException: For manual optimization, lazy layers, an optimizer without a learning rate, inside of
+            a fit, and under FSDP1, DeepSpeed and strategies that spawn or fork.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> trainer = pl.Trainer(
+        ...     accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
+        ...     enable_model_summary=False,
+        ... )
+        >>> result = find_lr(trainer, BoringModel(), steps=20)
+        >>> len(result.losses), trainer.global_step
+        (20, 0)
+
+    References:
+        Smith, arXiv 1506.01186; ``lr_find`` of fastai.
+    """
+    for name, value in (("min_lr", min_lr), ("max_lr", max_lr)):
+        check_range(name, value, 0.0)
+    if not 0 < min_lr < max_lr:
+        raise ValueError(f"min_lr must be above 0 and below max_lr, got {min_lr} and {max_lr}.")
+    check_count("steps", steps)
+    if steps < _FEWEST:
+        raise ValueError(f"steps must be at least {_FEWEST}, got {steps}: fewer losses suggest nothing.")
+    check_range("stop_factor", stop_factor, 1.0)
+    if stop_factor == 1:
+        raise ValueError("stop_factor must be above 1, got 1: any noise would end the sweep.")
+    lowest = math.inf
+
+    def ends(lrs: Sequence[float], losses: Sequence[float]) -> bool:
+        nonlocal lowest
+        latest = _smoothed(losses, len(losses) - 1, _bandwidth(lrs))
+        lowest = min(lowest, latest)
+        return latest > lowest + (stop_factor - 1) * abs(lowest)  # also for a loss below 0
+
+    rates = [min_lr * (max_lr / min_lr) ** (k / (steps - 1)) for k in range(steps)]
+    lrs, losses = sweep(trainer, module, train_dataloaders, datamodule, rates, ends)
+    return LRFinderResult(tuple(lrs), tuple(losses))

@@ -1,0 +1,150 @@
+"""A picture of a schedule, before anything is trained with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_tricks.core.checks import check_count
+from lightning_tricks.schedules.steps import UnknownTotalSteps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LEGEND = 10  # lines at most: more are told apart by nobody
+
+
+def plot_schedule(
+    schedule: Callable[..., Any] | Mapping[str, Any] | LRScheduler, steps: int | None = None, ax: Axes | None = None
+) -> tuple[Figure, Axes]:
+    """Draw the learning rate of each parameter group at every step, and the momentum if it is cycled.
+
+    Nothing is trained: a copy of the scheduler is stepped, and the schedule, its optimizer and the weights stay as they
+    are. A factory is drawn for a base learning rate of 1. A scheduler that has been stepped is drawn from there on.
+
+    Args:
+        schedule: A factory, also bound by ``functools.partial``, or any function of an optimizer; the dictionary that a
+            factory returns; or any torch LRScheduler.
+        steps: How many to draw; also the ``total_steps`` of a factory that needs them. All that are left by default.
+        ax: The axes to draw into, instead of a figure of its own. The momentum has an axis on the right.
+
+    Raises:
+        TypeError: For anything else, and for a ReduceLROnPlateau, which depends on what is trained.
+        ValueError: If the number of steps is not given and cannot be known.
+        ImportError: If matplotlib is missing.
+
+    Example:
+        >>> from functools import partial
+        >>> from lightning_tricks.schedules import cosine
+        >>> figure, ax = plot_schedule(partial(cosine, warmup=0.1), steps=100)
+        >>> rates = ax.lines[0].get_ydata()
+        >>> float(rates[0]), float(rates[9]), len(rates)
+        (0.1, 1.0, 100)
+    """
+    if steps is not None:
+        check_count("steps", steps)
+    scheduler = _scheduler_of(_made(schedule, steps) if callable(schedule) else schedule)
+    start = getattr(scheduler, "last_epoch", 0)  # a ChainedScheduler has none
+    rates, momenta = curves_of(scheduler, _steps_left(scheduler, start) if steps is None else steps)
+    if ax is None:
+        _, ax = _pyplot().subplots()
+    names = [str(group.get("name", f"group {i}")) for i, group in enumerate(scheduler.optimizer.param_groups)]
+    _draw(ax, start, rates, names, "learning rate / base" if callable(schedule) else "learning rate")
+    if any(len(set(momentum)) > 1 for momentum in momenta):
+        _draw(ax.twinx(), start, momenta, [f"momentum, {name}" for name in names], "momentum", linestyle="--")
+    ax.set(xlabel="step")
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "axes of a figure"
+    return figure, ax
+
+
+def curves_of(scheduler: LRScheduler, steps: int) -> tuple[list[list[float]], list[list[float]]]:
+    """The learning rates of each group in the next so many steps, and its momenta; none for a group without momentum.
+
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
+    >>> curves_of(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5), steps=3)
+    ([[1.0, 0.5, 0.25]], [[0.9, 0.9, 0.9]])
+    """
+    twin = _without_weights(scheduler)
+    groups = twin.optimizer.param_groups
+    rates: list[list[float]] = [[] for _ in groups]
+    momenta: list[list[float]] = [[] for _ in groups]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no optimizer has stepped: none does
+        for step in range(steps):
+            if step:
+                twin.step()
+            for group, its_rates, its_momenta in zip(groups, rates, momenta, strict=True):
+                its_rates.append(float(group["lr"]))
+                momentum = group["betas"][0] if "betas" in group else group.get("momentum")
+                its_momenta.extend([] if momentum is None else [float(momentum)])
+    return rates, momenta
+
+
+def _made(factory: Callable[..., Any], steps: int | None) -> Any:
+    def optimizer() -> Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0, momentum=0.9)
+
+    try:
+        return factory(optimizer())
+    except UnknownTotalSteps:
+        if steps is None:
+            raise
+        return factory(optimizer(), total_steps=steps)
+
+
+def _scheduler_of(schedule: Any) -> LRScheduler:
+    found = schedule
+    for name in ("lr_scheduler", "scheduler"):
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+    if isinstance(found, ReduceLROnPlateau):
+        raise TypeError(f"schedule must not depend on a metric, which only training gives; got {type(found).__name__}.")
+    if not isinstance(found, LRScheduler):
+        raise TypeError(f"schedule must be a factory, what one returns, or a torch LRScheduler, got {schedule!r:.80}.")
+    return found
+
+
+def _steps_left(scheduler: LRScheduler, start: int) -> int:
+    settings = getattr(scheduler, "settings", {})  # of a CurveLR; a curve around another has them inside
+    while "total_steps" not in settings and "of" in settings:
+        settings = settings["of"]
+    total = settings.get("total_steps", getattr(scheduler, "total_steps", None))
+    if total is None:
+        raise ValueError(f"A {type(scheduler).__name__} does not tell how long it is: pass steps=...")
+    return max(1, total - start)
+
+
+def _without_weights(scheduler: LRScheduler) -> LRScheduler:
+    """A copy with an optimizer of its own, whose parameters are empty: those of a large model need not fit twice."""
+    optimizer = scheduler.optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stand_ins: dict[int, Any] = {id(parameter): nn.Parameter(torch.zeros(())) for parameter in parameters}
+    return deepcopy(scheduler, {**stand_ins, id(optimizer.state): defaultdict(dict)})
+
+
+def _draw(
+    ax: Axes, start: int, curves: Sequence[Sequence[float]], names: Sequence[str], ylabel: str, linestyle: str = "-"
+) -> None:
+    for curve, name in zip(curves, names, strict=True):
+        ax.plot(range(start, start + len(curve)), curve, linestyle, label=name)
+    ax.set(ylabel=ylabel)
+    if 1 < len(curves) <= _LEGEND:
+        ax.legend()
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("plot_schedule draws with matplotlib: pip install 'lightning-tricks[plot]'.") from error
+    return plt
