@@ -21,7 +21,8 @@ from lightning_tricks.core.trainer import callbacks_of, is_fitting
 class BatchCallback(Callback):
     """Changes training batches behind their transfer to the device; a subclass says how.
 
-    Callbacks with a ``prob`` are alternatives: at most one of them changes a batch, after all those without.
+    Callbacks with a ``prob`` are alternatives: at most one of them changes a batch, after all those without, which go
+    by their ``order``.
     """
 
     start: int | float
@@ -29,6 +30,7 @@ class BatchCallback(Callback):
     inputs: Names
     target: Names
     prob: float | None = None
+    order = 0
 
     def __init__(self) -> None:
         check_duration("start", self.start)
@@ -102,24 +104,21 @@ class BatchCallback(Callback):
         self._window = self._steps(trainer)
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         assert self._tap is not None, "setup comes first"
-        self._tap.in_step = False  # a step that the module left out did not end
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert self._tap is not None, "setup comes first"
-        self._tap.in_step = True
+        self._tap.descends = True
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._tap is not None, "setup comes first"
-        skipped = pl_module.automatic_optimization and not outputs
-        self._tap.finish(type(pl_module).__name__, skipped)
+        self._tap.finish(type(pl_module).__name__)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._tap is not None, "setup comes first"
+        self._tap.drop()  # of a batch that the module left out
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

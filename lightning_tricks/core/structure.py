@@ -135,7 +135,7 @@ def narrowed(batch: Any, samples: Tensor, size: int) -> Any:
     """The batch with these samples of its ``size`` only, in everything that has one entry a sample.
 
     That is every tensor and array with this first dimension, and every list inside the batch of this length, unless it
-    is one of such tensors.
+    holds such tensors.
     """
     if isinstance(batch, Tensor):
         return batch[samples] if batch.ndim and len(batch) == size else batch
@@ -152,7 +152,8 @@ def narrowed(batch: Any, samples: Tensor, size: int) -> Any:
 
 
 def _batched(values: Sequence[Any], size: int) -> bool:
-    return all(isinstance(value, Tensor) and value.shape[:1] == (size,) for value in values)
+    batched = [isinstance(value, Tensor) and value.shape[:1] == (size,) for value in values]
+    return all(batched) or (any(batched) and not all(isinstance(value, Tensor) for value in values))
 
 
 def described(batch: Any, path: str = "") -> str:

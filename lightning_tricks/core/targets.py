@@ -19,11 +19,13 @@ from torch import Tensor
 
 from lightning_tricks.core.functions import (
     differentiates,
+    is_elementwise,
     keeps_samples,
     moves,
     reduces_samples,
     uses_form_only,
     writes,
+    writes_by_sample,
 )
 from lightning_tricks.core.losses import arguments, is_loss, loss_by_samples, sum_by_samples, unknown_samples
 from lightning_tricks.core.plan import Plan
@@ -88,6 +90,10 @@ def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if differentiates(func):
         if any(each.branches[0].ndim for each in known):
             raise RuntimeError(f"{func.__name__}() of the losses of several samples: make one number of them first.")
+        if func.__name__ in ("backward", "grad"):
+            return func(*_branch(args, None), **_branch(kwargs, None))
+        for each in known:  # a hook on the loss is for what comes of it, too
+            each.branches = (own(each),) * len(each.branches)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if writes(func):
@@ -165,11 +171,15 @@ def _written(func: Callable[..., Any], args: Any, kwargs: Any, known: list[Knowi
         plain = _branch(target, None).as_subclass(Tensor)
         target.__class__ = KnowingTarget  # the user may go on with the tensor itself, not with what is returned
         branches = (plain, *(plain.clone() for _ in known[0].branches[1:]))
-        owners = next((e.owners for e in known if e.owners is not None and len(e.owners) == len(plain)), None)
+        clear = [e.owners for e in known if e.owners is not None and len(e.owners) == len(plain)]
+        owners = clear[0] if clear and writes_by_sample(func, args, kwargs) else None
         know(cast(KnowingTarget, target), branches, known[0].plan, owners)
     for number, into in enumerate(target.branches):
         func(into, *_branch(tuple(rest), number), **_branch(kwargs, number))
     target.is_loss = target.is_loss or any(each.is_loss for each in known) or target.branches[0].requires_grad
+    if target.is_loss and not target.branches[0].ndim:
+        with torch._C.DisableTorchFunctionSubclass():
+            target.copy_(target.plan.lam * target.branches[0] + (1 - target.plan.lam) * target.branches[1])
     return target
 
 
@@ -222,7 +232,11 @@ def _owners(
         return None
     if moves(func) and isinstance(source, KnowingTarget):
         return None if source.owners is None else _moved(func, source.owners, calls, results[0])
+    if any(each.owners is None and each.branches[0].ndim for each in known):
+        return None
     found = [each.owners for each in known if each.owners is not None and len(each.owners) == len(results[0])]
+    if is_elementwise(func) and any(each.branches[0].ndim not in (0, results[0].ndim) for each in known):
+        return None  # broadcast along another dimension
     clear = keeps_samples(func, *calls[0]) or is_loss(func)
     return found[0] if clear and found and all(torch.equal(found[0], each) for each in found[1:]) else None
 
