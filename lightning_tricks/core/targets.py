@@ -169,10 +169,10 @@ def _written(func: Callable[..., Any], args: Any, kwargs: Any, known: list[Knowi
                 f" {type(target).__name__}: write into a whole tensor, or make a new one."
             )
         plain = _branch(target, None).as_subclass(Tensor)
-        target.__class__ = KnowingTarget  # the user may go on with the tensor itself, not with what is returned
         branches = (plain, *(plain.clone() for _ in known[0].branches[1:]))
         clear = [e.owners for e in known if e.owners is not None and len(e.owners) == len(plain)]
-        owners = clear[0] if clear and writes_by_sample(func, args, kwargs) else None
+        owners = clear[0] if clear and writes_by_sample(func, (plain, *rest), kwargs) else None
+        target.__class__ = KnowingTarget  # the user may go on with the tensor itself, not with what is returned
         know(cast(KnowingTarget, target), branches, known[0].plan, owners)
     for number, into in enumerate(target.branches):
         func(into, *_branch(tuple(rest), number), **_branch(kwargs, number))
