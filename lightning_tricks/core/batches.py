@@ -77,10 +77,11 @@ class BatchCallback(Callback):
     def _found(self, batch: Any, argument: str, names: Sequence[str], position: int) -> list[Path]:
         asked = getattr(self, argument)
         paths = locate(batch, asked, names, position)
-        if not paths:
+        if not paths or (asked is None and len(paths) > 1):
+            found = "several such tensors" if paths else "no such tensor"
             raise MisconfigurationException(
-                f"{type(self).__name__}({argument}={asked!r}) finds no such tensor in the batch, which has"
-                f" {described(batch)}. Pass {argument}= with a key, an index, or a path such as 'batch.0'."
+                f"{type(self).__name__}({argument}={asked!r}) finds {found} in the batch, which has {described(batch)}."
+                f" Pass {argument}= with a key, an index, a path such as 'batch.0', or a list of those."
             )
         return paths
 
@@ -113,7 +114,7 @@ class BatchCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._tap is not None, "setup comes first"
-        self._tap.finish(type(pl_module).__name__)
+        self._tap.finish(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

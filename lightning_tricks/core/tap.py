@@ -45,6 +45,8 @@ class Work:
 
     def finished(self) -> Any:
         """The batch as the module gets it."""
+        names = " and ".join(dict.fromkeys(self.targets.values()))
+        self.plan.who = f"{names}, batch {self.number}"
         second = self.partners is not None and not isinstance(self.plan.lam, Tensor) and self.plan.lam < 0.5
         if second:  # then it is the second label that the target looks like
             self.plan.lam = 1 - self.plan.lam
@@ -66,6 +68,7 @@ class Tap:
     def __init__(self, trainer: pl.Trainer, callbacks: Sequence[BatchCallback]) -> None:
         self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
         self.descends = False  # whether the step on the last batch came to a backward pass
+        self._steps = 0  # before that
         self._callbacks = callbacks
         self._work: Work | None = None
         self._undo: Callable[[], None] | None = wrap_method(
@@ -87,7 +90,7 @@ class Tap:
         work = Work(batch, number, self._numbers(trainer, number))
         for callback in chosen(active, work.numbers):
             callback._change(trainer, work)
-        self._work, self.descends = work, False
+        self._work, self.descends, self._steps = work, False, trainer.global_step
         return work.finished()
 
     def _numbers(self, trainer: pl.Trainer, number: int) -> random.Random:
@@ -95,20 +98,22 @@ class Tap:
         key = f"{self.seed} {number * ranks['num_replicas'] + ranks['rank']}"
         return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
 
-    def finish(self, module: str) -> None:
+    def finish(self, trainer: pl.Trainer) -> None:
         """End the work on a batch.
 
         Raises:
             MisconfigurationException: If no loss was computed by the plan, though there was a backward pass.
         """
-        work, descends = self._work, self.descends
+        work, module = self._work, trainer.lightning_module
+        by_hand = not module.automatic_optimization and trainer.global_step > self._steps  # after loss.backward()
+        descends = self.descends or by_hand
         self.drop()
         if work is None or not descends or not work.targets or work.plan.losses:
             return
         where = ", ".join(f"batch{''.join(f'[{name!r}]' for name in path)}" for path in work.targets)
         raise MisconfigurationException(
             f"{' and '.join(dict.fromkeys(work.targets.values()))} did nothing to batch {work.number}: no loss of"
-            f" {module}.training_step was computed from the target, {where}. Looked for was a loss of"
+            f" {type(module).__name__}.training_step was computed from the target, {where}. Looked for was a loss of"
             " torch.nn.functional, or anything else made of that very tensor, that depends on the weights: not of a"
             " copy through NumPy or Python numbers, an autograd.Function or a compiled extension. Name another target="
             " or compute the loss from it."

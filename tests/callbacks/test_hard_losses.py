@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -86,7 +85,7 @@ def test_sums_and_means_of_a_part_are_refused_in_loss_mode_and_right_in_prune_mo
     name: str, across_ranks: bool
 ) -> None:
     loss = SUMS[name]
-    with pytest.raises(RuntimeError, match="or sees a part of the samples only: take the mean over all of them"):
+    with pytest.raises(RuntimeError, match="or sees a part of the samples only. Take the mean over all of them"):
         run_one(build(Task, loss=loss), {"x": X, "y": Y}, lt.HardExampleFilter(mode="loss", across_ranks=across_ranks))
     if name != "part":
         kept = top(CE(build(Task)(X), Y, reduction="none").detach())
@@ -98,7 +97,9 @@ def test_sums_and_means_of_a_part_are_refused_in_loss_mode_and_right_in_prune_mo
 @pytest.mark.parametrize("name", RAW)
 def test_a_formula_of_ones_own_is_refused_in_both_modes(name: str, across_ranks: bool) -> None:
     pruning, choosing = lt.HardExampleFilter(), lt.HardExampleFilter(mode="loss", across_ranks=across_ranks)
-    with pytest.raises(RuntimeError, match=r"are compared by a loss of torch.nn.functional: use one"):
+    with pytest.raises(
+        RuntimeError, match=r"batch 0: the loss has a part .* Compute the loss by a function of torch.nn.functional"
+    ):
         run_one(build(Task, loss=RAW[name]), {"x": X, "y": Y}, choosing)
     with pytest.raises(MisconfigurationException, match=r"computed no loss of torch.nn.functional .* Compute one"):
         run_one(build(Task, loss=RAW[name]), {"x": X, "y": Y}, pruning)
@@ -138,22 +139,19 @@ def test_a_sample_that_one_of_two_losses_ignores_is_compared_by_the_other() -> N
     assert torch.equal(module.kept[0]["x"], X[kept])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="functions.keeps_samples: reductions do not know of a sign that is changed later"
-)
 @pytest.mark.parametrize(
-    "loss",
-    [
-        lambda z, y: -(-CE(z, y, reduction="none")).mean(),
-        lambda z, y: 1 - torch.exp(-CE(z, y, reduction="none")).mean(),
-    ],
-    ids=["minus", "likelihood"],
+    ("made", "largest"),
+    [(lambda losses: 1 - torch.exp(-losses), True), (torch.neg, False)],
+    ids=["probability of a mistake", "log-likelihood"],
 )
-def test_a_mean_whose_sign_is_changed_keeps_the_hardest_or_is_refused(loss: Any) -> None:
-    kept = top(CE(build(Task)(X), Y, reduction="none").detach())
-    with suppress(RuntimeError):
-        ours = run_one(build(Task, loss=loss), {"x": X, "y": Y}, lt.HardExampleFilter(mode="loss"))
-        assert_close(ours, run_one(build(Task, loss=loss), {"x": X[kept], "y": Y[kept]}))
+def test_what_is_made_of_a_loss_without_reduction_is_compared_as_it_is(made: Any, largest: bool) -> None:
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return made(CE(z, y, reduction="none")).mean()
+
+    losses = CE(build(Task)(X), Y, reduction="none").detach()
+    kept = top(losses if largest else -losses)
+    ours = run_one(build(Task, loss=loss), {"x": X, "y": Y}, lt.HardExampleFilter(mode="loss"))
+    assert_close(ours, run_one(build(Task, loss=loss), {"x": X[kept], "y": Y[kept]}))
 
 
 # ---- models that compute the loss themselves
@@ -179,13 +177,8 @@ class Language(PlainNet):
         return self.layers(**batch).loss
 
 
-shifted = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="functions.keeps_samples does not know of F.pad, which shifts the labels"
-)
-
-
 @modes
-@pytest.mark.parametrize("model", ["classifier", "regression", "tokens", pytest.param("causal", marks=shifted)])
+@pytest.mark.parametrize("model", ["classifier", "regression", "tokens", "causal"])
 def test_models_of_transformers_are_trained_on_the_hardest_samples(model: str, mode: Any) -> None:
     ids = 1 + rows(19, 6)
     labels = {"classifier": rows(2), "regression": rows(5).float(), "tokens": ignoring(ids % 2)}

@@ -160,7 +160,6 @@ def test_skipped_batches_and_none_are_nobodys_fault() -> None:
         fit(build(PlainNet), train=feed(None, *loader()), callbacks=[Mixup()], **ONCE)
 
 
-@pytest.mark.xfail(strict=True, raises=MisconfigurationException, reason="in manual optimization no step looks skipped")
 def test_manual_optimization_may_skip_batches() -> None:
     class Manual(PlainNet):
         def __init__(self) -> None:
@@ -196,7 +195,6 @@ def test_inputs_that_are_the_target_are_refused() -> None:
         )
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="-1 and 1 are one place under two names")
 def test_an_input_that_is_the_target_by_another_name_is_refused() -> None:
     class Same(PlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

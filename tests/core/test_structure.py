@@ -88,7 +88,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_inputs_and_target_are_found_and_replaced_in_a_copy(name: str) -> None:
     batch, x, y = BATCHES[name]
-    assert (find(batch, INPUTS, 0), find(batch, TARGETS, 1)) == (x, y)
+    assert (find(batch, INPUTS, 0), find(batch, TARGETS, 1)) == ([x], [y])
     assert get(batch, x) is X
     for path in (x, y):
         new = put(batch, path, "new")
@@ -107,7 +107,7 @@ def test_inputs_and_target_are_found_and_replaced_in_a_copy(name: str) -> None:
 )
 def test_nothing_is_found_where_it_is_not_clear(batch: Any) -> None:
     assert locate(batch, None, TARGETS, 1) == []
-    assert locate(batch, None, INPUTS, 0) == [] or isinstance(get(batch, find(batch, INPUTS, 0)), Tensor)
+    assert locate(batch, None, INPUTS, 0) == [] or isinstance(get(batch, find(batch, INPUTS, 0)[0]), Tensor)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_every_leaf_is_changed_in_a_batch_of_the_same_type(name: str) -> None:
 
 
 def test_a_batch_is_described() -> None:
-    assert described((X, {"y": Y, "t": ["a"]})) == "0: float32 (3, 2), 1.y: int64 (3,), 1.t.0: str"
+    assert described((X, {"y": Y, "t": ["a"]})) == "0: float32 (3, 2), 1.y: int64 (3,), 1.t: 1 str"
     assert described(None) == "an object: NoneType"
     assert described({}) == "an object: dict"
     assert described(X) == "a tensor: float32 (3, 2)"
@@ -246,3 +246,9 @@ def test_a_namedtuple_of_numbers_is_no_sequence_of_samples() -> None:
 def test_a_list_of_one_tensor_a_sample_is_narrowed() -> None:
     batch = {"x": X, "boxes": [torch.full((n, 4), n) for n in (1, 2, 5)]}
     assert [len(boxes) for boxes in narrowed(batch, torch.tensor([0, 2]), 3)["boxes"]] == [1, 5]
+
+
+@pytest.mark.parametrize("batch", [{"image": X, "features": X, "label": Y}, {"image": X, "label": Y, "target": Y}])
+def test_several_candidates_are_refused_and_listed(batch: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match=r"finds several such tensors in the batch, which has image"):
+        fit(build(PlainNet), train=[batch], callbacks=[Mixup()])
