@@ -85,7 +85,7 @@ def test_sums_and_means_of_a_part_are_refused_in_loss_mode_and_right_in_prune_mo
     name: str, across_ranks: bool
 ) -> None:
     loss = SUMS[name]
-    with pytest.raises(RuntimeError, match="or sees a part of the samples only. Take the mean over all of them"):
+    with pytest.raises(RuntimeError, match=r"or sees a part of the samples only\. Take the mean over all of them"):
         run_one(build(Task, loss=loss), {"x": X, "y": Y}, lt.HardExampleFilter(mode="loss", across_ranks=across_ranks))
     if name != "part":
         kept = top(CE(build(Task)(X), Y, reduction="none").detach())

@@ -13,6 +13,7 @@ import torch
 import transformers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_tricks import Mixup
 from lightning_tricks.core.structure import (
@@ -251,4 +252,4 @@ def test_a_list_of_one_tensor_a_sample_is_narrowed() -> None:
 @pytest.mark.parametrize("batch", [{"image": X, "features": X, "label": Y}, {"image": X, "label": Y, "target": Y}])
 def test_several_candidates_are_refused_and_listed(batch: dict[str, Any]) -> None:
     with pytest.raises(MisconfigurationException, match=r"finds several such tensors in the batch, which has image"):
-        fit(build(PlainNet), train=[batch], callbacks=[Mixup()])
+        fit(build(PlainNet), train=DataLoader([batch], batch_size=None), callbacks=[Mixup()])

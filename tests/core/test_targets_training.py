@@ -184,7 +184,7 @@ def test_metrics_and_what_is_logged_may_be_made_of_the_target(callback):
     assert run.callback_metrics["largest"].isfinite()
 
 
-class ByHand(PlainNet):
+class RawBackward(PlainNet):
     """Optimizes manually, without manual_backward, and never uses the target of the batch."""
 
     def __init__(self) -> None:
@@ -200,4 +200,4 @@ class ByHand(PlainNet):
 
 def test_a_target_that_manual_optimization_never_sees_is_an_error():
     with pytest.raises(MisconfigurationException, match="did nothing to batch 0"):
-        fit(build(ByHand), callbacks=[lt.Mixup()])
+        fit(build(RawBackward), callbacks=[lt.Mixup()])
