@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.checks import check_range
 from lightning_tricks.core.structure import Names, put
 from lightning_tricks.core.tap import Work
 
@@ -41,6 +42,7 @@ def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | No
     References:
         Yun et al., arXiv 1905.04899.
     """
+    check_range("lam", lam, 0.0, 1.0)
     if x.ndim < 3:
         raise ValueError(f"cutmix needs images (B, ..., H, W), got {tuple(x.shape)}.")
     height, width = x.shape[-2:]

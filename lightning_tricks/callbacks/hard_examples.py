@@ -71,7 +71,7 @@ class HardExampleFilter(BatchCallback):
     statistics, metrics and attributes of the module as they were. ``score_scale`` makes it cheap. ``mode="loss"`` takes
     the largest losses of the ordinary forward pass, which saves nothing but costs nothing. Samples are compared by
     the losses of ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode for each loss, a
-    mean, apart.
+    mean, apart (what you make of ``reduction="none"`` must be larger where it is worse).
 
     The loss is the mean over the kept samples of all ranks, each of which keeps as many (those of the smallest batch).
     Mixing callbacks mix what is kept. ``tricks/kept_fraction`` and ``tricks/loss_threshold``, the smallest loss that
@@ -140,6 +140,7 @@ class HardExampleFilter(BatchCallback):
         self.start, self.stop, self.inputs, self.target = start, stop, inputs, target
         super().__init__()
         self._batches = 0
+        self.order = int(mode == "loss")  # after one that prunes
         self._kept: tuple[float, Tensor] | None = None  # share and threshold in the last batch
 
     @override

@@ -129,8 +129,8 @@ class HiddenMixup(MixingCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._work = None
-        missed = self.drawn is not None and not self._called
-        if missed and (outputs or not pl_module.automatic_optimization):
+        assert self._tap is not None, "setup comes first"
+        if self.drawn is not None and not self._called and self._tap.descends:
             raise MisconfigurationException(
                 f"HiddenMixup did nothing: {type(pl_module).__name__}.training_step did not call the layer"
                 f" {self.layer!r}. Name a layer that it calls."

@@ -61,10 +61,11 @@ class MixingCallback(BatchCallback):
 
     def _inputs(self, work: Work, size: int) -> list[tuple[Path, Tensor]]:
         """The inputs of a batch."""
-        if both := {*self.inputs_in(work.batch)} & {*self.targets_in(work.batch)}:
-            raise self._cannot(f"needs a target apart from its inputs, got {both.pop()} for both", work)
         inputs = [(path, get(work.batch, path)) for path in self.inputs_in(work.batch)]
+        targets = [get(work.batch, path) for path in self.targets_in(work.batch)]
         for path, x in inputs:
+            if any(x is target for target in targets):
+                raise self._cannot(f"needs a target apart from its inputs, got {path} for both", work)
             if not (x.is_floating_point() or x.is_complex()):
                 name = ".".join(map(str, path))
                 raise self._cannot(

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.checks import check_bool
+from lightning_tricks.core.checks import check_bool, check_range
 from lightning_tricks.core.structure import Names, put
 from lightning_tricks.core.tap import Work
 
@@ -30,7 +30,9 @@ def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
     References:
         Zhang et al., arXiv 1710.09412.
     """
-    if isinstance(lam, Tensor):
+    if isinstance(lam, int | float):
+        check_range("lam", lam, 0.0, 1.0)
+    else:
         lam = lam.to(x.device, x.dtype).view(-1, *[1] * (x.ndim - 1))
     partners = x.index_select(0, index) if x.is_contiguous() else x[index]  # which is slower and keeps the strides
     return partners.lerp_(x, lam)

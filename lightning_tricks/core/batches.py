@@ -21,7 +21,8 @@ from lightning_tricks.core.trainer import callbacks_of, is_fitting
 class BatchCallback(Callback):
     """Changes training batches behind their transfer to the device; a subclass says how.
 
-    Callbacks with a ``prob`` are alternatives: at most one of them changes a batch, after all those without.
+    Callbacks with a ``prob`` are alternatives: at most one of them changes a batch, after all those without, which go
+    by their ``order``.
     """
 
     start: int | float
@@ -29,6 +30,7 @@ class BatchCallback(Callback):
     inputs: Names
     target: Names
     prob: float | None = None
+    order = 0
 
     def __init__(self) -> None:
         check_duration("start", self.start)
@@ -75,10 +77,11 @@ class BatchCallback(Callback):
     def _found(self, batch: Any, argument: str, names: Sequence[str], position: int) -> list[Path]:
         asked = getattr(self, argument)
         paths = locate(batch, asked, names, position)
-        if not paths:
+        if not paths or (asked is None and len(paths) > 1):
+            found = "several such tensors" if paths else "no such tensor"
             raise MisconfigurationException(
-                f"{type(self).__name__}({argument}={asked!r}) finds no such tensor in the batch, which has"
-                f" {described(batch)}. Pass {argument}= with a key, an index, or a path such as 'batch.0'."
+                f"{type(self).__name__}({argument}={asked!r}) finds {found} in the batch, which has {described(batch)}."
+                f" Pass {argument}= with a key, an index, a path such as 'batch.0', or a list of those."
             )
         return paths
 
@@ -102,24 +105,21 @@ class BatchCallback(Callback):
         self._window = self._steps(trainer)
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         assert self._tap is not None, "setup comes first"
-        self._tap.in_step = False  # a step that the module left out did not end
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert self._tap is not None, "setup comes first"
-        self._tap.in_step = True
+        self._tap.descends = True
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._tap is not None, "setup comes first"
-        skipped = pl_module.automatic_optimization and not outputs
-        self._tap.finish(type(pl_module).__name__, skipped)
+        self._tap.finish(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._tap is not None, "setup comes first"
+        self._tap.drop()  # of a batch that the module left out
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -42,7 +42,24 @@ def moves(func: Function) -> bool:
 def keeps_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the i-th entry of a result is made of the i-th entries of the arguments, as far as they have any."""
     name = func.__name__.strip("_")
-    return name in _ELEMENTWISE or (name in _BY_DIMENSION and not _in_first_dimension(args, kwargs))
+    if name == "pad":
+        return len(kwargs.get("pad", args[1:2] and args[1])) < 2 * args[0].ndim
+    return name in _ELEMENTWISE | _LOOKUP or (name in _BY_DIMENSION and not _in_first_dimension(args, kwargs))
+
+
+def is_elementwise(func: Function) -> bool:
+    """Whether a function takes its arguments entry by entry, with broadcasting."""
+    return func.__name__.strip("_") in _ELEMENTWISE
+
+
+def writes_by_sample(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes for the i-th entry of a target into the i-th entry of its first argument."""
+    name = func.__name__.strip("_")
+    if name == "setitem":  # x[range(n), y] = 1, but not x[y] = 1
+        return isinstance(args[1], tuple) and type(args[1][0]) in (slice, range, list, Tensor)
+    if name == "scatter":
+        return not _in_first_dimension(args, kwargs)
+    return name == "copy" or name.removeprefix("i") in _ELEMENTWISE
 
 
 def reduces_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -74,9 +91,10 @@ _ELEMENTWISE = {
     *("sigmoid", "logsigmoid", "tanh", "relu", "softplus", "lerp", "addcmul", "addcdiv", "masked_fill", "nan_to_num"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "invert", "logical_not", "logical_and", "logical_or"),
     *("float", "double", "half", "bfloat16", "long", "int", "bool", "to", "type", "type_as", "contiguous", "clone"),
-    *("detach", "cpu", "cuda", "requires_grad", "one_hot", "getitem", "embedding", "round", "floor", "ceil", "fmod"),
-    *("remainder", "isnan", "isfinite", "isin", "xlogy", "erf", "sin", "cos", "nll_loss", "cross_entropy"),
+    *("detach", "cpu", "cuda", "requires_grad", "round", "floor", "ceil", "fmod"),
+    *("remainder", "isnan", "isfinite", "isin", "xlogy", "erf", "sin", "cos", "log_sigmoid"),
 }
+_LOOKUP = {"one_hot", "getitem", "embedding"}
 _BY_DIMENSION = {
     *("sum", "mean", "max", "min", "amax", "amin", "prod", "logsumexp", "norm", "vector_norm", "var", "std", "any"),
     *("all", "argmax", "argmin", "softmax", "log_softmax", "cumsum", "gather", "take_along_dim", "scatter", "cat"),

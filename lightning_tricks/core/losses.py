@@ -54,11 +54,11 @@ def loss_by_samples(func: Loss, calls: Sequence[dict[str, Any]], owners: Tensor 
         plan: What becomes of it.
 
     Raises:
-        RuntimeError: If it is not clear which samples the values belong to.
+        UnclearSamples: If it is not clear which samples the values belong to.
     """
     elements = [func(**{**call, "reduction": "none"}) for call in calls]
     if owners is None or len(owners) != len(elements[0]) or func.__name__ == "ctc_loss":
-        raise unknown_samples(func)
+        raise UnclearSamples(unclear_samples(func))
     weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
     chosen = _chosen(func, calls[0]["reduction"], _sum(elements, weights), owners, plan, _counted(calls[0]))
     if chosen is None:
@@ -76,11 +76,11 @@ def sum_by_samples(
     """A sum or mean over losses of samples by hand, as the plan has it.
 
     Raises:
-        RuntimeError: If it is not clear which samples the values belong to.
+        UnclearSamples: If it is not clear which samples the values belong to.
     """
     args, kwargs = calls[0]
     if owners is None or len(owners) != len(args[0]):
-        raise unknown_samples(func)
+        raise UnclearSamples(unclear_samples(func))
     weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
     values, factor = _sum([each[0] for each, _ in calls], weights), 1.0
     if (chosen := _chosen(func, func.__name__, values, owners, plan, None)) is not None:
@@ -88,10 +88,14 @@ def sum_by_samples(
     return func(values, *args[1:], **kwargs) * factor
 
 
-def unknown_samples(func: Loss) -> RuntimeError:
-    """That it is not clear which samples the values of a result belong to."""
-    return RuntimeError(
-        f"{func.__name__}() of a target whose samples count differently: it is not clear which sample each value"
+class UnclearSamples(RuntimeError):
+    """It is not clear which samples the values of a result belong to."""
+
+
+def unclear_samples(func: Loss) -> str:
+    """What to say of it."""
+    return (
+        f"{func.__name__}() of the target, where samples count differently and it is not clear which sample each value"
         " belongs to. Keep the samples in the first dimension and end with mean(), or with a loss of"
         " torch.nn.functional."
     )
@@ -106,9 +110,9 @@ def _chosen(
     if plan.choose is None:
         return None
     if reduction == "sum" or len(owners) < plan.samples:
-        raise RuntimeError(
-            f"{func.__name__}() adds up the losses of samples of which some are left out, or sees a part of the samples"
-            " only: take the mean over all of them."
+        raise UnclearSamples(
+            f"{func.__name__}() of the target, which adds up losses of which some are left out, or sees a part of the"
+            " samples only. Take the mean over all of them."
         )
     kept, factor = plan.choose(_per_sample(losses, owners, plan.samples, counted))
     return torch.isin(owners, kept).nonzero().flatten(), factor

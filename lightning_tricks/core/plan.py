@@ -27,6 +27,7 @@ class Plan:
         self.choose = choose
         self.record = record
         self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix what a loss compares
+        self.who = "The batch"  # changed it, for error messages
         self.samples = 0
         self.losses = 0  # how many were computed by it
         self.open = True  # while its batch is in work; afterwards its targets are plain labels

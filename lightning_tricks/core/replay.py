@@ -160,7 +160,8 @@ def no_writes(module: nn.Module, batch: Any) -> Iterator[None]:
     """Raise if a step inside the block writes what a second run of it would find written.
 
     Raises:
-        MisconfigurationException: For a write into the batch, or into a frozen parameter (of a teacher, say).
+        MisconfigurationException: For a write into the batch, or into a frozen parameter (of a teacher, say). Those
+            that are trained may be written: what layers do there (an embedding's ``max_norm``) does no harm twice.
     """
     tensors = tensors_in(batch)
     frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}

@@ -39,7 +39,7 @@ def losses_of_samples(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) 
     if not found:
         raise MisconfigurationException(
             f"{type(module).__name__}.training_step computed no loss of torch.nn.functional from the target, by which"
-            ' HardExampleFilter(mode="prune") compares samples. Compute one, name another target=, or use mode="loss".'
+            ' HardExampleFilter(mode="prune") compares samples. Compute one, or name another target=.'
         )
     losses = torch.stack(found)
     missing = losses == -torch.inf  # a sample may have entries in some of the losses only
@@ -60,10 +60,16 @@ def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:
             batch = put(batch, path, F.interpolate(get(batch, path), (height, width), mode="bilinear"))
         rows = (torch.arange(height, device=x.device) * sides[0] // height)[:, None]
         columns = torch.arange(width, device=x.device) * sides[1] // width
-        return _changed(batch, lambda leaf: leaf.shape[-2:] == sides, lambda mask: mask[..., rows, columns])
+        return _changed(
+            batch, lambda leaf: leaf.ndim > 2 and leaf.shape[-2:] == sides, lambda mask: mask[..., rows, columns]
+        )
     if not x.is_floating_point() and x.ndim == 2:
         tokens = max(1, round(scale * x.shape[1]))
-        return _changed(batch, lambda leaf: leaf.shape[:2] == x.shape, lambda leaf: leaf[:, :tokens])
+        return _changed(
+            batch,
+            lambda leaf: leaf.shape[:2] == x.shape and not (leaf.ndim == 2 and leaf.is_floating_point()),  # labels
+            lambda leaf: leaf[:, :tokens],
+        )
     raise MisconfigurationException(
         f"score_scale={scale} shrinks images (B, C, H, W) or integer sequences (B, T), got a batch with"
         f" {described(batch)}: name inputs=, or leave score_scale out."

@@ -70,30 +70,24 @@ def put(batch: Any, path: Path, value: Any) -> Any:
     return new
 
 
-def find(batch: Any, names: Sequence[str], position: int) -> Path | None:
-    """Where the inputs or the target of a batch are: under one of the names, or at the position in a pair."""
+def find(batch: Any, names: Sequence[str], position: int) -> list[Path]:
+    """Where the inputs or the targets of a batch may be: under one of the names, or at the position in a pair."""
     own = {name for name, _ in parts(batch) if isinstance(name, str)}
     if isinstance(batch, tuple | list) and len(batch) == 2 and not own & {*TARGETS, *INPUTS}:
-        inner = _named(batch[position], names)
-        return None if inner is None else (position, *inner)
-    return None if isinstance(batch, Tensor) else _named(batch, names)
+        return [(position, *inner) for inner in _named(batch[position], names)]
+    return [] if isinstance(batch, Tensor) else _named(batch, names)
 
 
-def _named(batch: Any, names: Sequence[str]) -> Path | None:
+def _named(batch: Any, names: Sequence[str]) -> list[Path]:
     if isinstance(batch, Tensor):
-        return ()
-    own = {name for name, _ in parts(batch) if isinstance(name, str)}
-    for name in names:
-        if name in own and (inner := _named(get(batch, (name,)), names)) is not None:
-            return (name, *inner)
-    return None
+        return [()]
+    return [(name, *inner) for name, value in parts(batch) if name in names for inner in _named(value, names)]
 
 
 def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> list[Path]:
     """The paths of the tensors that a user asked for, or that are found without; none if one of them is not there."""
     if asked is None:
-        found = find(batch, names, position)
-        return [found] if found else []
+        return find(batch, names, position)
     several = asked if isinstance(asked, list | tuple) else [asked]
     paths = [(name,) if _get(batch, (name,)) is not None else path_of(name) for name in several]  # dots in a key
     return paths if all(isinstance(_get(batch, path), Tensor) for path in paths) else []
@@ -135,7 +129,7 @@ def narrowed(batch: Any, samples: Tensor, size: int) -> Any:
     """The batch with these samples of its ``size`` only, in everything that has one entry a sample.
 
     That is every tensor and array with this first dimension, and every list inside the batch of this length, unless it
-    is one of such tensors.
+    holds such tensors.
     """
     if isinstance(batch, Tensor):
         return batch[samples] if batch.ndim and len(batch) == size else batch
@@ -152,17 +146,20 @@ def narrowed(batch: Any, samples: Tensor, size: int) -> Any:
 
 
 def _batched(values: Sequence[Any], size: int) -> bool:
-    return all(isinstance(value, Tensor) and value.shape[:1] == (size,) for value in values)
+    batched = [isinstance(value, Tensor) and value.shape[:1] == (size,) for value in values]
+    return all(batched) or (any(batched) and not all(isinstance(value, Tensor) for value in values))
 
 
 def described(batch: Any, path: str = "") -> str:
     """What is in a batch, for an error message.
 
     >>> described({"x": __import__("torch").zeros(2, 3), "meta": [1, "a"]})
-    'x: float32 (2, 3), meta.0: int, meta.1: str'
+    'x: float32 (2, 3), meta: 2 int'
     """
     if isinstance(batch, Tensor):
         return f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, tuple | list) and batch and all(isinstance(each, str | int | float) for each in batch):
+        return f"{path or 'a list'}: {len(batch)} {type(batch[0]).__name__}"
     inner = [described(value, f"{path}.{name}".lstrip(".")) for name, value in list(parts(batch))[:12]]
     return ", ".join(inner) or f"{path or 'an object'}: {type(batch).__name__}"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_tricks.core.plan import Plan
 from lightning_tricks.core.structure import Path, get, put
 from lightning_tricks.core.targets import knowing
-from lightning_tricks.core.trainer import wrap_method
+from lightning_tricks.core.trainer import transfers_batch, wrap_method
 
 if TYPE_CHECKING:
     from lightning_tricks.core.batches import BatchCallback
@@ -45,6 +45,8 @@ class Work:
 
     def finished(self) -> Any:
         """The batch as the module gets it."""
+        names = " and ".join(dict.fromkeys(self.targets.values()))
+        self.plan.who = f"{names}, batch {self.number}"
         second = self.partners is not None and not isinstance(self.plan.lam, Tensor) and self.plan.lam < 0.5
         if second:  # then it is the second label that the target looks like
             self.plan.lam = 1 - self.plan.lam
@@ -65,7 +67,8 @@ class Tap:
 
     def __init__(self, trainer: pl.Trainer, callbacks: Sequence[BatchCallback]) -> None:
         self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
-        self.in_step = False  # where the module itself may move something to its device
+        self.descends = False  # whether the step on the last batch came to a backward pass
+        self._steps = 0  # before that
         self._callbacks = callbacks
         self._work: Work | None = None
         self._undo: Callable[[], None] | None = wrap_method(
@@ -74,20 +77,20 @@ class Tap:
 
     def _transferred(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = original(*args, **kwargs)
-        if self.in_step:
+        if not transfers_batch(trainer):
             return batch
-        self._drop()
+        self.drop()
         for each in self._callbacks:
             each._begin()
         # no gradients are taken where batches are read for another purpose, such as the statistics of BatchNorm
         if batch is None or not trainer.training or not torch.is_grad_enabled():
             return batch
         active = [each for each in self._callbacks if each._window[0] <= trainer.global_step < each._window[1]]
-        number = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # so that a step that failed is made again
+        number = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
         work = Work(batch, number, self._numbers(trainer, number))
         for callback in chosen(active, work.numbers):
             callback._change(trainer, work)
-        self._work = work
+        self._work, self.descends, self._steps = work, False, trainer.global_step
         return work.finished()
 
     def _numbers(self, trainer: pl.Trainer, number: int) -> random.Random:
@@ -95,33 +98,36 @@ class Tap:
         key = f"{self.seed} {number * ranks['num_replicas'] + ranks['rank']}"
         return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
 
-    def finish(self, module: str, skipped: bool) -> None:
+    def finish(self, trainer: pl.Trainer) -> None:
         """End the work on a batch.
 
         Raises:
-            MisconfigurationException: If no loss was computed by the plan, though a step was made.
+            MisconfigurationException: If no loss was computed by the plan, though there was a backward pass.
         """
-        work, self.in_step = self._work, False
-        self._drop()
-        if work is None or skipped or not work.targets or work.plan.losses:
+        work, module = self._work, trainer.lightning_module
+        by_hand = not module.automatic_optimization and trainer.global_step > self._steps  # after loss.backward()
+        descends = self.descends or by_hand
+        self.drop()
+        if work is None or not descends or not work.targets or work.plan.losses:
             return
         where = ", ".join(f"batch{''.join(f'[{name!r}]' for name in path)}" for path in work.targets)
         raise MisconfigurationException(
             f"{' and '.join(dict.fromkeys(work.targets.values()))} did nothing to batch {work.number}: no loss of"
-            f" {module}.training_step was computed from the target, {where}. Looked for was a loss of"
+            f" {type(module).__name__}.training_step was computed from the target, {where}. Looked for was a loss of"
             " torch.nn.functional, or anything else made of that very tensor, that depends on the weights: not of a"
             " copy through NumPy or Python numbers, an autograd.Function or a compiled extension. Name another target="
             " or compute the loss from it."
         )
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Let the targets of the last batch be plain."""
         if self._work is not None:
             self._work.plan.open = False
             self._work = None
 
     def close(self) -> None:
         """Leave the strategy as it was."""
-        self._drop()
+        self.drop()
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -132,7 +138,7 @@ def chosen(callbacks: Sequence[BatchCallback], numbers: random.Random) -> list[B
 
     Probabilities that sum to more than 1 are divided by their sum.
     """
-    always = [each for each in callbacks if each.prob is None]
+    always = sorted((each for each in callbacks if each.prob is None), key=lambda each: each.order)
     left = numbers.random() * max(1.0, sum(each.prob or 0.0 for each in callbacks))
     for each in callbacks:
         left -= each.prob or 0.0

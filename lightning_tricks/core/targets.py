@@ -19,13 +19,21 @@ from torch import Tensor
 
 from lightning_tricks.core.functions import (
     differentiates,
-    keeps_samples,
     moves,
     reduces_samples,
     uses_form_only,
     writes,
+    writes_by_sample,
 )
-from lightning_tricks.core.losses import arguments, is_loss, loss_by_samples, sum_by_samples, unknown_samples
+from lightning_tricks.core.losses import (
+    UnclearSamples,
+    arguments,
+    is_loss,
+    loss_by_samples,
+    sum_by_samples,
+    unclear_samples,
+)
+from lightning_tricks.core.owners import owners_of
 from lightning_tricks.core.plan import Plan
 
 
@@ -36,6 +44,7 @@ class KnowingTarget(torch.Tensor):
     branches: tuple[Tensor, ...]
     owners: Tensor | None  # the sample that each entry along the first dimension belongs to, where samples matter
     is_loss: bool  # whether it depends on the weights
+    unclear: str  # why it cannot be a part of the loss, if it cannot
 
     @classmethod
     @torch.compiler.disable
@@ -60,10 +69,16 @@ def knowing(branches: Sequence[Tensor], plan: Plan) -> KnowingTarget:
 
 
 def know(
-    target: KnowingTarget, branches: Sequence[Tensor], plan: Plan, owners: Tensor | None, is_loss: bool = False
+    target: KnowingTarget,
+    branches: Sequence[Tensor],
+    plan: Plan,
+    owners: Tensor | None,
+    is_loss: bool = False,
+    unclear: str = "",
 ) -> KnowingTarget:
     """Tell a tensor its branches."""
-    target.branches, target.plan, target.owners, target.is_loss = tuple(branches), plan, owners, is_loss
+    target.branches, target.plan, target.owners = tuple(branches), plan, owners
+    target.is_loss, target.unclear = is_loss, unclear
     return target
 
 
@@ -76,18 +91,25 @@ def own(target: KnowingTarget) -> Tensor:
 def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     known = [each for each in _targets_in((args, kwargs)) if each.plan.open]
     if not known or uses_form_only(func, args):
-        return func(*_branch(args, None), **_branch(kwargs, None))
+        result = func(*_branch(args, None), **_branch(kwargs, None))
+        return args[0] if args and isinstance(args[0], KnowingTarget) and writes(func) else result
     with torch._C.DisableTorchFunctionSubclass():
         if any(each.requires_grad and not each.branches[0].requires_grad for each in known):
             raise RuntimeError(
-                "A target with two labels went through an autograd.Function, which sees only one of them: compute the"
-                " loss by operations of torch."
+                f"{known[0].plan.who}: the target went through an autograd.Function, which sees only one of its two"
+                " labels: compute the loss by operations of torch."
             )
     if kwargs.get("out") is not None:
         raise TypeError(f"{func.__name__}(out=...) of a target with two labels: leave out= out.")
     if differentiates(func):
+        if reason := next((each.unclear for each in known if each.unclear), ""):
+            raise RuntimeError(f"{known[0].plan.who}: the loss has a part that cannot be told: {reason}")
         if any(each.branches[0].ndim for each in known):
             raise RuntimeError(f"{func.__name__}() of the losses of several samples: make one number of them first.")
+        if func.__name__ in ("backward", "grad"):
+            return func(*_branch(args, None), **_branch(kwargs, None))
+        for each in known:  # a hook on the loss is for what comes of it, too
+            each.branches = (own(each),) * len(each.branches)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if writes(func):
@@ -101,43 +123,53 @@ def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     plan = known[0].plan
     if plan.mix_predictions is not None and is_loss(func):
         calls = [((), _mixed(arguments(func, *call), *plan.mix_predictions)) for call in calls]
-    if plan.by_samples and (loss := _by_samples(func, calls, known)) is not None:
-        plan.losses += loss.requires_grad
-        return loss
+    unclear = ""
+    if plan.by_samples:
+        try:
+            if (loss := _by_samples(func, calls, known)) is not None:
+                plan.losses += loss.requires_grad
+                return loss
+        except UnclearSamples as error:  # it may be for the record only
+            unclear = str(error)
     first = func(*calls[0][0], **calls[0][1])
     if next(_tensors_in(first), None) is None:
         return first
     results = [first, *(func(*each, **named) for each, named in calls[1:])]
-    return _together(results, func, calls, args, known)
+    return _together(results, func, calls, args, known, unclear)
 
 
 def _together(
-    results: Sequence[Any], func: Callable[..., Any], calls: Sequence[Any], args: Any, known: list[KnowingTarget]
+    results: Sequence[Any],
+    func: Callable[..., Any],
+    calls: Sequence[Any],
+    args: Any,
+    known: list[KnowingTarget],
+    unclear: str,
 ) -> Any:
     """The results of all branches as one."""
     first, plan = results[0], known[0].plan
     if isinstance(first, tuple | list):
-        return type(first)([_together(each, func, calls, args, known) for each in zip(*results, strict=True)])
+        return type(first)([_together(each, func, calls, args, known, unclear) for each in zip(*results, strict=True)])
     if not isinstance(first, Tensor):
         return first
     of_torch = is_loss(func) or any(each.is_loss for each in known)
+    unclear = unclear or next((each.unclear for each in known if each.unclear), "")
     if first.requires_grad and not of_torch and plan.needs_torch_loss:
-        raise RuntimeError(
-            f"{func.__name__}() of a target and of what depends on the weights, where samples or predictions are"
-            " compared by a loss of torch.nn.functional: use one."
-        )
+        unclear = f"{func.__name__}() of the target. Compute the loss by a function of torch.nn.functional."
     loss = first.is_floating_point() and (first.requires_grad or of_torch)
     value, owners = first, None
     if plan.by_samples and first.ndim:
-        owners = _owners(func, calls, results, args, known)
+        moved = bool(args) and isinstance(args[0], KnowingTarget) and moves(func)
+        owners = owners_of(func, calls, results, [(e.owners, e.branches[0].ndim) for e in known], moved)
     elif loss and not first.ndim:
         if plan.by_samples:
-            raise unknown_samples(func)
-        value = plan.lam * first + (1 - plan.lam) * results[1]
-        plan.losses += value.requires_grad
+            unclear = unclear or unclear_samples(func)
+        else:
+            value = plan.lam * first + (1 - plan.lam) * results[1]
+            plan.losses += value.requires_grad
     elif plan.by_samples and not moves(func):
         return first  # such as how many there are, which is the same in all branches
-    return know(value.as_subclass(KnowingTarget), results, plan, owners, loss)
+    return know(value.as_subclass(KnowingTarget), results, plan, owners, loss, unclear)
 
 
 def _mixed(call: dict[str, Any], lam: float, partners: Tensor) -> dict[str, Any]:
@@ -159,17 +191,22 @@ def _written(func: Callable[..., Any], args: Any, kwargs: Any, known: list[Knowi
             return func(*_branch(args, None), **_branch(kwargs, None))
         if not isinstance(target, KnowingTarget) and (type(target) is not Tensor or target._is_view()):
             raise RuntimeError(
-                f"{func.__name__} would write a target with two labels into a part of a tensor, or into a"
-                f" {type(target).__name__}: write into a whole tensor, or make a new one."
+                f"{known[0].plan.who}: {func.__name__} would write from the target, which has two labels, into a part"
+                f" of a tensor, or into a {type(target).__name__}: write into a whole one, or make a new one."
             )
         plain = _branch(target, None).as_subclass(Tensor)
-        target.__class__ = KnowingTarget  # the user may go on with the tensor itself, not with what is returned
         branches = (plain, *(plain.clone() for _ in known[0].branches[1:]))
-        owners = next((e.owners for e in known if e.owners is not None and len(e.owners) == len(plain)), None)
+        clear = [e.owners for e in known if e.owners is not None and len(e.owners) == len(plain)]
+        owners = clear[0] if clear and writes_by_sample(func, (plain, *rest), kwargs) else None
+        target.__class__ = KnowingTarget  # the user may go on with the tensor itself, not with what is returned
         know(cast(KnowingTarget, target), branches, known[0].plan, owners)
     for number, into in enumerate(target.branches):
         func(into, *_branch(tuple(rest), number), **_branch(kwargs, number))
     target.is_loss = target.is_loss or any(each.is_loss for each in known) or target.branches[0].requires_grad
+    target.unclear = target.unclear or next((each.unclear for each in known if each.unclear), "")
+    if target.is_loss and not target.branches[0].ndim and len(target.branches) > 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            target.copy_(target.plan.lam * target.branches[0] + (1 - target.plan.lam) * target.branches[1])
     return target
 
 
@@ -208,33 +245,6 @@ def _by_samples(func: Callable[..., Any], calls: Sequence[Any], known: list[Know
     if is_loss(func):
         named = [arguments(func, *call) for call in calls]
         return None if named[0]["reduction"] == "none" else loss_by_samples(func, named, owners, plan)
-    if known[0].is_loss and reduces_samples(func, *calls[0]):
+    if known[0].is_loss and not known[0].unclear and reduces_samples(func, *calls[0]):
         return sum_by_samples(func, calls, owners, plan)
     return None
-
-
-def _owners(
-    func: Callable[..., Any], calls: Sequence[Any], results: Sequence[Tensor], args: Any, known: list[KnowingTarget]
-) -> Tensor | None:
-    """The sample of each entry of a result, the same in all branches; None if that is not clear."""
-    source, same = args[0] if args else None, all(each.shape == results[0].shape for each in results)
-    if not same:
-        return None
-    if moves(func) and isinstance(source, KnowingTarget):
-        return None if source.owners is None else _moved(func, source.owners, calls, results[0])
-    found = [each.owners for each in known if each.owners is not None and len(each.owners) == len(results[0])]
-    clear = keeps_samples(func, *calls[0]) or is_loss(func)
-    return found[0] if clear and found and all(torch.equal(found[0], each) for each in found[1:]) else None
-
-
-def _moved(func: Callable[..., Any], owners: Tensor, calls: Sequence[Any], result: Tensor) -> Tensor | None:
-    rows = []
-    for args, kwargs in calls:
-        marks = owners.view(-1, *[1] * (args[0].ndim - 1)).expand(args[0].shape).contiguous()
-        marks = func(marks, *args[1:], **kwargs)
-        if not isinstance(marks, Tensor) or marks.shape != result.shape or not marks.numel():
-            return None
-        marks = marks.reshape(len(marks), -1)
-        rows.append(marks)
-    first = rows[0][:, 0]
-    return first if all((each == first[:, None]).all() for each in rows) else None

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_tricks as lt
 from lightning_tricks import CutMix, cutmix
-from tests.callbacks.test_mixing import ImageNet, Watch, images, train_by_hand
+from tests.callbacks.test_mixing import DEVICES, ImageNet, Steps, Watch, images, naive_loss, naive_mixup, train_by_hand
 from tests.callbacks.test_mixup import feed, run
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, weights
+from tests.nets import assert_close, assert_equal, build, fit, weights
 
 
 def marked(batch: int, *shape: int) -> Tensor:
@@ -172,45 +173,108 @@ def test_it_works_with_sam_accumulation_and_bf16() -> None:
         assert all(map(torch.equal, first, noted))
 
 
-# ---- one of several
-
-
-def shares(*callbacks: Any) -> list[float]:
-    """The share of 600 batches that each of the callbacks mixed, and that none did."""
-    watch, counts = Watch(*callbacks), [0] * (len(callbacks) + 1)
-
-    class Count(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            counts[next((n for n, each in enumerate(callbacks) if each.drawn is not None), len(callbacks))] += 1
-
-    settings = {"max_epochs": 1, "limit_val_batches": 0, "callbacks": [*callbacks, watch, Count()]}
-    fit(build(ImageNet), train=images(1200, 2), **settings)
-    return [count / 600 for count in counts]
-
-
+@pytest.mark.parametrize(("accelerator", "precision"), DEVICES)
 @pytest.mark.parametrize(
-    ("probs", "expected"),
-    [
-        ((0.3, 0.2), (0.3, 0.2, 0.5)),
-        ((1.0, 1.0), (0.5, 0.5, 0.0)),
-        ((1.0, 0.5), (2 / 3, 1 / 3, 0)),
-        ((0, 1), (0, 1, 0)),
-    ],
-    ids=str,
+    "callback", [lt.Mixup(1.0), lt.Mixup(1.0, per_sample=True), lt.CutMix()], ids=lambda c: c.state_key
 )
-def test_one_of_two_is_chosen_by_its_prob(probs: tuple[float, float], expected: tuple[float, ...]) -> None:
-    found = shares(lt.Mixup(prob=probs[0]), lt.CutMix(prob=probs[1]))
-    assert all(abs(a - b) < 0.06 for a, b in zip(found, expected, strict=True)), found
-    assert [a == 0 for a in found] == [b == 0 for b in expected]
+def test_a_step_on_a_device_has_the_gradient_of_a_naive_loop(callback: Any, accelerator: str, precision: str) -> None:
+    module, watch, steps, plain = build(ImageNet), Watch(callback), Steps(), list(images(48))
+    settings = {"accelerator": accelerator, "precision": precision, "callbacks": [callback, watch, steps]}
+    fit(module, train=images(48), val=images(48), **settings)
+    hand, losses = build(ImageNet), []
+    for (x, y), (mixed, _), (lam, index) in zip(2 * plain, watch.batches, watch.drawn, strict=True):
+        assert mixed.device.type == index.device.type == ("cuda" if accelerator == "gpu" else "cpu")
+        mixed, lam, index = mixed.cpu(), torch.as_tensor(lam).cpu(), index.cpu()
+        if isinstance(callback, lt.Mixup):
+            torch.testing.assert_close(mixed, naive_mixup(x, lam, index))
+        losses.append(lambda mixed=mixed, y=y, lam=lam, index=index: naive_loss(hand(mixed), y, lam, index))
+    steps.compare(hand, losses)
 
 
-def test_three_alternatives_share_the_batches() -> None:
-    found = shares(lt.CutMix(), lt.HiddenMixup("layers.2"), lt.Mixup())
-    assert all(abs(share - 1 / 3) < 0.06 for share in found[:3])
-    assert found[3] == 0
+# ---- mistakes, with Mixup too
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="state_key leaves out prob, inputs, target and per_sample")
-@pytest.mark.parametrize("settings", [{"inputs": 0, "target": 1}, {"prob": 0.5}, {"per_sample": True}], ids=str)
-def test_two_of_a_kind_with_other_settings_are_alternatives_too(settings: dict[str, Any]) -> None:
-    fit(build(PlainNet), callbacks=[lt.Mixup(), lt.Mixup(**settings)])
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
+@pytest.mark.parametrize(
+    ("error", "settings", "message"),
+    [
+        (ValueError, {"alpha": -0.1}, r"alpha must be in \[0.0, 1000000.0\], got -0.1"),
+        (ValueError, {"start": 0.5, "stop": 0.4}, "start must not be after stop, got start=0.5 and stop=0.4"),
+        (ValueError, {"start": 5, "stop": 4}, "start must not be after stop, got start=5 and stop=4"),
+        (ValueError, {"alpha": float("nan")}, "alpha must be .*, got nan"),
+        (ValueError, {"alpha": float("inf")}, "alpha must be .*, got inf"),
+        (TypeError, {"alpha": "0.2"}, "alpha must be a number .*, got '0.2'"),
+        (ValueError, {"prob": 1.5}, r"prob must be in \[0.0, 1.0\], got 1.5"),
+        (TypeError, {"prob": True}, "prob must be a number .*, got True"),
+        (ValueError, {"start": -1}, "start must be .*, got -1"),
+        (ValueError, {"stop": 1.5}, "stop must be .*, got 1.5"),
+        (TypeError, {"stop": False}, "stop must be .*, got False"),
+        (TypeError, {"inputs": 1.0}, "inputs must be a key, .*, got 1.0"),
+        (TypeError, {"target": [None]}, r"target must be a key, .*, got \[None\]"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(kind: Any, error: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kind(**settings)
+
+
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4), "uint8 for '0'.* convert it in the data set"),
+        (torch.zeros(4, 3, 8, 8, dtype=torch.long), torch.zeros(4), "int64 for '0'.*HiddenMixup for token ids"),
+        (
+            torch.zeros(4, 3, 8, 8),
+            torch.zeros(2),
+            r"got inputs \(4, 3, 8, 8\) and 2 targets\. The batch has 0: float32 \(4, 3",
+        ),
+        (
+            torch.zeros(4, 3, 8, 8),
+            torch.tensor(1.0),
+            r"needs targets with one entry for each of the samples, .*, 1: float32 \(\)",
+        ),
+        (torch.tensor(1.0), torch.zeros(4), r"needs an input and a target for each sample, got inputs \(\) and 4"),
+    ],
+)
+def test_batches_that_cannot_be_mixed_are_refused_with_what_they_have(kind: Any, x: Any, y: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{kind.__name__} .*{message}"):
+        run(build(ImageNet), kind(), feed((x, y)))
+
+
+# ---- YAML, with Mixup too
+
+QUIET = """
+seed_everything: 7
+trainer:
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  max_epochs: 1
+  num_sanity_val_steps: 0
+  callbacks:
+"""
+
+
+class CLINet(ImageNet):
+    def train_dataloader(self) -> Any:
+        return images()
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("prefix", ["", "lightning_tricks."])
+def test_it_is_built_from_yaml_and_trains(prefix: str, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["cli"])
+    lines = [
+        f"  - {{class_path: {prefix}Mixup, init_args: {{alpha: 1, stop: 0.5, inputs: 0, target: '1'}}}}",
+        f"  - {{class_path: {prefix}CutMix, init_args: {{start: 3, inputs: ['0'], target: [1], prob: 0.5}}}}",
+    ]
+    (tmp_path / "config.yaml").write_text(QUIET + "\n".join(lines))
+    tool = LightningCLI(CLINet, args=["fit", f"--config={tmp_path / 'config.yaml'}"], save_config_callback=None)
+    mixup, cutmix = (each for each in tool.trainer.callbacks if isinstance(each, lt.Mixup | lt.CutMix))
+    assert (mixup.alpha, mixup.stop, mixup.inputs, mixup.target) == (1, 0.5, 0, "1")
+    assert (cutmix.start, cutmix.inputs, cutmix.target, cutmix.prob) == (3, ["0"], [1], 0.5)
+    assert tool.trainer.global_step == 6

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
+from tests.callbacks.test_mixing import DEVICES, Steps
 from tests.callbacks.test_swa import Resumable, save_at
 from tests.nets import Net, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
@@ -293,15 +294,18 @@ def test_never_mixing_is_bit_equal_to_no_callback(settings: dict[str, Any]) -> N
 # ---- batches of other modules, and when to mix
 
 
+def hidden_loss(net: Any, x: Tensor, y: Tensor, lam: float, index: Tensor) -> Tensor:
+    return mixed_loss(net.layers[2](mixed(net.layers[:2](x), lam, index)), y, lam, index)
+
+
 def train_by_hand(drawn: list[Any], batches: list[Any]) -> dict[str, Tensor]:
     """The weights of a PlainNet whose last layer gets mixed inputs in the batches for which there are numbers."""
     net = build(PlainNet)
     optimizer = net.configure_optimizers()
     for (x, y), numbers in zip(batches, drawn, strict=True):
         lam, index = numbers or (1.0, torch.arange(len(y)))
-        loss = mixed_loss(net.layers[2](mixed(net.layers[:2](x), lam, index)), y, lam, index)
         optimizer.zero_grad()
-        loss.backward()
+        hidden_loss(net, x, y, lam, index).backward()
         optimizer.step()
     return weights(net)
 
@@ -361,6 +365,18 @@ def test_resume_is_bit_exact(step: int, train: Callable[[], Any], first: bool, t
     (whole, drawn), (rest, later) = runs
     assert drawn[step:] == later
     assert_equal(whole, rest)
+
+
+@pytest.mark.parametrize(("accelerator", "precision"), DEVICES)
+def test_a_step_on_a_device_has_the_gradient_of_a_naive_one(accelerator: str, precision: str) -> None:
+    mixup, module, steps, hand = lt.HiddenMixup("layers.2", 1.0), build(PlainNet), Steps(), build(PlainNet)
+    watch, losses = Watch(mixup), []
+    fit(module, callbacks=[mixup, watch, steps], accelerator=accelerator, precision=precision)
+    for (x, y), (lam, index) in zip(2 * list(loader()), watch.drawn, strict=True):
+        assert index.device.type == ("cuda" if accelerator == "gpu" else "cpu")
+        numbers = {"x": x, "y": y, "lam": lam, "index": index.cpu()}
+        losses.append(lambda n=numbers: hidden_loss(hand, **n))
+    steps.compare(hand, losses)
 
 
 # ---- mistakes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -98,6 +97,34 @@ def images(size: int = 44, batch_size: int = 8) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x.view(-1, 2, 2, 2), y), batch_size)
 
 
+class Steps(Callback):
+    """Notes the weights and the gradients of every optimizer step, unscaled."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.weights.append({name: value.cpu() for name, value in weights(pl_module).items()})
+        self.gradients.append({name: p.grad.float().cpu() for name, p in pl_module.named_parameters()})
+
+    def compare(self, module: Any, losses: Iterable[Callable[[], Tensor]]) -> None:
+        """With those of a module on the CPU; a GradScaler may have found its first scale too large."""
+        compared = 0
+        for before, found, loss in zip(self.weights, self.gradients, losses, strict=True):
+            module.load_state_dict(before)
+            module.zero_grad()
+            loss().backward()
+            if all(gradient.isfinite().all() for gradient in found.values()):
+                assert_close(found, {name: p.grad for name, p in module.named_parameters()}, 1e-2)
+                compared += 1
+        assert compared > len(self.weights) / 2
+
+
+DEVICES = [("cpu", "32-true"), ("cpu", "bf16-mixed")]
+DEVICES += [pytest.param("gpu", precision, marks=pytest.mark.gpu) for precision in ("16-mixed", "bf16-mixed")]
+
+
 # ---- when
 
 
@@ -155,51 +182,6 @@ def test_a_stream_has_an_end_but_no_half(kind: Any) -> None:
         message = rf"{kind.__name__}\({name}=0.5\) is a fraction .*length is unknown.*Give {name} in optimizer steps"
         with pytest.raises(MisconfigurationException, match=message):
             fit(build(ImageNet), train=stream, limit_val_batches=0, callbacks=[kind(**{name: 0.5})])
-
-
-# ---- mistakes
-
-
-@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
-@pytest.mark.parametrize(
-    ("error", "settings", "message"),
-    [
-        (ValueError, {"alpha": -0.1}, r"alpha must be in \[0.0, inf\), got -0.1"),
-        (ValueError, {"alpha": float("nan")}, "alpha must be .*, got nan"),
-        (ValueError, {"alpha": float("inf")}, "alpha must be .*, got inf"),
-        (TypeError, {"alpha": "0.2"}, "alpha must be a number .*, got '0.2'"),
-        (ValueError, {"prob": 1.5}, r"prob must be in \[0.0, 1.0\], got 1.5"),
-        (TypeError, {"prob": True}, "prob must be a number .*, got True"),
-        (ValueError, {"start": -1}, "start must be .*, got -1"),
-        (ValueError, {"stop": 1.5}, "stop must be .*, got 1.5"),
-        (TypeError, {"stop": False}, "stop must be .*, got False"),
-        (TypeError, {"inputs": 1.0}, "inputs must be a key, .*, got 1.0"),
-        (TypeError, {"target": [None]}, r"target must be a key, .*, got \[None\]"),
-    ],
-)
-def test_a_wrong_argument_is_refused_at_once(kind: Any, error: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(error, match=message):
-        kind(**settings)
-
-
-@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
-@pytest.mark.parametrize(
-    ("x", "y", "message"),
-    [
-        (torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4), "uint8 for '0'.* convert it in the data set"),
-        (torch.zeros(4, 3, 8, 8, dtype=torch.long), torch.zeros(4), "int64 for '0'.*HiddenMixup for token ids"),
-        (torch.zeros(4, 3, 8, 8), torch.zeros(2), r"got 4 and 2\. The batch has 0: float32 \(4, 3, 8, 8\), 1: float"),
-        (torch.zeros(4, 3, 8, 8), torch.tensor(1.0), "needs targets with one entry a sample"),
-        pytest.param(
-            *(torch.tensor(1.0), torch.zeros(4), "needs an input"),
-            marks=pytest.mark.xfail(strict=True, raises=TypeError, reason="its message takes len() of a 0-d tensor"),
-        ),
-    ],
-)
-def test_batches_that_cannot_be_mixed_are_refused_with_what_they_have(kind: Any, x: Any, y: Any, message: str) -> None:
-    feed = DataLoader([(x, y)], batch_size=None)
-    with pytest.raises(MisconfigurationException, match=f"{kind.__name__} .*{message}"):
-        fit(build(PlainNet), train=feed, limit_val_batches=0, callbacks=[kind()])
 
 
 # ---- beside other tricks
@@ -272,39 +254,37 @@ def test_a_checkpoint_keeps_its_seed(tmp_path: Any) -> None:
     assert later.numbers() == watch.numbers()[6:]
 
 
-# ---- YAML
+# ---- beside each other
 
-QUIET = """
-seed_everything: 7
-trainer:
-  accelerator: cpu
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  max_epochs: 1
-  num_sanity_val_steps: 0
-  callbacks:
-"""
+TRICKS: dict[str, Callable[[], Any]] = {
+    "Mixup": lambda: lt.Mixup(1.0, prob=0.6),
+    "CutMix": lambda: lt.CutMix(prob=0.6),
+    "HiddenMixup": lambda: lt.HiddenMixup("layers.2", 1.0, prob=0.6),
+    "prune": lambda: lt.HardExampleFilter(0.5),
+    "loss": lambda: lt.HardExampleFilter(0.75, mode="loss"),
+}
 
 
-class CLINet(ImageNet):
-    def train_dataloader(self) -> Any:
-        return images()
+@pytest.mark.parametrize(("one", "other"), list(combinations(TRICKS, 2)))
+def test_all_pairs_train_in_either_order_and_resume_bit_equal(one: str, other: str, tmp_path: Any) -> None:
+    class Feed(Resumable):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches = list(images())
 
-    val_dataloader = train_dataloader
+    def train(names: Sequence[str], *savers: Any, **settings: Any) -> dict[str, Tensor]:
+        module = build(ImageNet)
+        callbacks = [*(TRICKS[name]() for name in names), *savers]
+        run = fit(module, train=Feed(), val=images(), callbacks=callbacks, **settings)
+        assert run.global_step == 12
+        return weights(module)
 
-
-@pytest.mark.parametrize("prefix", ["", "lightning_tricks."])
-def test_it_is_built_from_yaml_and_trains(prefix: str, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["cli"])
-    lines = [
-        f"  - {{class_path: {prefix}Mixup, init_args: {{alpha: 1, stop: 0.5, inputs: 0, target: '1'}}}}",
-        f"  - {{class_path: {prefix}CutMix, init_args: {{start: 3, inputs: ['0'], target: [1], prob: 0.5}}}}",
-    ]
-    (tmp_path / "config.yaml").write_text(QUIET + "\n".join(lines))
-    tool = LightningCLI(CLINet, args=["fit", f"--config={tmp_path / 'config.yaml'}"], save_config_callback=None)
-    mixup, cutmix = (each for each in tool.trainer.callbacks if isinstance(each, lt.Mixup | lt.CutMix))
-    assert (mixup.alpha, mixup.stop, mixup.inputs, mixup.target) == (1, 0.5, 0, "1")
-    assert (cutmix.start, cutmix.inputs, cutmix.target, cutmix.prob) == (3, ["0"], [1], 0.5)
-    assert tool.trainer.global_step == 6
+    ends = []
+    for names in ((one, other), (other, one)):
+        path = tmp_path / "-".join(names)
+        ends.append(train(names, save_at(4, path)))
+        assert_equal(train(names, ckpt_path=path), ends[-1])
+        assert any(not torch.equal(value, ends[-1][name]) for name, value in train(names[:1]).items())
+        assert any(not torch.equal(value, ends[-1][name]) for name, value in train(names[1:]).items())
+    if other in ("prune", "loss"):  # of two that mix, one is chosen in their order
+        assert_equal(*ends)

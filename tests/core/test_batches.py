@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -22,9 +22,7 @@ import lightning_tricks as lt
 from lightning_tricks import Mixup
 from tests.callbacks.test_mixing import ImageNet, Watch, images
 from tests.callbacks.test_mixup import feed
-from tests.callbacks.test_swa import save_at
-from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
-from tests.ranks import run_ranks
+from tests.nets import PlainNet, assert_equal, build, fit, loader, trainer, weights
 
 ONCE = {"max_epochs": 1, "limit_val_batches": 0}
 
@@ -162,6 +160,22 @@ def test_skipped_batches_and_none_are_nobodys_fault() -> None:
         fit(build(PlainNet), train=feed(None, *loader()), callbacks=[Mixup()], **ONCE)
 
 
+def test_manual_optimization_may_skip_batches() -> None:
+    class Manual(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2 == 0:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+                optimizer.step()
+
+    assert fit(build(Manual), callbacks=[Mixup()]).global_step == 6
+
+
 class Auto(PlainNet):
     """Predicts its inputs, which are the target, or trains on two batches."""
 
@@ -171,15 +185,23 @@ class Auto(PlainNet):
         return F.mse_loss(self.layers[0](x).mean(1), y[:, 0])
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the target is the mixed input, mixed again")
 def test_inputs_that_are_the_target_are_refused() -> None:
-    with pytest.raises(MisconfigurationException):
+    with pytest.raises(MisconfigurationException, match=r"Mixup needs a target apart from its inputs, got \('x',\)"):
         fit(
             build(Auto),
             train=feed(*({"x": x} for x, _ in loader())),
             callbacks=[Mixup(inputs="x", target="x")],
             **ONCE,
         )
+
+
+def test_an_input_that_is_the_target_by_another_name_is_refused() -> None:
+    class Same(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise AssertionError("mixed twice")
+
+    with pytest.raises(MisconfigurationException, match="apart from its inputs"):
+        fit(build(Same), train=feed(*((x, x) for x, _ in loader())), callbacks=[Mixup(inputs=-1, target=1)], **ONCE)
 
 
 # ---- nothing is left behind
@@ -244,114 +266,3 @@ def test_callbacks_can_be_pickled_and_copied_before_during_and_after() -> None:
         later = build(ImageNet)
         fit(later, train=images(), val=images(), callbacks=copies[number : number + 8 : 2])
         assert_equal(weights(first), weights(later))
-
-
-# ---- how batches are counted
-
-
-@pytest.mark.parametrize(
-    ("where", "first"),
-    [
-        ("on_before_backward", False),
-        ("on_validation_end", False),
-        ("on_validation_end", True),
-        pytest.param(
-            *("on_before_backward", True),
-            marks=pytest.mark.xfail(strict=True, reason="saved before Mixup.on_exception, the failed batch counts"),
-        ),
-    ],
-)
-def test_a_checkpoint_saved_on_exception_goes_on_with_the_batch_that_failed(
-    where: str, first: bool, tmp_path: Any
-) -> None:
-    whole, callbacks = watched()
-    fit(build(PlainNet), callbacks=callbacks)
-    watch, callbacks = watched()
-    broken = LambdaCallback(**{where: lambda run, *_: fail() if run.global_step == 6 else None})
-    saver = LambdaCallback(on_exception=lambda run, *_: run.save_checkpoint(tmp_path / "x.ckpt"))
-    with pytest.raises(RuntimeError, match="broken"):
-        fit(build(PlainNet), callbacks=[saver, *callbacks, broken] if first else [*callbacks, broken, saver])
-    state = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"][callbacks[0].state_key]
-    assert state["batches"] == 6
-    assert watch.numbers()[:6] == whole.numbers()[:6]
-
-
-@pytest.mark.xfail(strict=True, reason="a fit that goes on counts batches from 0 again: the same numbers once more")
-def test_a_fit_that_goes_on_draws_new_numbers() -> None:
-    watch, callbacks = watched()
-    module = build(PlainNet)
-    run = fit(module, callbacks=callbacks, **ONCE)
-    run.fit_loop.max_epochs = 2
-    run.fit(module, loader(), loader(24))
-    assert len(watch.drawn) == 12
-    assert watch.numbers()[:6] != watch.numbers()[6:]
-
-
-@pytest.mark.xfail(strict=True, reason="after on_train_batch_start returned -1 the batch seems in progress for ever")
-def test_an_epoch_cut_short_is_counted_after_the_fit_as_in_it() -> None:
-    class Short(PlainNet):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 3 else None
-
-    counts: list[int] = []
-    mixup = Mixup()
-    spy = LambdaCallback(on_train_end=lambda *_: counts.append(mixup.state_dict()["batches"]))
-    fit(build(Short), callbacks=[mixup, spy])
-    assert mixup.state_dict()["batches"] == counts[0]
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a transfer within a step ends the work on its batch")
-def test_a_step_may_transfer_another_batch() -> None:
-    class Twice(PlainNet):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, _ = self.trainer.strategy.batch_to_device(other)
-            assert torch.equal(x, other[0])
-            return super().training_step(batch, batch_idx)
-
-    other = next(iter(loader()))
-    fit(build(Twice), callbacks=[Mixup(1.0)])
-
-
-def test_the_learning_rate_finder_does_not_shift_the_numbers() -> None:
-    whole, callbacks = watched()
-    fit(build(PlainNet), callbacks=callbacks)
-    watch, callbacks = watched()
-    fit(build(PlainNet), callbacks=[*callbacks, LearningRateFinder(num_training_steps=5)])
-    assert watch.numbers()[-12:] == whole.numbers()
-
-
-# ---- ranks
-
-
-def _on_a_rank(path: Any, step: int | None) -> Any:
-    watch, callbacks = watched()
-    saves = [] if step is None else [save_at(step, path)]
-    module = build(PlainNet)
-    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "callbacks": [*callbacks, *saves]}
-    fit(module, train=rank_loader(), ckpt_path=None if saves else path, limit_val_batches=0, **settings)
-    return watch.numbers(), weights(module)
-
-
-def test_ranks_draw_numbers_of_their_own_and_resume_exactly(tmp_path: Any) -> None:
-    (first, ours), (second, _) = whole = run_ranks(_on_a_rank, tmp_path / "x.ckpt", 3)
-    assert all(a != b for a, b in zip(first, second, strict=True))
-    rest = run_ranks(_on_a_rank, tmp_path / "x.ckpt", None)
-    assert [numbers for numbers, _ in rest] == [numbers[3:] for numbers, _ in whole]
-    assert_equal(rest[0][1], ours)
-
-
-class Noting(PlainNet):
-    """Notes in its weights' buffer that it trained on mixed inputs; importable by spawned processes."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        mixup = next(each for each in self.trainer.callbacks if isinstance(each, Mixup))
-        assert mixup.drawn is not None
-        return super().training_step(batch, batch_idx)
-
-
-def test_ddp_spawn_pickles_and_trains() -> None:
-    module = build(Noting)
-    before = weights(module)
-    run = fit(module, strategy="ddp_spawn", devices=2, callbacks=[Mixup(1.0)], **ONCE)
-    assert run.state.finished
-    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_tricks.core.losses import is_loss, loss_by_samples, values_by_samples
+from lightning_tricks.core.losses import arguments, is_loss, loss_by_samples, sum_by_samples
 from lightning_tricks.core.plan import Plan
 from lightning_tricks.core.targets import knowing
 from tests.core.test_targets import (
@@ -29,6 +30,7 @@ from tests.core.test_targets import (
     T,
     Y,
     assert_right,
+    got,
     known,
     logp,
     one,
@@ -121,15 +123,12 @@ def test_mixed(name):
     assert_right(LOSSES[name], LAMS)
 
 
-@pytest.mark.xfail(reason="the normaliser is a quotient of two sums, lost where these are next to nothing", strict=True)
 def test_signed_losses_that_cancel():
     z = torch.randn(64, C, generator=torch.Generator().manual_seed(0))
     z = (z - z[:, 0].mean()).requires_grad_()
     y, lam = torch.zeros(64, dtype=torch.long), torch.linspace(0.5, 1.0, 64)
-    loss = loss_by_samples(
-        F.nll_loss, [{"input": z, "target": y, "reduction": "mean"}], [lam], torch.arange(64), 64, None
-    )
-    torch.testing.assert_close(torch.autograd.grad(loss, z)[0][:, 0], -lam / 64)
+    loss = F.nll_loss(z, knowing([y, y], Plan(lam)))
+    torch.testing.assert_close(torch.autograd.grad(loss, z)[0][:, 0], torch.full((64,), -1 / 64))
 
 
 # -- chosen samples ---------------------------------------------------------------------------------------------------
@@ -154,72 +153,79 @@ WHOLE = {
     **LOSSES,
     **{f"{name}, by hand": CASES[name] for name in ("written", "focal", "where", "token mean", "by hand")},
 }
-FIXED = {"weights of entries", "where, by hand", "contrastive"}  # entries of the whole batch, or divided by its size
+FIXED = {"weights of entries"}  # entries of the whole batch
 WEIGHTED = {"weights", "weights, smoothing"}  # a sample alone is divided by its own weight
-SUMS = {name for name in WHOLE if name.endswith(", sum")}
+OF_NO_LOSS = {name for name in WHOLE if name.endswith(", sum")} | {
+    f"{n}, by hand" for n in ("written", "where", "by hand")
+}
+CHOOSABLE = [name for name in WHOLE if name not in FIXED | OF_NO_LOSS]
 
 
-@pytest.mark.parametrize("name", [name for name in WHOLE if name not in FIXED])
+@pytest.mark.parametrize("name", CHOOSABLE)
 def test_loss_of_the_chosen_is_that_of_a_batch_of_them(name):
     case, z = WHOLE[name], outputs(WHOLE[name].shape)
     wanted = torch.autograd.grad(case.loss(z[CHOSEN], case.y[CHOSEN].clone()), z)[0]
     torch.testing.assert_close(chosen_gradient(case.loss, case.y, case.shape)[0], wanted, atol=1e-6, rtol=1e-5)
 
 
-NEGATED = pytest.mark.xfail(reason="values are compared before the sign, so the easiest are chosen", strict=True)
-HARD = {name: case for name, case in WHOLE.items() if name not in FIXED | WEIGHTED | SUMS}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NEGATED) if n == "written, by hand" else n for n in HARD])
-def test_samples_are_compared_by_their_losses(name):
-    case, z = HARD[name], outputs(HARD[name].shape)
+def losses_one_by_one(case: Case) -> Tensor:
+    z = outputs(case.shape)
     losses = torch.stack([case.loss(z[i : i + 1], case.y[i : i + 1].clone()) for i in range(B)]).detach()
-    losses = losses.nan_to_num(nan=-torch.inf)  # all of it ignored
-    seen = chosen_gradient(case.loss, case.y, case.shape)[1]
+    return losses.nan_to_num(nan=-torch.inf)  # all of it ignored
+
+
+@pytest.mark.parametrize("name", [name for name in CHOOSABLE if name not in WEIGHTED])
+def test_samples_are_compared_by_their_losses(name):
+    case = WHOLE[name]
+    losses, seen = losses_one_by_one(case), chosen_gradient(case.loss, case.y, case.shape)[1]
     order = lambda losses: losses.argsort().tolist()  # noqa: E731
     assert order(seen[losses > -torch.inf]) == order(losses[losses > -torch.inf])
     assert (seen[losses == -torch.inf] == -torch.inf).all() or name == "token mean, by hand"
 
 
-UNFILTERED = "not divided by the number of those that are chosen"
-NOT_OF_THE_CHOSEN = {
-    "sum by number": (Case(lambda z, y: CE(z, y, reduction="sum") / len(y)), UNFILTERED),
-    "sum by hand": (Case(lambda z, y: CE(z, y, reduction="none").sum() / len(y)), UNFILTERED),
-    "masked mean": (CASES["masked mean"], UNFILTERED),
-    "axis": (Case(lambda z, y: -(F.one_hot(y, C) * z.log_softmax(1)).sum(axis=1).mean()), "the easiest are chosen"),
-    "negated": (Case(lambda z, y: -z.log_softmax(1)[torch.arange(len(y)), y].mean()), "the easiest are chosen"),
-    "similarity": (Case(lambda z, y: 1 - F.cosine_similarity(z, y).mean(), REAL), "the easiest are chosen"),
-    "one by one": (
-        Case(lambda z, y: torch.stack([CE(z[i : i + 1], y[i : i + 1]) for i in range(len(y))]).mean()),
-        "each is compared with nobody",
-    ),
+RAISE = {
+    **{name: WHOLE[name] for name in OF_NO_LOSS},
+    "sum by number": Case(lambda z, y: CE(z, y, reduction="sum") / len(y)),
+    "sum by hand": Case(lambda z, y: CE(z, y, reduction="none").sum() / len(y)),
+    "masked mean": CASES["masked mean"],
+    "axis": Case(lambda z, y: -(F.one_hot(y, C) * z.log_softmax(1)).sum(axis=1).mean()),
+    "negated": Case(lambda z, y: logp(z, y).mean()),
+    "similarity": Case(lambda z, y: 1 - F.cosine_similarity(z, y).mean(), REAL),
+    "one by one": Case(lambda z, y: torch.stack([CE(z[i : i + 1], y[i : i + 1]) for i in range(len(y))]).mean()),
+    "a part": Case(lambda z, y: CE(z[:4], y[:4])),
+    "micro-batches": CASES["micro-batches"],
+    "triplet": CASES["triplet"],
+    "dice": CASES["dice"],
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=pytest.mark.xfail(reason=why, strict=True))
-        for name, (case, why) in NOT_OF_THE_CHOSEN.items()
-    ],
-)
-def test_hardest_samples_are_trained_on_or_there_is_an_error(case):
-    z, again = outputs(), outputs()
-    losses = torch.stack([case.loss(z[i : i + 1], case.y[i : i + 1]) for i in range(B)])
-    kept = losses.detach().nan_to_num(-torch.inf).topk(B // 2).indices.sort().values
-    plan = Plan(choose=lambda losses: (losses.topk(B // 2).indices.sort().values, 1.0))
-    try:
-        case.loss(again, knowing([case.y], plan)).backward()
-    except RuntimeError:
-        return
-    wanted = torch.autograd.grad(case.loss(z[kept], case.y[kept]), z)[0]
-    torch.testing.assert_close(again.grad, wanted, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("name", RAISE)
+def test_choosing_raises_where_it_could_be_wrong(name):
+    with pytest.raises(RuntimeError):
+        chosen_gradient(RAISE[name].loss, RAISE[name].y, RAISE[name].shape)
+
+
+def test_choosing_by_a_loss_without_target():
+    z = outputs()
+    wanted = torch.autograd.grad(F.triplet_margin_loss(REAL[CHOSEN], z[CHOSEN], -z[CHOSEN]), z)[0]
+    got = chosen_gradient(lambda z, y: F.triplet_margin_loss(y, z, -z), REAL, (B, C))[0]
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy, mean", "segmentation", "tokens", "ignored", "focal, by hand"])
+def test_record_is_told_the_losses_and_changes_nothing(name):
+    case, z, seen = WHOLE[name], outputs(WHOLE[name].shape), list[Tensor]()
+    case.loss(z, knowing([case.y.clone()], Plan(record=seen.append))).backward()
+    again = outputs(case.shape)
+    torch.testing.assert_close(z.grad, torch.autograd.grad(case.loss(again, case.y.clone()), again)[0])
+    losses = losses_one_by_one(case)
+    assert len(seen) == 1
+    assert seen[0].shape == (B,)
+    assert not seen[0].requires_grad
+    assert seen[0].argsort().tolist() == losses.argsort().tolist()
 
 
 # -- predictions mixed ------------------------------------------------------------------------------------------------
-
-
-SWAPPED = pytest.mark.xfail(reason="the first argument is taken for the prediction", strict=True)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +234,7 @@ SWAPPED = pytest.mark.xfail(reason="the first argument is taken for the predicti
         Case(CE),
         Case(F.mse_loss, REAL),
         Case(nn.BCEWithLogitsLoss(), BITS),
-        pytest.param(Case(lambda z, y: F.mse_loss(y, z), REAL), marks=SWAPPED),
+        Case(lambda z, y: F.mse_loss(y, z), REAL),
         Case(lambda z, y: (z - y).pow(2).mean(), REAL),
     ],
     ids=["cross entropy", "mse", "bce", "swapped", "by hand"],
@@ -254,47 +260,68 @@ def test_is_loss():
     assert not any(map(is_loss, (F.softmax, torch.mean, Tensor.sum, F.one_hot, lambda z, y, reduction: z)))
 
 
+def test_arguments():
+    z = outputs()
+    assert arguments(CE, (z, Y), {"reduction": "sum"}) == arguments(CE, (z,), {"target": Y, "reduction": "sum"})
+    assert arguments(CE, (z, Y), {})["reduction"] == "mean"
+
+
 def calls(z: Tensor, reduction: str = "mean") -> list[dict]:
-    return [{"input": z, "target": y, "reduction": reduction} for y in (Y, Y[INDEX])]
+    return [arguments(CE, (z, y), {"reduction": reduction}) for y in (Y, Y[INDEX])]
+
+
+def each(z: Tensor) -> list[Tensor]:
+    return [CE(z, y, reduction="none") for y in (Y, Y[INDEX])]
+
+
+def plan_of(lam: float | Tensor, **settings: Any) -> Plan:
+    plan = Plan(lam, **settings)
+    plan.samples = B
+    return plan
 
 
 def test_loss_by_samples_of_a_part():
     z, owners = outputs()[:3], torch.tensor([4, 0, 4])
-    parts = [{"input": z, "target": y[:3], "reduction": "mean"} for y in (Y, Y[INDEX])]
-    loss = loss_by_samples(CE, parts, [LAMS, 1 - LAMS], owners, B, None)
+    parts = [arguments(CE, (z, y[:3]), {}) for y in (Y, Y[INDEX])]
+    loss = loss_by_samples(CE, parts, owners, plan_of(LAMS))
     own, other = (CE(z, y[:3], reduction="none") for y in (Y, Y[INDEX]))
     torch.testing.assert_close(loss, (LAMS[owners] * own + (1 - LAMS[owners]) * other).mean())
 
 
 def test_a_factor_of_those_that_choose():
-    z = outputs()
-    loss = loss_by_samples(CE, calls(z), [LAMS, 1 - LAMS], torch.arange(B), B, lambda losses: (CHOSEN, 0.5))
-    own, other = (CE(z, y, reduction="none") for y in (Y, Y[INDEX]))
-    torch.testing.assert_close(loss, 0.5 * (LAMS * own + (1 - LAMS) * other)[CHOSEN].mean())
-    values, factor = values_by_samples([own, other], [LAM, 1 - LAM], torch.arange(B), B, lambda losses: (CHOSEN, 0.5))
-    torch.testing.assert_close((values, factor), ((LAM * own + (1 - LAM) * other)[CHOSEN], 0.5))
+    z, plan = outputs(), plan_of(LAM, choose=lambda losses: (CHOSEN, 0.5))
+    loss, (own, other) = loss_by_samples(CE, calls(z), torch.arange(B), plan), each(z)
+    torch.testing.assert_close(loss, 0.5 * (LAM * own + (1 - LAM) * other)[CHOSEN].mean())
 
 
-@pytest.mark.xfail(reason="a mean of exactly 0 is not divided by the number of samples", strict=True)
+def test_sum_by_samples():
+    own, other = each(outputs())
+    mixed = LAMS * own + (1 - LAMS) * other
+    for func in (torch.sum, Tensor.mean):
+        loss = sum_by_samples(func, [((own,), {}), ((other,), {})], torch.arange(B), plan_of(LAMS))
+        torch.testing.assert_close(loss, func(mixed))
+    plan = plan_of(LAM, choose=lambda losses: (CHOSEN, 0.5))
+    loss = sum_by_samples(torch.mean, [((own,), {})], torch.arange(B), plan)
+    torch.testing.assert_close(loss, 0.5 * LAM * own[CHOSEN].mean())
+
+
+@pytest.mark.parametrize("owners", [None, torch.arange(B - 1)])
+def test_unknown_owners_raise(owners):
+    with pytest.raises(RuntimeError, match="not clear which sample"):
+        loss_by_samples(CE, calls(outputs()), owners, plan_of(LAMS))
+    with pytest.raises(RuntimeError, match="not clear which sample"):
+        sum_by_samples(torch.sum, [((value,), {}) for value in each(outputs())], owners, plan_of(LAMS))
+
+
 def test_mean_of_zero():
     shift = torch.tensor([1.0, -1.0]).repeat(3)[:, None]
     loss = lambda z, y: F.nll_loss(z - z.detach() + shift, y)  # noqa: E731
     assert_right(Case(loss, terms=lambda z, y: -z[torch.arange(B), y]), LAMS)
 
 
-@pytest.mark.xfail(reason="it divides each sample by the length of its own target", strict=True)
-def test_ctc():
-    lengths, y = (
-        torch.tensor([2, 1, 3, 2, 1, 3]),
-        torch.randint(1, C, (B, 3), generator=torch.Generator().manual_seed(1)),
-    )
-    most = torch.full((B,), B)
-    loss = lambda z, y: F.ctc_loss(z.log_softmax(2), y, most, lengths)  # noqa: E731
-    terms = lambda z, y: F.ctc_loss(z.log_softmax(2), y, most, lengths, reduction="none") / lengths  # noqa: E731
-    assert_right(Case(loss, y, terms, (B, B, C)), LAMS, unknown=True)
-
-
-@pytest.mark.xfail(reason="KeyError: not every loss has an argument of the name target", strict=True, raises=KeyError)
-def test_choosing_by_a_loss_without_target():
-    loss = lambda z, y: F.triplet_margin_loss(y, z, -z)  # noqa: E731
-    chosen_gradient(loss, REAL, (B, C))
+def test_ctc_raises():  # its mean divides each sample by the length of its own target
+    lengths, y = torch.tensor([2, 1, 3, 2, 1, 3]), Y.view(B, 1).expand(B, 3) % (C - 1) + 1
+    case = Case(lambda z, y: F.ctc_loss(z.log_softmax(2), y, torch.full((B,), B), lengths), y, shape=(B, B, C))
+    assert_right(case)
+    with pytest.raises(RuntimeError, match="ctc_loss"):
+        got(case, LAMS)

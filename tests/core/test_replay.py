@@ -7,11 +7,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
@@ -20,10 +22,13 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from lightning_tricks.core.replay import (
     ModuleState,
     find_node,
+    first_run,
+    no_writes,
     random_numbers_of,
     random_state,
     rebuilt,
     run_again,
+    run_number,
     runs_again,
     tensors_in,
     versions,
@@ -293,6 +298,56 @@ def test_a_write_into_a_tensor_of_the_batch_is_seen() -> None:
     assert versions(tensors) == before
     batch["x"][0].mul_(2)
     assert versions(tensors) != before
+
+
+def taught() -> nn.ModuleDict:
+    return nn.ModuleDict({"student": nn.Linear(2, 2), "teacher": nn.Linear(2, 2).requires_grad_(False)})
+
+
+def swap(tensor: Tensor) -> None:
+    tensor.data = tensor.data + 1
+
+
+@pytest.mark.parametrize("write", [lambda t: t.mul_(2), lambda t: t[:1].zero_(), swap, lambda t: t.data.resize_(100)])
+def test_writes_into_the_batch_and_into_frozen_weights_raise(write: Callable[[Tensor], Any]) -> None:
+    module, batch = taught(), {"deep": [(torch.ones(2), "text")], "none": None}
+    refused = partial(pytest.raises, MisconfigurationException)
+    with refused(match=r"training_step writes into its batch.*x = x \* 2"), no_writes(module, batch):
+        write(batch["deep"][0][0])
+    frozen = refused(match=r"frozen parameter teacher.bias, .* on_train_batch_end")
+    with frozen, no_writes(module, batch), torch.no_grad():
+        write(module["teacher"].bias)
+    with no_writes(module, batch):  # what was written before does not count
+        pass
+
+
+def test_reading_and_writing_elsewhere_is_no_write() -> None:
+    with torch.inference_mode():
+        fixed = torch.ones(2)
+    module, batch = taught(), {"x": torch.ones(2), "fixed": fixed}
+    with no_writes(module, batch):
+        loss = (module["student"](batch["x"]) - module["teacher"](batch["x"] * batch["fixed"])).sum()
+        loss.backward()
+        batch["x"].clone().mul_(2)
+        with torch.no_grad():
+            module["student"].weight.mul_(2)
+        batch.pop("fixed")
+
+
+def test_an_exception_in_a_step_that_writes_is_the_one_that_is_seen() -> None:
+    batch = torch.ones(2)
+    with pytest.raises(KeyError), no_writes(nn.Linear(2, 2), batch):
+        batch.zero_()
+        raise KeyError
+
+
+def test_runs_have_numbers_which_stay_when_they_are_run_again() -> None:
+    first_run()
+    first = run_number()
+    with run_again():
+        assert run_number() == first
+    first_run()
+    assert run_number() != first
 
 
 def test_a_node_of_the_graph_is_found_by_name() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
-from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -26,6 +27,7 @@ from lightning_tricks.core.trainer import (
     requested_precision,
     require_whole_weights,
     saves_folder,
+    transfers_batch,
     wrap_method,
 )
 from tests.nets import PlainNet, build, fit, loader, trainer
@@ -173,6 +175,35 @@ def test_a_method_is_wrapped_until_it_is_given_back() -> None:
     undo()
     assert owner.add(1, b=2) == 3
     assert vars(owner) == {}
+
+
+# -- the transfer of batches ------------------------------------------------------------------------------------------
+
+
+class Moves(PlainNet):
+    """Moves a batch of its own to the device in each step, as a callback may do in its hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(self.trainer.strategy.batch_to_device(batch), batch_idx)
+
+
+def test_lightning_names_what_it_does_as_a_loop_moves_its_batch() -> None:
+    module, seen, told = build(Moves), [], []
+    assert hasattr(module, "_current_fx_name"), "a LightningModule has no `_current_fx_name` any more"
+    move = LambdaCallback(on_train_batch_end=lambda run, *_: run.strategy.batch_to_device(torch.zeros(1)))
+    run = trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1, callbacks=[move])
+
+    def note(original: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(module._current_fx_name)
+        told.append(transfers_batch(run))
+        return original(*args, **kwargs)
+
+    undo = wrap_method(run.strategy, "batch_to_device", note)
+    run.fit(module, loader(), loader())
+    undo()
+    names = [*["batch_to_device", "training_step", "on_train_batch_end"] * 2, "batch_to_device"]
+    assert seen == names, "_current_fx_name is not the name of the strategy's method or of the hook that is called"
+    assert told == [name == "batch_to_device" for name in names]
 
 
 # -- validation and logging -------------------------------------------------------------------------------------------

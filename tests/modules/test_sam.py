@@ -24,6 +24,7 @@ from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
+from lightning_tricks.core.replay import runs_again
 from lightning_tricks.modules.sam_rules import sam_perturb_
 from tests.conformance.engines import cpu_deepspeed
 from tests.nets import (
@@ -90,7 +91,7 @@ def test_the_grad_scaler_changes_nothing_but_the_scale() -> None:
 def test_an_overflow_in_either_run_skips_the_step_and_leaves_everything_finite(when: str) -> None:
     class Overflow(SAMNormNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            hit = self._sam_replays == (when == "second run")
+            hit = runs_again() == (when == "second run")
             return super().training_step(batch, batch_idx) * (float("inf") if hit else 1.0)
 
     module, start = build(Overflow), weights(build(Overflow))
@@ -318,7 +319,7 @@ def test_hyperparameters_with_sam_load_with_weights_only(tmp_path: Any) -> None:
 def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None:
     class Failing(SAMNormNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if self._sam_replays:
+            if runs_again():
                 raise RuntimeError("planned")
             return super().training_step(batch, batch_idx)
 
@@ -329,7 +330,7 @@ def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None
     assert_equal(
         {n: ended[n] for n, _ in module.named_parameters()}, {n: start[n] for n, _ in module.named_parameters()}
     )
-    assert not module._sam_replays
+    assert not runs_again()
 
 
 def test_frozen_and_unused_weights_are_left_alone() -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_tricks as lt
+from lightning_tricks.core.replay import runs_again
 from tests.nets import NormNet, PlainNet, build, fit, loader
 
 
@@ -26,7 +27,7 @@ class Counting(PlainNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         shape = self.layers[0].weight.shape
         count = sum(type(each) in (Tensor, torch.nn.Parameter) and each.shape == shape for each in gc.get_objects())
-        if not getattr(self, "_sam_replays", False):
+        if not runs_again():
             self.alive = (*self.alive, (False, count))
         else:
             Sharp.again.append(count)
@@ -49,7 +50,7 @@ def test_the_second_run_holds_one_copy_of_the_weights_and_no_gradients_of_the_fi
 def test_the_state_of_a_run_that_fails_is_put_back() -> None:
     class Fails(Sharp):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if self._sam_replays:
+            if runs_again():
                 raise RuntimeError("planned")
             self.note = batch_idx
             return super().training_step(batch, batch_idx)
@@ -59,7 +60,7 @@ def test_the_state_of_a_run_that_fails_is_put_back() -> None:
         fit(module)
     except RuntimeError:
         assert module._sam_aside is None
-        assert not module._sam_replays
+        assert not runs_again()
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert module.note == 0
@@ -86,7 +87,7 @@ def test_a_counter_counts_each_sample_once() -> None:
 def test_a_step_that_has_no_loss_at_the_perturbed_weights_is_named() -> None:
     class Guarded(Sharp):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if self._sam_replays else super().training_step(batch, batch_idx)
+            return None if runs_again() else super().training_step(batch, batch_idx)
 
     with pytest.raises(MisconfigurationException, match=r"SAM needs a loss from both runs of a step, .* got None"):
         fit(build(Guarded))
