@@ -33,7 +33,7 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 fail = { echo "error: $(1)" >&2; exit 1; }

@@ -1,5 +1,6 @@
 """What goes into ``Trainer(callbacks=[...])``."""
 
+from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.ema import EMA, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
@@ -11,6 +12,7 @@ from lightning_tricks.callbacks.swa import SWA
 __all__ = [
     "EMA",
     "SWA",
+    "BatchSizeWarmup",
     "CutMix",
     "HardExampleFilter",
     "HiddenMixup",

@@ -12,17 +12,28 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
-from lightning_tricks import schedules
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.trainer import is_fitting
-from lightning_tricks.schedules import CurveLR
+from lightning_tricks.schedules import (
+    CurveLR,
+    constant,
+    cosine,
+    cosine_restarts,
+    flat_cos,
+    inverse_sqrt,
+    linear,
+    one_cycle,
+    polynomial,
+    step_decay,
+    wsd,
+)
 from lightning_tricks.schedules.build import check_settings
 
 _CURVES = {
     factory.__name__: factory
     for factory in (
-        *(schedules.constant, schedules.cosine, schedules.cosine_restarts, schedules.flat_cos, schedules.inverse_sqrt),
-        *(schedules.linear, schedules.one_cycle, schedules.polynomial, schedules.step_decay, schedules.wsd),
+        *(constant, cosine, cosine_restarts, flat_cos, inverse_sqrt),
+        *(linear, one_cycle, polynomial, step_decay, wsd),
     )
 }
 

@@ -23,6 +23,7 @@ class Trick:
         schedule: Factory for ``configure_optimizers``, by the same key.
         images: Whether it needs images.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
+        accumulates: Whether it sets the accumulation itself.
         yaml: What a user adds to a LightningCLI configuration for it; None where there is nothing to add.
         refused: The engines, of FSDP2 and DeepSpeed, where it raises an error that names the strategy.
     """
@@ -32,6 +33,7 @@ class Trick:
     schedule: dict[str, Callable[..., Any]] | None = None
     images: bool = False
     by_batches: bool = False
+    accumulates: bool = False
     yaml: dict[str, Any] | None = None
     refused: tuple[str, ...] = ()
 
@@ -118,11 +120,31 @@ SETTINGS: dict[str, Trick] = {
         },
         yaml={"trainer": {"callbacks": [{"class_path": "SWA", "init_args": {"start": 0.5}}]}},
     ),
+    "BatchSizeWarmup": Trick(
+        callbacks={
+            "on": lambda: [lt.BatchSizeWarmup(1, end=2, over=1)],
+            "off": lambda: [lt.BatchSizeWarmup(1, end=1)],
+        },
+        accumulates=True,
+        yaml={"trainer": {"callbacks": [{"class_path": "BatchSizeWarmup", "init_args": {"end": 2, "over": 1}}]}},
+        refused=("DeepSpeed",),
+    ),
     "constant": Trick(schedule={"on": lambda o, m: lt.constant(o, m, warmup=3), "off": lt.constant}),
     "cosine": schedule(lt.cosine),
+    "cosine_restarts": schedule(lt.cosine_restarts),
     "flat_cos": schedule(lt.flat_cos),
+    "inverse_sqrt": schedule(lt.inverse_sqrt),
     "linear": schedule(lt.linear),
     "one_cycle": schedule(lt.one_cycle, start=1.0),
+    "polynomial": schedule(lt.polynomial),
+    "step_decay": schedule(lt.step_decay),
+    "swa_tail": Trick(
+        schedule={
+            "on": lambda o, m: lt.swa_tail(lt.cosine(o, m), start=0.5, swa_lr=0.05),
+            "off": lambda o, m: lt.swa_tail(lt.cosine(o, m, floor=1.0), swa_lr=0.1),
+        }
+    ),
+    "wsd": schedule(lt.wsd),
 }
 
 EXEMPT: dict[str, str] = {
@@ -132,7 +154,18 @@ EXEMPT: dict[str, str] = {
     "sharpness": "measures and changes nothing; tests/modules/test_sharpness.py",
     "UnknownTotalSteps": "an error; tests/schedules/test_steps.py",
     "average_checkpoints": "works on files; tests/checkpoints/test_average.py",
+    "LRFinderResult": "what find_lr gives",
+    "PlateauLR": "what reduce_on_plateau returns; tests/schedules/test_plateau.py",
     "cutmix": "a pure function; tests/callbacks/test_cutmix.py",
+    "discriminative_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
+    "effective_batch_size": "counts; tests/schedules/test_scaling.py has its regimes",
+    "find_lr": "measures and restores everything; tests/schedules/test_lr_finder.py has its regimes",
+    "layer_decay_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
+    "no_weight_decay_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
+    "plot_schedule": "draws; tests/schedules/test_plot.py",
+    "reduce_on_plateau": "steps when Lightning does, which is after a checkpoint; tests/schedules/test_plateau.py",
+    "scale_adam": "a formula; tests/schedules/test_scaling.py",
+    "scale_lr": "a formula; tests/schedules/test_scaling.py",
     "export_weights": "works on files; tests/checkpoints/test_export.py",
     "greedy_soup": "works on files; tests/checkpoints/test_soup.py",
     "mixup": "a pure function; tests/callbacks/test_mixup.py",

@@ -118,6 +118,10 @@ def test_two_ranks_of_a_preset_equal_strategy_and_precision_apart() -> None:
 @tricks
 @regimes
 def test_the_no_op_limit_is_bit_equal_to_a_run_without(trick: Trick, regime: Any) -> None:
+    if trick.accumulates and "accumulate_grad_batches" in regime():
+        with pytest.raises(MisconfigurationException, match="accumulate_grad_batches"):
+            run(trick, "off", Net, **regime())
+        return
     plain = build(Net)
     fit(plain, **regime())
     assert_equal(run(trick, "off", Net, **regime()), weights(plain))
@@ -135,9 +139,12 @@ def test_two_ranks_agree_and_equal_one_process_on_their_batches(name: str, strat
     first, second = run_ranks(two_ranks, name, {"strategy": strategy})
     assert all((first[key] == second[key]).all() for key in first)
     settings = {"strategy": "single_bf16"} if strategy == "ddp_bf16" else {}
-    alone = run(SETTINGS[name], base=PlainNet, train=loader(48), accumulate_grad_batches=2, **settings)
+    apart = {"train": loader(48), "accumulate_grad_batches": 2}
+    together = {"train": loader(48, batch_size=16)}
+    alone = run(SETTINGS[name], base=PlainNet, **(together if SETTINGS[name].accumulates else apart), **settings)
+    wide = SETTINGS[name].accumulates and strategy == "ddp_bf16"  # 16 bits round sums over other batches differently
     for key, value in alone.items():
-        torch.testing.assert_close(torch.from_numpy(first[key]), value, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(torch.from_numpy(first[key]), value, atol=1e-3 if wide else 1e-5, rtol=1e-4)
 
 
 # torch's compiler looks at it where a hook interrupts a network
