@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 import lightning_tricks as lt
@@ -58,6 +58,27 @@ class SharpDigits(lt.SAMMixin, Digits):
     """The same with sharpness-aware minimization."""
 
     sam = lt.SAM(rho=0.3)
+
+
+class DigitsData(pl.LightningDataModule):
+    """The digits for a configuration file."""
+
+    def __init__(self, noise: float = 0.0, batch_size: int = 64) -> None:
+        super().__init__()
+        self.noise = noise
+        self.batch_size = batch_size
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.data = {part: TensorDataset(*tensors) for part, tensors in load_digits(self.noise).items()}
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data["train"], self.batch_size, shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data["val"], batch_size=300)
 
 
 class Curves(Callback):

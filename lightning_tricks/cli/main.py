@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks.schedules.lr_finder import Method
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,10 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError, MisconfigurationException) as error:
         if options.debug:
             raise
-        print(f"lightning-tricks: {error}", file=sys.stderr)
+        print(f"lightning-tricks: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 
@@ -48,6 +54,22 @@ def _export(options: argparse.Namespace) -> None:
     print(f"wrote {options.output}")
 
 
+def _find_lr(options: argparse.Namespace) -> None:
+    from lightning_tricks.cli.find_lr import find_lr_of
+
+    if os.getcwd() not in sys.path:  # a configuration may name classes of the files here, as beside a script
+        sys.path.insert(0, os.getcwd())
+    find_lr_of(
+        options.config,
+        method=options.method,
+        plot=options.plot,
+        as_json=options.json,
+        min_lr=options.min_lr,
+        max_lr=options.max_lr,
+        steps=options.steps,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-tricks", description="Training tricks for a stock Lightning Trainer."
@@ -68,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--noise", type=float, default=0.4, help="share of wrong training labels (default: 0.4)")
     _add_average(commands)
     _add_export(commands)
+    _add_find_lr(commands)
     return parser
 
 
@@ -106,6 +129,35 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--strip-prefix", default="", metavar="PREFIX", help="take only this submodule, without its name"
     )
     _add_output(export)
+
+
+def _add_find_lr(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    find = commands.add_parser(
+        "find-lr",
+        help="suggest a learning rate for a LightningCLI configuration",
+        description="Train for some steps of rising learning rate what a configuration of LightningCLI describes, and"
+        " print a learning rate for its optimizer. The configuration names model and data by class_path; modules in"
+        " the current folder are found. Nothing is saved.",
+        epilog="example: lightning-tricks find-lr -c config.yaml --plot lr.png",
+    )
+    find.set_defaults(run=_find_lr)
+    find.add_argument(
+        *("-c", "--config"),
+        type=Path,
+        action="append",
+        required=True,
+        metavar="YAML",
+        help="the configuration; of several the later ones win",
+    )
+    find.add_argument("--min-lr", type=float, default=1e-8, metavar="LR", help="the first one (default: 1e-8)")
+    find.add_argument("--max-lr", type=float, default=1.0, metavar="LR", help="the last one (default: 1)")
+    find.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps (default: 100)")
+    find.add_argument("--plot", type=Path, metavar="OUT", help="draw losses and suggestions into this file")
+    printed = find.add_mutually_exclusive_group()
+    printed.add_argument(
+        "--method", choices=get_args(Method), default="valley", help="how to choose the suggestion (default: valley)"
+    )
+    printed.add_argument("--json", action="store_true", help="print learning rates and losses instead")
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:

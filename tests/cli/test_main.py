@@ -120,6 +120,10 @@ def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "half"], "invalid float value: 'half'"),
         (["export", "a.ckpt", "b.ckpt", "-o", "c.pt"], "unrecognized arguments: b.ckpt"),
         (["export", "a.ckpt", "-o", "c.pt", "--which", "ema"], "invalid choice: 'ema'"),
+        (["find-lr"], "the following arguments are required: -c/--config"),
+        (["find-lr", "-c", "a.yaml", "--method", "peak"], "invalid choice: 'peak'"),
+        (["find-lr", "-c", "a.yaml", "--steps", "few"], "invalid int value: 'few'"),
+        (["find-lr", "-c", "a.yaml", "--method", "steepest", "--json"], "not allowed with argument --method"),
     ],
 )
 def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +132,7 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["demo", "average", "export"])
+@pytest.mark.parametrize("command", ["demo", "average", "export", "find-lr"])
 def test_every_command_helps_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
