@@ -139,7 +139,6 @@ class HardExampleFilter(BatchCallback):
         self.score_scale, self.across_ranks = score_scale, across_ranks
         self.start, self.stop, self.inputs, self.target = start, stop, inputs, target
         super().__init__()
-        self._batches = 0
         self.order = int(mode == "loss")  # after one that prunes
         self._kept: tuple[float, Tensor] | None = None  # share and threshold in the last batch
 
@@ -225,7 +224,7 @@ class Selection:
             self._again += 1
             return self._made[(self._again - 1) % len(self._made)]
         if self._run != run_number():
-            self._made, self._run = [], run_number()
+            self._made, self._run, self._again = [], run_number(), 0
         self._made.append(self._choose(losses))
         return self._made[-1]
 
