@@ -11,7 +11,7 @@ samples are summed up, by a loss of torch or by hand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -89,7 +89,7 @@ def own(target: KnowingTarget) -> Tensor:
 
 
 def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    known = [each for each in _targets_in((args, kwargs)) if each.plan.open]
+    known = [each for each in (*_targets_in(args), *_targets_in(kwargs)) if each.plan.open]
     if not known or uses_form_only(func, args):
         result = func(*_branch(args, None), **_branch(kwargs, None))
         return args[0] if args and isinstance(args[0], KnowingTarget) and writes(func) else result
@@ -132,7 +132,7 @@ def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         except UnclearSamples as error:  # it may be for the record only
             unclear = str(error)
     first = func(*calls[0][0], **calls[0][1])
-    if next(_tensors_in(first), None) is None:
+    if not _has_tensor(first):
         return first
     results = [first, *(func(*each, **named) for each, named in calls[1:])]
     return _together(results, func, calls, args, known, unclear)
@@ -214,26 +214,24 @@ def _branch(value: Any, number: int | None) -> Any:
     """An argument as one branch has it; None for the value that it has for everybody."""
     if isinstance(value, KnowingTarget):
         return own(value) if number is None or not value.plan.open else value.branches[number]
-    if isinstance(value, tuple | list) and next(_targets_in(value), None) is not None:
-        return type(value)([_branch(each, number) for each in value])
+    if isinstance(value, tuple | list):
+        return type(value)([_branch(each, number) for each in value]) if _targets_in(value) else value
     if isinstance(value, dict):
         return {name: _branch(each, number) for name, each in value.items()}
     return value
 
 
-def _targets_in(value: Any) -> Iterator[KnowingTarget]:
+def _targets_in(value: Any) -> list[KnowingTarget]:
     """The targets among the arguments of a function."""
-    return (each for each in _tensors_in(value) if isinstance(each, KnowingTarget))
+    if isinstance(value, KnowingTarget):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [found for each in value for found in _targets_in(each)]
+    return _targets_in(list(value.values())) if isinstance(value, dict) else []
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
 
 
 # -- where samples count differently ----------------------------------------------------------------------------------
