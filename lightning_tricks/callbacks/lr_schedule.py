@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
-from lightning_tricks.core.trainer import is_fitting
+from lightning_tricks.core.trainer import callbacks_of, is_fitting
 from lightning_tricks.schedules import (
     CurveLR,
     constant,
@@ -40,10 +40,10 @@ _CURVES = {
 
 @final
 class LRSchedule(Callback):
-    """Learning-rate schedule for a module that returns none: ``lr = initial_lr * f(t)`` after t optimizer steps.
+    """Learning-rate schedule for a module that returns none: ``lr = base * f(t)`` after t optimizer steps.
 
-    The same curves, arguments and defaults as the factories of the same name. Lightning itself steps, saves and
-    restores the schedule, as if ``configure_optimizers`` had returned it.
+    ``base`` is as in CurveLR; the same curves, arguments and defaults as the factories of the same name. Lightning
+    itself steps, saves and restores the schedule, as if ``configure_optimizers`` had returned it.
 
     Args:
         curve: The name of a factory: "constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt", "linear",
@@ -57,8 +57,8 @@ class LRSchedule(Callback):
     Raises:
         ValueError: For an unknown curve or a value out of range.
         TypeError: For an option that the curve does not have.
-        MisconfigurationException: When training starts, if the module returns a schedule of its own or uses manual
-            optimization, or under DeepSpeed.
+        MisconfigurationException: When training starts, with a second LRSchedule, if the module returns a schedule of
+            its own or uses manual optimization, or under DeepSpeed.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -107,6 +107,11 @@ class LRSchedule(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # after configure_optimizers and before the checkpoint's schedules are restored
+        if len(mine := callbacks_of(trainer, LRSchedule)) > 1:
+            raise MisconfigurationException(
+                f"The Trainer must have one LRSchedule, got {len(mine)} callbacks, of"
+                f" {', '.join(repr(each.curve) for each in mine)}, which would all set the learning rate: leave one."
+            )
         if trainer.lr_scheduler_configs:
             raise MisconfigurationException(
                 f"LRSchedule(curve={self.curve!r}) and the schedule that {type(pl_module).__name__}"

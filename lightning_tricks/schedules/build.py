@@ -79,6 +79,8 @@ def build(
     total = count_steps(module) if total_steps is None else total_steps
     check_count("total_steps", total)
     plain = {name: _in_steps(name, value, total) for name, value in settings.items()}
+    if total_steps is None and _is_cut_short(module):
+        _shorten(plain, settings, total)
     _check_order(plain, settings, total)
     cycled = None
     if momentum is not None:
@@ -102,13 +104,20 @@ def count_steps(module: pl.LightningModule | None) -> int:
     """The optimizer steps of the fit that a module is in."""
     if module is None:
         raise UnknownTotalSteps("neither module nor total_steps was given: pass the module (self) to count them")
-    try:
-        trainer = module.trainer
-    except RuntimeError as error:
-        raise UnknownTotalSteps("the module has no Trainer yet (call this in configure_optimizers)") from error
+    trainer = trainer_of(module)
+    if trainer is None:
+        raise UnknownTotalSteps("the module has no Trainer yet (call this in configure_optimizers)")
     # a Trainer that fits a second time goes on counting, but this schedule starts anew; a resumed one is restored
     taken = 0 if trainer.ckpt_path else trainer.global_step
     return max(1, optimizer_steps(trainer) - taken)
+
+
+def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
+    """The Trainer that a module is in, if it is in one."""
+    try:
+        return None if module is None else module.trainer
+    except RuntimeError:
+        return None
 
 
 def whole_steps(duration: Duration, total: int) -> float:
@@ -123,6 +132,26 @@ def _in_steps(name: str, value: Any, total: int) -> Any:
     if name == "milestones":
         return tuple(whole_steps(milestone, total) for milestone in value)
     return float(value) if isinstance(value, float) else value
+
+
+def _is_cut_short(module: pl.LightningModule | None) -> bool:
+    """Whether a fit is a trial of the training that the lengths in steps were chosen for."""
+    trainer = trainer_of(module)
+    return trainer is not None and bool(trainer.fast_dev_run or trainer.overfit_batches > 0)  # type: ignore[attr-defined]
+
+
+def _shorten(steps: dict[str, Any], given: Mapping[str, Any], total: int) -> None:
+    """Let the phases of a curve end where training ends, if some are given in steps."""
+    lengths = [given.get(name) for name in ("warmup", "flat", "cooldown")] + [*given.get("milestones", ())]
+    if not any(isinstance(length, int) and length for length in lengths):
+        return
+    steps["warmup"] = min(steps["warmup"], total)
+    if "flat" in steps:
+        steps["flat"] = min(max(steps["flat"], steps["warmup"]), total)
+    if "cooldown" in steps:
+        steps["cooldown"] = min(steps["cooldown"], total - steps["warmup"])
+    if "milestones" in steps:
+        steps["milestones"] = tuple(min(max(each, steps["warmup"]), total) for each in steps["milestones"])
 
 
 def _check_order(steps: dict[str, Any], given: Mapping[str, Any], total: int) -> None:

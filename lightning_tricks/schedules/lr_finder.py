@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 
 from lightning_tricks.core.checks import check_choice, check_count, check_range
 from lightning_tricks.schedules.lr_sweep import sweep
+from lightning_tricks.schedules.plot import pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +91,7 @@ class LRFinderResult:
     """What ``find_lr`` has measured.
 
     Args:
-        lrs: Learning rates of the first parameter group, one an optimizer step, rising.
+        lrs: Learning rates of the parameter group whose base is the largest, one an optimizer step, rising.
         losses: The loss of each step, before it is taken: mean over its batches and over ranks.
 
     Example:
@@ -109,7 +110,7 @@ class LRFinderResult:
         return tuple(smoothed_losses(self.lrs, self.losses))
 
     def suggestion(self, method: Method = "valley") -> float:
-        """A learning rate for the first parameter group, as ``lr`` of the optimizer.
+        """A base learning rate for the parameter group whose base is the largest; the others keep their ratio to it.
 
         The fall lasts from where the smoothed loss was last less than a tenth down to where it first is nine tenths
         down, on its way from the first to the lowest.
@@ -127,11 +128,13 @@ class LRFinderResult:
         return suggested_lr(self.lrs, self.losses, method)
 
     def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
-        """Draw losses and suggestions, into the given axes or into a figure of its own."""
-        if ax is None:
-            import matplotlib.pyplot as plt  # only here: a user's own axes need no pyplot
+        """Draw losses and suggestions, into the given axes or into a figure of its own.
 
-            _, ax = plt.subplots()
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        if ax is None:
+            _, ax = pyplot().subplots()  # only here: a user's own axes need no pyplot
         smoothed = self.smoothed
         ax.plot(self.lrs, self.losses, ".", color="0.7", label="loss")
         ax.plot(self.lrs, smoothed, label="smoothed")
@@ -170,9 +173,11 @@ def find_lr(
     """Measure the loss in optimizer steps of rising learning rate: ``lr_k = min_lr (max_lr/min_lr)^(k/(steps-1))``.
 
     The sweep is a fit by the Trainer's own strategy, precision, accumulation and clipping in which nothing else
-    happens: no callbacks, loggers, validation, checkpoints or schedules; SAM takes the plain gradient. All parameter
-    groups keep the ratio of their learning rate to that of the first. It stops where the smoothed loss exceeds
-    ``stop_factor`` times its lowest, or a loss is not finite.
+    happens: no callbacks, loggers, validation, checkpoints or schedules; SAM takes the plain gradient. It stops where
+    the smoothed loss exceeds ``stop_factor`` times its lowest, or a loss is not finite.
+
+    ``lr_k``, and so the suggestion, is the learning rate of the parameter group with the largest base learning rate
+    (``base`` of CurveLR): the only one, or the head of ``layer_decay_groups``. The others keep their ratio to it.
 
     Afterwards, also after an exception or Ctrl-C, everything is bit for bit as before: weights, buffers, gradients and
     attributes of the module, the Trainer, callbacks, random numbers, loaders, samplers and their generators; a

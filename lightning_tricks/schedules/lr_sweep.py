@@ -27,6 +27,7 @@ from lightning_tricks.core.recorder import StepRecorder
 from lightning_tricks.core.replay import random_numbers_of, random_state
 from lightning_tricks.core.trainer import callbacks_of, launches_copies, wrap_method
 from lightning_tricks.schedules.lr_restore import Kept, KeptModule
+from lightning_tricks.schedules.scheduler import base_lr
 
 Curve = tuple[list[float], list[float]]  # learning rates and losses
 
@@ -41,7 +42,7 @@ def sweep(
         module: The LightningModule, compiled or not.
         loaders: As for ``trainer.fit``.
         datamodule: As for ``trainer.fit``.
-        rates: Of the first parameter group in each optimizer step.
+        rates: Of the parameter group with the largest base learning rate, in each optimizer step.
         ends: Function of the learning rates and losses so far: whether to stop.
 
     Returns:
@@ -111,7 +112,7 @@ class Sweep(Callback):
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.exception: BaseException | None = None
-        self._ratios: list[float] = []  # of the learning rates of the groups to that of the first
+        self._ratios: list[float] = []  # of the learning rates of the groups to the largest
         self._first = self._taken = self._before = 0  # optimizer steps: when it began, since then, before this epoch
         self._total, self._batches = torch.zeros(()), 0  # of the accumulation window
 
@@ -186,15 +187,16 @@ class Sweep(Callback):
 
 
 def _ratios(optimizer: Optimizer) -> list[float]:
-    """The learning rates of the groups by that of the first, as they were before a warm-up."""
-    base = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
-    rates = [float(rate) for rate in base if isinstance(rate, int | float | Tensor)]
-    if len(rates) < len(base) or rates[0] <= 0:
+    """The base learning rates of the groups, which schedules multiply, by the largest of them."""
+    given = [group.get("lr") for group in optimizer.param_groups]
+    numbers = all(isinstance(rate, int | float | Tensor) for rate in given)
+    rates = [float(base_lr(dict(group))) for group in optimizer.param_groups] if numbers else []
+    if max(rates, default=0.0) <= 0:
         raise MisconfigurationException(
             "find_lr needs an optimizer from configure_optimizers whose parameter groups have a learning rate, above 0"
-            f" in the first, got {base} in {type(optimizer).__name__}: set lr."
+            f" in one of them, got {rates or given} in {type(optimizer).__name__}: set lr."
         )
-    return [rate / rates[0] for rate in rates]
+    return [rate / max(rates) for rate in rates]
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def no_weight_decay_groups(model: nn.Module, weight_decay: float, *, groups: Gro
     Args:
         model: The model, or the LightningModule; a module in it may exempt by ``no_weight_decay()``, as timm's do.
         weight_decay: Weight decay of the others.
-        groups: Groups to split in two each, which keep their names and settings.
+        groups: Groups to split in two each, which keep their names and settings; several unnamed ones are numbered.
 
     Raises:
         ValueError: If ``weight_decay`` is negative.
@@ -157,13 +157,16 @@ def _split(model: nn.Module, groups: Groups | None, assign: _Assign, weight_deca
         raise ValueError("FSDP1 hides the names and shapes of parameters: use FSDP2 (ModelParallelStrategy).")
     names = {parameter: name for name, parameter in model.named_parameters()}
     parts: dict[tuple[int, str], dict[str, Any]] = {}
-    for position, group in enumerate([{"params": list(names)}] if groups is None else groups):
+    given = [{"params": list(names)}] if groups is None else groups
+    unnamed = sum(not group.get("name") for group in given)
+    for position, group in enumerate(given):
+        own = group.get("name") or (f"group_{position}" if unnamed > 1 else "")  # LearningRateMonitor refuses doubles
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(f"groups hold a parameter that {type(model).__name__} lacks: pass their model.")
             if parameter.requires_grad:
                 label, settings = assign(names[parameter], parameter, group)
-                name = "_".join(filter(None, [group.get("name"), label]))
+                name = "_".join(filter(None, [own, label]))
                 part = parts.setdefault((position, label), {**group, "name": name, **settings, "params": []})
                 part["params"].append(parameter)
     if not parts:

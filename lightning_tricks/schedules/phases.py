@@ -234,4 +234,6 @@ def swa_tail(schedule: Schedule, *, start: Duration = 0.75, swa_lr: float, annea
         level=float(swa_lr) / base,
         anneal=length,
     )
-    return wrapped(CurveLR(scheduler.optimizer, curve, momentum=scheduler.momentum))
+    around = CurveLR(scheduler.optimizer, curve, momentum=scheduler.momentum)
+    scheduler.replaced = True
+    return wrapped(around)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
-from lightning_tricks.schedules.build import Duration, Schedule, check_arguments, count_steps, whole_steps
+from lightning_tricks.schedules.build import Duration, Schedule, check_arguments, count_steps, trainer_of, whole_steps
 from lightning_tricks.schedules.scheduler import base_lr
 
 _SETTINGS = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps", "warmup", "floor")
@@ -123,7 +123,8 @@ def reduce_on_plateau(
 
     Args:
         optimizer: The optimizer to schedule.
-        module: The LightningModule; needed if ``warmup`` is a fraction of its training, or in manual optimization.
+        module: The LightningModule; needed if ``warmup`` is a fraction of its training, in manual optimization, or
+            with ``check_val_every_n_epoch`` in the Trainer, when only those epochs count.
         monitor: Name of the logged metric.
         mode: Whether it improves by becoming smaller ("min") or larger ("max").
         factor: Of each reduction, in [0, 1).
@@ -164,7 +165,8 @@ def reduce_on_plateau(
         patience=patience,
         threshold=float(threshold),
     )
-    config = {"scheduler": scheduler, "interval": "epoch", "frequency": 1}
+    every = getattr(trainer_of(module), "check_val_every_n_epoch", None) or 1  # None: validation by batches
+    config = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
     if module is None or module.automatic_optimization:
         config["monitor"] = monitor
     return {"optimizer": optimizer, "lr_scheduler": config}

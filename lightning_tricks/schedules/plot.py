@@ -56,7 +56,7 @@ def plot_schedule(
     start = getattr(scheduler, "last_epoch", 0)  # a ChainedScheduler has none
     rates, momenta = curves_of(scheduler, _steps_left(scheduler, start) if steps is None else steps)
     if ax is None:
-        _, ax = _pyplot().subplots()
+        _, ax = pyplot().subplots()
     names = [str(group.get("name", f"group {i}")) for i, group in enumerate(scheduler.optimizer.param_groups)]
     _draw(ax, start, rates, names, "learning rate / base" if callable(schedule) else "learning rate")
     if any(len(set(momentum)) > 1 for momentum in momenta):
@@ -96,9 +96,9 @@ def _made(factory: Callable[..., Any], steps: int | None) -> Any:
 
     try:
         return factory(optimizer())
-    except UnknownTotalSteps:
+    except UnknownTotalSteps as error:
         if steps is None:
-            raise
+            raise ValueError(f"The length of the schedule is unknown ({error.reason}): pass steps=...") from error
         return factory(optimizer(), total_steps=steps)
 
 
@@ -142,9 +142,10 @@ def _draw(
         ax.legend()
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib.pyplot, or an error that names the extra."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("plot_schedule draws with matplotlib: pip install 'lightning-tricks[plot]'.") from error
+        raise ImportError("Plots are drawn with matplotlib: pip install 'lightning-tricks[plot]'.") from error
     return plt

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
 from lightning_tricks.core.trainer import callbacks_of
+from lightning_tricks.schedules.steps import EpochPlan
 
 
 def scale_lr(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "linear", warmup: float = 0) -> float:
@@ -112,7 +113,7 @@ def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
         per_device: The batch size of the loader of one device.
 
     Raises:
-        ValueError: If ``per_device`` is less than 1, or the accumulation changes between epochs.
+        ValueError: If ``per_device`` is less than 1, or the accumulation or the batch changes between epochs.
 
     Example:
         >>> trainer = pl.Trainer(devices=2, accumulate_grad_batches=4, strategy="ddp", accelerator="cpu", logger=False)
@@ -120,6 +121,11 @@ def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
         64
     """
     check_count("per_device", per_device)
+    for plan in callbacks_of(trainer, EpochPlan):
+        raise ValueError(
+            f"The batch size must be the same in all epochs, got a Trainer with {type(plan).__name__}, which changes"
+            " it: multiply per_device and the devices by the factor of the epoch that you mean."
+        )
     accumulated = {trainer.accumulate_grad_batches}
     for scheduler in callbacks_of(trainer, GradientAccumulationScheduler)[-1:]:
         accumulated = set(scheduler.scheduling.values())

@@ -19,9 +19,9 @@ class CurveLR(LRScheduler):
     """Set each group's learning rate to a closed-form curve: ``lr = base * f(t)`` after t steps.
 
     ``base`` is the group's ``max_lr`` if it has one, otherwise its ``initial_lr``, times its ``lr_scale`` (of timm's
-    layer decay) if it has one. The state is the step and plain data that names the curve, so it loads with
-    ``weights_only=True``. Loaded into a schedule with other settings (a longer run, say) it warns and follows the new
-    settings from that step on.
+    layer decay) if it has one; a group that joins the optimizer later takes part from its first step. The state is the
+    step and plain data that names the curve, so it loads with ``weights_only=True``. Loaded into a schedule with other
+    settings (a longer run, say) it warns and follows the new settings from that step on.
 
     Args:
         optimizer: The optimizer to schedule.
@@ -61,7 +61,25 @@ class CurveLR(LRScheduler):
         self.curve: Callable[[float], float] = curve
         self.momentum = momentum
         self.settings = _plain(curve) if momentum is None else {**_plain(curve), "momentum": _plain(momentum)}
+        self.replaced = False  # by another one around it
         super().__init__(optimizer, last_epoch)
+        optimizer.register_step_pre_hook(self._let_in)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.optimizer.register_step_pre_hook(self._let_in)  # a copied optimizer comes without its hooks
+
+    def _let_in(self, *_: Any) -> None:
+        """Give groups that have joined since the last step theirs in this one."""
+        for group in () if self.replaced else self.optimizer.param_groups:
+            if "initial_lr" not in group:
+                lr = base_lr(group) * self.curve(self.last_epoch)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
+                if self.momentum is not None:
+                    self._set_momentum(self.momentum(self.last_epoch))
 
     @override
     def get_lr(self) -> list[float | Tensor]:  # groups that joined the optimizer later take part from then on

@@ -41,7 +41,9 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
     ``min(max_steps, sum_e ceil(B_e / a_e))`` with ``B_e`` training batches and accumulation ``a_e`` in epoch e. Counts
     limits, distributed samplers and ragged windows; reads nothing from the loaders, starts no workers and leaves the
     random generators as they were (a ``train_dataloader`` hook is called once more). What ends training early, such as
-    EarlyStopping, is not foreseen. To be called from ``configure_optimizers`` or later.
+    EarlyStopping, is not foreseen. The count is the planned one: Lightning itself loses steps in two resumes, with
+    ``max_steps`` from the checkpoint of an epoch's end, and with GradientAccumulationScheduler in mid-epoch. To be
+    called from ``configure_optimizers`` or later.
 
     Args:
         trainer: The Trainer, attached to a module and its data.

@@ -158,7 +158,9 @@ def test_two_schedules_are_refused_by_name():
 
 
 def test_two_callbacks_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"LRSchedule\(curve='cosine'\) and .*Leave one of them out"):
+    with pytest.raises(
+        MisconfigurationException, match=r"one LRSchedule, got 2 callbacks, of 'linear', 'cosine'.*leave one"
+    ):
         fit(build(), callbacks=[LRSchedule("linear"), LRSchedule("cosine")])
 
 

@@ -196,3 +196,33 @@ def test_milestones_are_taken_over_and_not_kept():
     taken = [lr for (lr,) in lrs_of(schedule, 8)]
     assert taken == [1.0] * 2 + [0.5] * 3 + [0.25] * 3
     assert all(later <= before for before, later in pairwise(taken))
+
+
+LONG = [
+    lambda optimizer, module: flat_cos(optimizer, module, warmup=500, flat=900),
+    lambda optimizer, module: wsd(optimizer, module, warmup=500, cooldown=200),
+    lambda optimizer, module: wsd(optimizer, module, warmup=500, cooldown=0.5),
+    lambda optimizer, module: step_decay(optimizer, module, warmup=500, milestones=[600, 0.5]),
+    lambda optimizer, module: one_cycle(optimizer, module, warmup=500),
+]
+
+
+@pytest.mark.parametrize("schedule", LONG)
+@pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"fast_dev_run": 3}, {"overfit_batches": 2}])
+def test_steps_longer_than_a_trial_of_the_training_end_with_it(schedule, settings):
+    module = Tiny(schedule)
+    run = trainer(**settings)
+    run.fit(module, ones(8))
+    assert len(module.optimizer.lrs) == run.global_step
+    with pytest.raises(ValueError, match="warmup must be at most total_steps=16, got 500"):
+        trainer().fit(Tiny(schedule), ones(8))
+
+
+def test_a_trial_keeps_fractions_and_a_given_total_as_they_are():
+    schedules = [
+        (r"warmup and cooldown", lambda optimizer, module: wsd(optimizer, module, warmup=0.6, cooldown=0.6)),
+        (r"warmup must be at most", lambda optimizer, module: wsd(optimizer, module, total_steps=4, warmup=5)),
+    ]
+    for message, schedule in schedules:
+        with pytest.raises(ValueError, match=message):
+            trainer(fast_dev_run=True).fit(Tiny(schedule), ones(8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from typing import Any
 
 import matplotlib as mpl
@@ -155,6 +156,12 @@ def test_a_plot_has_its_suggestions_and_takes_axes() -> None:
     assert result.plot(own)[1] is own
     assert plt.get_fignums() == []
     LRFinderResult((), ()).plot(Figure().subplots())  # also where there is nothing to suggest
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]'"):
+        LRFinderResult(tuple(rates()), tuple(curve(rates()))).plot()
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

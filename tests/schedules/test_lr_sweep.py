@@ -61,7 +61,7 @@ def test_the_rates_are_geometric_and_the_losses_those_of_the_steps() -> None:
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_groups_keep_their_ratio_to_the_first(tensors: bool) -> None:
+def test_groups_keep_their_ratio_to_the_largest(tensors: bool) -> None:
     class Groups(Recording):
         def configure_optimizers(self) -> Any:
             lrs = [torch.tensor(each) if tensors else each for each in (0.1, 0.01, 0.0)]
@@ -73,6 +73,23 @@ def test_groups_keep_their_ratio_to_the_first(tensors: bool) -> None:
     result = find_lr(trainer(), module, loader(), steps=12)
     for lr, rates in zip(result.lrs, seen.rates, strict=True):
         assert rates == pytest.approx([lr, lr / 10, 0.0])
+
+
+def test_groups_have_the_base_learning_rates_of_the_schedules() -> None:
+    class Scaled(Recording):
+        def configure_optimizers(self) -> Any:
+            first, second, third = (
+                [self.layers[0].weight, self.layers[0].bias],
+                [self.layers[2].weight],
+                [self.layers[2].bias],
+            )
+            groups = [{"params": first, "lr_scale": 0.25}, {"params": second}, {"params": third, "max_lr": 0.05}]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    module, seen = recording(Scaled)
+    result = find_lr(trainer(), module, loader(), steps=12, max_lr=1e-2)
+    for lr, rates in zip(result.lrs, seen.rates, strict=True):  # the rates are of the largest, which is not the first
+        assert rates == pytest.approx([lr / 4, lr, lr / 2])
 
 
 def test_a_warm_up_of_the_modules_own_does_not_count() -> None:

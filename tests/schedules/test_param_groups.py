@@ -329,6 +329,19 @@ def test_splitting_keeps_the_settings_and_leaves_the_given_groups_alone():
     assert given == [{"params": [*model.parameters()], "lr": 0.2, "momentum": 0.5, "name": "all"}]
 
 
+def test_unnamed_groups_are_numbered_so_that_lightning_logs_each(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    class Unnamed(PlainNet):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": [*layer.parameters()]} for layer in (self.layers[0], self.layers[2])]
+            return torch.optim.SGD(no_weight_decay_groups(self, 0.1, groups=groups), lr=0.1)
+
+    run = fit(build(Unnamed), callbacks=[LearningRateMonitor()], logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    names = [group["name"] for group in run.optimizers[0].param_groups]
+    assert names == [f"group_{i}_{part}" for i in (0, 1) for part in ("decay", "no_decay")]
+
+
 def test_the_order_of_functions_that_set_different_things_does_not_matter():
     model = blocks()
     settings: Any = {"pattern": r"blocks\.(\d)"}

@@ -121,6 +121,22 @@ def test_the_metric_of_each_validation_counts_only_at_the_epochs_end():
     assert fit(Scripted(patience=0, factor=0.5), val_check_interval=2) == expected(10, patience=0, factor=0.5)
 
 
+def test_only_epochs_with_validation_count():
+    taken = fit(Scripted(patience=0, factor=0.5), check_val_every_n_epoch=2)
+    level, best, naive = 1.0, float("inf"), []
+    for epoch, metric in enumerate(SCRIPT):
+        naive += [level] * 4
+        if epoch % 2:
+            level, best = (level, metric) if metric < best else (level / 2, best)
+    assert taken == naive
+    assert len(set(taken)) > 1
+
+
+def test_validation_by_batches_alone_leaves_every_epoch():
+    taken = fit(Scripted(patience=0, factor=0.5), check_val_every_n_epoch=None, val_check_interval=4)
+    assert taken == expected(10, patience=0, factor=0.5)
+
+
 class WithTorchs(Scripted):
     def configure_optimizers(self) -> Any:
         schedule = super().configure_optimizers()

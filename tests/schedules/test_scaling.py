@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lightning_tricks import BatchSizeWarmup
 from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr
 from tests.nets import PlainNet, build, fit, loader, trainer
 from tests.ranks import run_ranks
@@ -150,6 +151,12 @@ def test_a_scheduler_of_one_factor_counts():
 def test_a_factor_that_changes_is_refused():
     run = trainer(callbacks=[GradientAccumulationScheduler({2: 4})])
     with pytest.raises(ValueError, match=r"accumulation must be the same in all epochs .*factors \[1, 4\]"):
+        effective_batch_size(run, per_device=8)
+
+
+def test_a_batch_that_grows_is_refused_by_name():
+    run = trainer(callbacks=[BatchSizeWarmup(end=4)])
+    with pytest.raises(ValueError, match=r"same in all epochs, got a Trainer with BatchSizeWarmup"):
         effective_batch_size(run, per_device=8)
 
 

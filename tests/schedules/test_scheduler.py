@@ -253,9 +253,26 @@ def test_a_group_unfrozen_in_a_fit_follows_from_its_own_base_also_resumed(tmp_pa
 
     whole = lrs()
     assert whole[:4] == [[1 - t / 12] for t in range(4)]
-    assert whole[5:] == [[1 - t / 12, 2 * (1 - t / 12)] for t in range(5, 12)]
+    assert whole[4:] == [[1 - t / 12, 2 * (1 - t / 12)] for t in range(4, 12)]
     for step in (5, 6, 7, 9, 11):
         assert lrs(ckpt_path=tmp_path / f"{step}.ckpt", weights_only=False) == whole[step:], step
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch's, of a copied optimizer
+@pytest.mark.parametrize("wrap", [float, torch.tensor])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_group_that_joins_takes_part_from_its_first_step_under_the_outer_curve(wrap, copied):
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=wrap(1.0), foreach=False)
+    schedule = schedules.swa_tail(schedules.linear(optimizer, total_steps=8), start=4, swa_lr=0.25)
+    scheduler = schedule["lr_scheduler"]["scheduler"]
+    scheduler = copy.deepcopy(scheduler) if copied else scheduler
+    optimizer = scheduler.optimizer
+    for _ in range(6):
+        optimizer.step()
+        scheduler.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": wrap(2.0)})
+    optimizer.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.5]
 
 
 def test_a_scheduler_continues_from_a_given_step():
