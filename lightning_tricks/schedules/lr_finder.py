@@ -209,7 +209,7 @@ def find_lr(
         ...     accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
         ...     enable_model_summary=False,
         ... )
-        >>> result = find_lr(trainer, BoringModel(), steps=20)
+        >>> result = find_lr(trainer, BoringModel(), max_lr=1e-4, steps=20)
         >>> len(result.losses), trainer.global_step
         (20, 0)
 
