@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -174,7 +175,7 @@ def find_lr(
 
     The sweep is a fit by the Trainer's own strategy, precision, accumulation and clipping in which nothing else
     happens: no callbacks, loggers, validation, checkpoints or schedules; SAM takes the plain gradient. It stops where
-    the smoothed loss exceeds ``stop_factor`` times its lowest, or a loss is not finite.
+    the smoothed loss is ``stop_factor - 1`` usual losses (their median) above its lowest, or a loss is not finite.
 
     ``lr_k``, and so the suggestion, is the learning rate of the parameter group with the largest base learning rate
     (``base`` of CurveLR): the only one, or the head of ``layer_decay_groups``. The others keep their ratio to it.
@@ -232,7 +233,8 @@ def find_lr(
         nonlocal lowest
         latest = _smoothed(losses, len(losses) - 1, _bandwidth(lrs))
         lowest = min(lowest, latest)
-        return latest > lowest + (stop_factor - 1) * abs(lowest)  # also for a loss below 0
+        usual = max(abs(lowest), median(map(abs, losses)))  # a loss may be below 0, or near it by chance
+        return len(losses) >= _FEWEST and latest > lowest + (stop_factor - 1) * usual
 
     rates = [min_lr * (max_lr / min_lr) ** (k / (steps - 1)) for k in range(steps)]
     lrs, losses = sweep(trainer, module, train_dataloaders, datamodule, rates, ends)
