@@ -73,6 +73,11 @@ def test_the_radius_is_the_best_on_validation_and_the_default_is_reported() -> N
     assert f"have {default:.3f})" in " ".join(README.split())
 
 
+def test_the_import_costs_what_was_measured() -> None:
+    result = json.loads((RESULTS / "import_time.json").read_text())["result"]
+    assert f"adds {result['added_s']:.2f} s to" in README
+
+
 def test_the_batch_tricks_have_the_committed_figures() -> None:
     quality = json.loads((RESULTS / "batch_quality.json").read_text())
     speed = json.loads((RESULTS / "batch_tricks.json").read_text())
