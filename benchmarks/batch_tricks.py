@@ -30,10 +30,8 @@ import torch
 import torch.nn.functional as F
 from ema import NETWORKS, Net, aim
 from lightning.pytorch.callbacks import Callback
-from machine import Laps, Work, in_turns, machine, memory, over, prepare, spread, table
-from machine import fit as fit_tiny
+from machine import Work, fit, in_turns, machine, memory, over, prepare, spread, table
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.core import batches
@@ -162,7 +160,7 @@ def tiny_step(callback: Callback, device: str) -> float:
     torch.manual_seed(SEED)
     network, shape = NETWORKS["tiny"]
     batch = torch.randn(shape, device=device), torch.randint(4, shape[:1], device=device)
-    return fit_tiny(Net(network()), batch, STEPS, callback, device)
+    return fit(Net(network()), batch, STEPS, callback, device)
 
 
 def filtered_step(callback: Callback, device: str) -> float:
@@ -171,20 +169,8 @@ def filtered_step(callback: Callback, device: str) -> float:
 
     torch.manual_seed(SEED)
     x, y, _ = drawn(IMAGES[device], 10, device)
-    laps = Laps(every=1)
-    trainer = pl.Trainer(
-        accelerator=device,
-        devices=1,
-        max_epochs=1,
-        callbacks=[laps, callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     network = timm.create_model("resnet18", num_classes=10)
-    trainer.fit(Net(network), DataLoader([(x, y)] * FILTER_STEPS[device], batch_size=None))
-    return laps.step()
+    return fit(Net(network), (x, y), FILTER_STEPS[device], callback, device, every=1)
 
 
 def of_steps(

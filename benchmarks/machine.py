@@ -165,9 +165,11 @@ class Laps(Callback):
         return median(after - before for before, after in pairwise(self.marks[1:])) / self.every
 
 
-def fit(module: pl.LightningModule, batch: Any, steps: int, callback: Callback, device: str) -> float:
+def fit(
+    module: pl.LightningModule, batch: Any, steps: int, callback: Callback, device: str, *, every: int = 20
+) -> float:
     """Microseconds of a training step with the callback, the batch lying ready."""
-    laps = Laps(every=20)
+    laps = Laps(every)
     trainer = pl.Trainer(
         accelerator=device,
         devices=1,

@@ -10,14 +10,15 @@ from typing import Any, final
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.loaders import ResizableBatches, require_batches, resizable, resize_batches
-from lightning_tricks.core.trainer import callbacks_of, is_fitting, wrap_method
+from lightning_tricks.core.trainer import callbacks_of, is_fitting
+from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.schedules.scaling import scaled_lrs
 from lightning_tricks.schedules.steps import EpochPlan
 
 
@@ -162,22 +163,8 @@ class BatchSizeWarmup(EpochPlan):
     def _step(self, trainer: pl.Trainer, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
         scale = self.factor(trainer, trainer.current_epoch) / self._sequence[-1]
         scale = math.sqrt(scale) if self.lr_rule == "sqrt" else scale
-        groups = optimizer.param_groups
-        before = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
-        for group in groups:
-            _set_lr(group, group["lr"] * scale)
-        scaled = [group["lr"] for group in groups]
-        try:
-            result = step(optimizer, *args, **kw)
-            if any(group["lr"] is not lr for group, lr in zip(groups, scaled, strict=True)):
-                raise MisconfigurationException(
-                    f"BatchSizeWarmup(lr_rule={self.lr_rule!r}) scales the learning rate while the optimizer steps, but"
-                    " it was set meanwhile (in backward or on_before_optimizer_step): set it in on_train_batch_start."
-                )
-            return result
-        finally:
-            for group, lr in zip(groups, before, strict=True):
-                _set_lr(group, lr)
+        with scaled_lrs(optimizer, scale, f"BatchSizeWarmup(lr_rule={self.lr_rule!r})"):
+            return step(optimizer, *args, **kw)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -224,13 +211,6 @@ class BatchSizeWarmup(EpochPlan):
     def _leave(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
-    if isinstance(group["lr"], Tensor):  # which a captured or compiled step reads
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
 
 
 def _check_over(over: object) -> None:

@@ -85,9 +85,5 @@ class MixingCallback(BatchCallback):
 
 def permutation(numbers: random.Random, like: Tensor) -> Tensor:
     """The order of the samples in which each gets its partner."""
-    return torch.randperm(len(like), generator=torch_generator(numbers)).to(like.device, non_blocking=True)
-
-
-def torch_generator(numbers: random.Random) -> torch.Generator:
-    """A generator of torch seeded by one of Python."""
-    return torch.Generator().manual_seed(numbers.getrandbits(63))
+    generator = torch.Generator().manual_seed(numbers.getrandbits(63))
+    return torch.randperm(len(like), generator=generator).to(like.device, non_blocking=True)

@@ -16,17 +16,17 @@ from lightning_tricks.core.averages import Averages, Which
 from lightning_tricks.core.history import History
 from lightning_tricks.core.ranks import agree_on_buffers, relative_distance
 from lightning_tricks.core.saved import RAW, SavedAverages, peers, save
+from lightning_tricks.core.step_watch import StepWatch
 from lightning_tricks.core.trainer import (
-    StepWatch,
     callbacks_of,
     ends_here,
     is_fitting,
     log_now_and_then,
     validate_once_more,
     weights_held,
-    wrap_method,
 )
 from lightning_tricks.core.weights import float_buffers
+from lightning_tricks.core.wrapping import wrap_method
 
 
 class AveragingCallback(SavedAverages):

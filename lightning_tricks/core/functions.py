@@ -44,7 +44,7 @@ def keeps_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
     name = func.__name__.strip("_")
     if name == "pad":
         return len(kwargs.get("pad", args[1:2] and args[1])) < 2 * args[0].ndim
-    return name in _ELEMENTWISE | _LOOKUP or (name in _BY_DIMENSION and not _in_first_dimension(args, kwargs))
+    return name in _ELEMENTWISE or name in _LOOKUP or (name in _BY_DIMENSION and not _in_first_dimension(args, kwargs))
 
 
 def is_elementwise(func: Function) -> bool:

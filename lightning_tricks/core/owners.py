@@ -39,8 +39,10 @@ def owners_of(
     if is_elementwise(func) and any(ndim not in (0, results[0].ndim) for _, ndim in known):
         return None  # broadcast along another dimension
     found = [owners for owners, _ in known if owners is not None and len(owners) == len(results[0])]
-    clear = keeps_samples(func, *calls[0]) or is_loss(func)
-    return found[0] if clear and found and all(torch.equal(found[0], each) for each in found[1:]) else None
+    if not found or not (keeps_samples(func, *calls[0]) or is_loss(func)):
+        return None
+    same = all(each is found[0] or torch.equal(each, found[0]) for each in found)  # a GPU is waited for if they are two
+    return found[0] if same else None
 
 
 def _moved(func: Function, owners: Tensor, calls: Sequence[Call], result: Tensor) -> Tensor | None:

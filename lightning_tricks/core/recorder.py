@@ -22,7 +22,7 @@ from lightning_tricks.core.replay import (
     rebuilt,
     tensors_in,
 )
-from lightning_tricks.core.trainer import wrap_method
+from lightning_tricks.core.wrapping import wrap_method
 
 
 @dataclass

@@ -108,7 +108,7 @@ class ModuleState:
             seen.add(id(value))
             inner = list(value.values() if isinstance(value, dict) else value)
             if not isinstance(value, tuple):
-                self._restore.append(partial(_refill, value, list(value.items()) if isinstance(value, dict) else inner))
+                self._restore.append(partial(refill, value, list(value.items()) if isinstance(value, dict) else inner))
             for each in inner:
                 if isinstance(each, _CONTAINERS):  # tensors in there may be many; they are taken as they are
                     self._note(each, seen)
@@ -130,7 +130,8 @@ _STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
 _CONTAINERS = (list, dict, set, deque, tuple)
 
 
-def _refill(container: Any, contents: list[Any]) -> None:
+def refill(container: Any, contents: list[Any]) -> None:
+    """Put back what a list, a deque, a set or a dictionary (its items) held, in its order."""
     container.clear()
     if isinstance(container, dict):
         dict.update(container, contents)  # a Counter's own update counts

@@ -153,7 +153,8 @@ def _batched(values: Sequence[Any], size: int) -> bool:
 def described(batch: Any, path: str = "") -> str:
     """What is in a batch, for an error message.
 
-    >>> described({"x": __import__("torch").zeros(2, 3), "meta": [1, "a"]})
+    >>> import torch
+    >>> described({"x": torch.zeros(2, 3), "meta": [1, "a"]})
     'x: float32 (2, 3), meta: 2 int'
     """
     if isinstance(batch, Tensor):

@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_tricks.core.plan import Plan
 from lightning_tricks.core.structure import Path, get, put
 from lightning_tricks.core.targets import knowing
-from lightning_tricks.core.trainer import transfers_batch, wrap_method
+from lightning_tricks.core.trainer import transfers_batch
+from lightning_tricks.core.wrapping import wrap_method
 
 if TYPE_CHECKING:
     from lightning_tricks.core.batches import BatchCallback

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_tricks.core.shards import FSDP2, LocalWeights
+from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.core.zero import ZeRO, ZeRO3
 
 Kind = TypeVar("Kind")
@@ -154,92 +154,9 @@ def transfers_batch(trainer: pl.Trainer) -> bool:
     return trainer.lightning_module._current_fx_name == "batch_to_device"
 
 
-class StepWatch:
-    """Tells whether an optimizer stepped.
-
-    ``global_step`` moves too when the GradScaler skips a step; an optimizer's own hook runs only when it does step.
-    """
-
-    def __init__(self) -> None:
-        self._stepped = False
-        self._watched: list[Any] = []
-        self._undo: list[Callable[[], None]] = []
-
-    def start(self, trainer: pl.Trainer) -> None:
-        """Watch the Trainer's optimizers from now on."""
-        self.stop()
-        self._stepped = False
-        self.follow(trainer)
-
-    def follow(self, trainer: pl.Trainer) -> None:
-        """Watch other optimizers if the Trainer has others now."""
-        if len(self._watched) == len(trainer.optimizers) and all(map(operator.is_, self._watched, trainer.optimizers)):
-            return
-        self.stop()
-        self._watched = list(trainer.optimizers)
-        self._undo = [self._watch(optimizer) for optimizer in self._watched]
-
-    def _watch(self, optimizer: Any) -> Callable[[], None]:
-        # DeepSpeed's own is no torch Optimizer but has one, which it calls when it does step
-        own = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", optimizer)
-        if hasattr(own, "_optimizer_step_post_hooks"):
-            return own.register_step_post_hook(self._note).remove
-        return wrap_method(own, "step", self._step)  # one that does not call Optimizer.__init__, or is none
-
-    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._stepped = True
-        return result
-
-    def stop(self) -> None:
-        """Leave the optimizers as they were."""
-        self._watched = []
-        while self._undo:
-            self._undo.pop()()
-
-    def stepped(self) -> bool:
-        """Whether any stepped since this was last asked."""
-        stepped, self._stepped = self._stepped, False
-        return stepped
-
-    def _note(self, optimizer: Optimizer, *_: object) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer is called and itself skips the step
-        if found_inf is None or not found_inf.item():
-            self._stepped = True
-
-
 def has_static_graph(trainer: pl.Trainer) -> bool:
     """Whether DDP was told ``static_graph=True``; a DDPStrategy keeps torch's arguments to itself."""
     return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
-
-
-def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    """Make ``owner.name(...)`` call ``wrapper(original, ...)`` until the returned function is called."""
-    before = owner.__dict__.get(name)  # somebody else's wrapper
-    wrapped = _Wrapped(wrapper, getattr(owner, name))
-    setattr(owner, name, wrapped)
-
-    def undo() -> None:
-        wrapped.wrapper = None
-        if owner.__dict__.get(name) is not wrapped:
-            return  # somebody has wrapped it again since, and may call it
-        if before is None:
-            del owner.__dict__[name]
-        else:
-            setattr(owner, name, before)
-
-    return undo
-
-
-class _Wrapped:
-    """A method with a wrapper, or without when that is undone; unlike a closure it can be pickled."""
-
-    def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
-        self.wrapper: Callable[..., Any] | None = wrapper
-        self.original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs) if self.wrapper is None else self.wrapper(self.original, *args, **kwargs)
 
 
 def requested_precision() -> str | None:

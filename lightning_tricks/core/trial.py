@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_tricks.core.replay import ModuleState, random_numbers_of, random_state
-from lightning_tricks.core.trainer import wrap_method
+from lightning_tricks.core.wrapping import wrap_method
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from lightning_tricks.core.trainer import (
     log_now_and_then,
     require_whole_weights,
     weights_held,
-    wrap_method,
 )
 from lightning_tricks.core.weights import copy_, unnoticed
+from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.modules.sam_rules import SAM, chosen
 
 

@@ -15,13 +15,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping  # a private name of torch: see KeptModule.restore
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_tricks.core.replay import ModuleState
+from lightning_tricks.core.replay import ModuleState, refill
 from lightning_tricks.core.shards import FSDP2
 
 
@@ -50,12 +49,12 @@ class Kept:
         if isinstance(value, _CONTAINERS) and (closely or len(value) <= _LONG):
             inner = list(value.values() if isinstance(value, dict) else value)
             if not isinstance(value, tuple):
-                self._restore.append(partial(_refill, value, _contents(value)))
+                self._restore.append(partial(refill, value, _contents(value)))
             for each in inner if len(inner) <= _LONG else ():
                 self.note(each, closely=closely, whatever=whatever)
         if _looked_into(value) or (whatever and hasattr(value, "__dict__") and not isinstance(value, _LEFT)):
             space = vars(value)
-            self._restore.append(partial(_refill, space, dict(space)))
+            self._restore.append(partial(refill, space, _contents(space)))
             for each in list(space.values()):
                 self.note(each, closely=isinstance(value, _CLOSELY))
 
@@ -89,9 +88,9 @@ class KeptModule:
         for owner, kind, structure in self._owners:
             if type(owner) is not kind:
                 owner.__class__ = kind
-                _module_state_mapping.pop(owner, None)  # or fully_shard would refuse to shard it again
+                _forget_sharding(owner)
             for space, before in structure:
-                _refill(space, before)
+                refill(space, before)
         self._state.restore()
         for weight, trains, (part, before, gradient, slope) in self._weights:
             weight.requires_grad_(trains)
@@ -141,14 +140,12 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return (a.device, a.dtype, a.data_ptr()) == (b.device, b.dtype, b.data_ptr())
 
 
+def _forget_sharding(module: nn.Module) -> None:
+    """Let ``fully_shard`` shard a module again, which it refuses for one that has been; only a private name does."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    _module_state_mapping.pop(module, None)
+
+
 def _contents(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    """Put back what a list, a deque, a set or a dictionary held, in its order."""
-    container.clear()
-    if isinstance(container, dict):
-        dict.update(container, contents)  # a Counter's own update counts
-    else:
-        (container.extend if isinstance(container, list | deque) else container.update)(contents)
+    return list(container.items()) if isinstance(container, dict) else list(container)

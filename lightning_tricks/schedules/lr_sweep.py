@@ -25,9 +25,10 @@ from typing_extensions import override
 
 from lightning_tricks.core.recorder import StepRecorder
 from lightning_tricks.core.replay import random_numbers_of, random_state
-from lightning_tricks.core.trainer import callbacks_of, launches_copies, wrap_method
+from lightning_tricks.core.trainer import callbacks_of, launches_copies
+from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.lr_restore import Kept, KeptModule
-from lightning_tricks.schedules.scheduler import base_lr
+from lightning_tricks.schedules.scheduler import base_lr, set_lr
 
 Curve = tuple[list[float], list[float]]  # learning rates and losses
 
@@ -146,11 +147,7 @@ class Sweep(Callback):
 
     def _set(self, optimizer: Optimizer) -> None:
         for group, ratio in zip(optimizer.param_groups, self._ratios, strict=False):
-            rate = ratio * self._planned[min(self._taken, len(self._planned) - 1)]
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_lr(group, ratio * self._planned[min(self._taken, len(self._planned) - 1)])
 
     @override
     def on_train_batch_end(

@@ -7,14 +7,13 @@ from copy import deepcopy
 from typing import Any, Literal, SupportsFloat, final
 
 import lightning.pytorch as pl
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
 from lightning_tricks.schedules.build import Duration, Schedule, check_arguments, count_steps, trainer_of, whole_steps
-from lightning_tricks.schedules.scheduler import base_lr
+from lightning_tricks.schedules.scheduler import base_lr, set_lr
 
 _SETTINGS = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps", "warmup", "floor")
 
@@ -98,11 +97,7 @@ class PlateauLR(ReduceLROnPlateau):
         factor = min(1.0, (self.steps + 1) / self.warmup) if warming else 1.0
         for group in self.optimizer.param_groups:
             if warming or "initial_lr" not in group:
-                lr = base_lr(group) * factor
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(lr)
-                else:
-                    group["lr"] = lr
+                set_lr(group, base_lr(group) * factor)
         if warming:
             self._last_lr = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
 

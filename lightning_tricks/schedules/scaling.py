@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
 from lightning_tricks.core.trainer import callbacks_of
+from lightning_tricks.schedules.scheduler import set_lr
 from lightning_tricks.schedules.steps import EpochPlan
 
 
@@ -102,6 +108,30 @@ def scale_adam(
     return {"lr": lr * math.sqrt(k), "betas": (first, second), "eps": eps / math.sqrt(k)}
 
 
+@contextmanager
+def scaled_lrs(optimizer: Optimizer, factor: float, trick: str) -> Iterator[None]:
+    """Multiply the learning rates of all groups inside the block, in which the optimizer steps.
+
+    Raises:
+        MisconfigurationException: If somebody else sets one there.
+    """
+    groups = optimizer.param_groups
+    before = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+    for group in groups:
+        set_lr(group, group["lr"] * factor)
+    scaled = [group["lr"] for group in groups]
+    try:
+        yield
+        if any(group["lr"] is not lr for group, lr in zip(groups, scaled, strict=True)):
+            raise MisconfigurationException(
+                f"{trick} scales the learning rate while the optimizer steps, but it was set meanwhile (in backward or"
+                " on_before_optimizer_step): set it in on_train_batch_start."
+            )
+    finally:
+        for group, lr in zip(groups, before, strict=True):
+            set_lr(group, lr)
+
+
 def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
     """The samples of one optimizer step: those of a batch, on all devices of all nodes, in all accumulated batches.
 
@@ -121,7 +151,7 @@ def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
         64
     """
     check_count("per_device", per_device)
-    for plan in callbacks_of(trainer, EpochPlan):
+    for plan in callbacks_of(trainer, EpochPlan):  # type: ignore[type-abstract]
         raise ValueError(
             f"The batch size must be the same in all epochs, got a Trainer with {type(plan).__name__}, which changes"
             " it: multiply per_device and the devices by the factor of the epoch that you mean."

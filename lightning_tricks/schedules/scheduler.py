@@ -73,11 +73,7 @@ class CurveLR(LRScheduler):
         """Give groups that have joined since the last step theirs in this one."""
         for group in () if self.replaced else self.optimizer.param_groups:
             if "initial_lr" not in group:
-                lr = base_lr(group) * self.curve(self.last_epoch)
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(lr)
-                else:
-                    group["lr"] = lr
+                set_lr(group, base_lr(group) * self.curve(self.last_epoch))
                 if self.momentum is not None:
                     self._set_momentum(self.momentum(self.last_epoch))
 
@@ -123,6 +119,14 @@ def base_lr(group: dict[str, Any]) -> float | Tensor:
         group["initial_lr"] = deepcopy(group["lr"])  # a Tensor is overwritten in place
     base: float | Tensor = group.get("max_lr", group["initial_lr"]) * group.get("lr_scale", 1)
     return base
+
+
+def set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
+    """Give a parameter group a learning rate; a Tensor, which a compiled step reads, stays the same object."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 def _plain(curve: partial[float]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, Timer
@@ -30,9 +31,9 @@ class UnknownTotalSteps(ValueError):
 class EpochPlan(Callback):
     """A callback that changes between epochs what an optimizer step is made of, and tells it to ``optimizer_steps``."""
 
+    @abstractmethod
     def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
         """The batches of an optimizer step in an epoch, and how many times the loader's own batch size they have."""
-        raise NotImplementedError
 
 
 def optimizer_steps(trainer: pl.Trainer) -> int:
@@ -136,7 +137,7 @@ def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:
 def _epochs(trainer: pl.Trainer) -> list[tuple[int, int]]:
     """The accumulation factor of each epoch, and the multiple of the loader's batch size."""
     epochs = range(trainer.max_epochs or 0)
-    if plans := callbacks_of(trainer, EpochPlan):
+    if plans := callbacks_of(trainer, EpochPlan):  # type: ignore[type-abstract]
         return [plans[-1].step_of(trainer, epoch) for epoch in epochs]
     if schedulers := callbacks_of(trainer, GradientAccumulationScheduler):
         return [(schedulers[-1].get_accumulate_grad_batches(epoch), 1) for epoch in epochs]

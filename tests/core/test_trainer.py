@@ -28,8 +28,8 @@ from lightning_tricks.core.trainer import (
     require_whole_weights,
     saves_folder,
     transfers_batch,
-    wrap_method,
 )
+from lightning_tricks.core.wrapping import wrap_method
 from tests.nets import PlainNet, build, fit, loader, trainer
 
 MODES = ("min_size", "max_size", "max_size_cycle")  # and "sequential", which the fit loop refuses
@@ -160,24 +160,6 @@ def test_callbacks_are_found_by_kind_in_their_order() -> None:
     assert callbacks_of(run, EarlyStopping) == [first, second]
     assert callbacks_of(run, Timer) == [timer]
     assert callbacks_of(run, Stage) == []
-
-
-class Owner:
-    def add(self, a: int, b: int = 1) -> int:
-        return a + b
-
-
-def test_a_method_is_wrapped_until_it_is_given_back() -> None:
-    owner, other = Owner(), Owner()
-    undo = wrap_method(owner, "add", lambda original, *args, **kwargs: 10 * original(*args, **kwargs))
-    assert (owner.add(1, b=2), other.add(1, b=2)) == (30, 3)
-    undo()
-    undo()
-    assert owner.add(1, b=2) == 3
-    assert vars(owner) == {}
-
-
-# -- the transfer of batches ------------------------------------------------------------------------------------------
 
 
 class Moves(PlainNet):

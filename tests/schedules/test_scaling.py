@@ -9,9 +9,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import BatchSizeWarmup
-from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr
+from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr, scaled_lrs
 from tests.nets import PlainNet, build, fit, loader, trainer
 from tests.ranks import run_ranks
 
@@ -194,3 +195,20 @@ def test_both_together_scale_by_what_the_trainer_accumulates():
     module = build(Scaled)
     run = fit(module, max_steps=1, accumulate_grad_batches=2)
     assert run.optimizers[0].param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("wrap", [float, torch.tensor])
+def test_learning_rates_are_scaled_for_a_step_and_put_back(wrap):
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": wrap(lr)} for lr in (0.5, 0.25)]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    kept = optimizer.param_groups[1]["lr"]
+    with scaled_lrs(optimizer, 0.5, "It"):
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.125]
+    with pytest.raises(KeyError), scaled_lrs(optimizer, 0.5, "It"):
+        raise KeyError
+    refused = pytest.raises(MisconfigurationException, match=r"It scales .* set meanwhile")
+    with refused, scaled_lrs(optimizer, 0.5, "It"):
+        optimizer.param_groups[0]["lr"] = wrap(1.0)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+    if wrap is torch.tensor:
+        assert optimizer.param_groups[1]["lr"] is kept

@@ -1,0 +1,35 @@
+"""Methods wrapped for a while, by several at a time and undone in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Make ``owner.name(...)`` call ``wrapper(original, ...)`` until the returned function is called."""
+    before = owner.__dict__.get(name)  # somebody else's wrapper
+    wrapped = _Wrapped(wrapper, getattr(owner, name))
+    setattr(owner, name, wrapped)
+
+    def undo() -> None:
+        wrapped.wrapper = None
+        if owner.__dict__.get(name) is not wrapped:
+            return  # somebody has wrapped it again since, and may call it
+        if before is None:
+            del owner.__dict__[name]
+        else:
+            setattr(owner, name, before)
+
+    return undo
+
+
+class _Wrapped:
+    """A method with a wrapper, or without when that is undone; unlike a closure it can be pickled."""
+
+    def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self.wrapper: Callable[..., Any] | None = wrapper
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.wrapper is None else self.wrapper(self.original, *args, **kwargs)

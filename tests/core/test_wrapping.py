@@ -1,0 +1,23 @@
+"""A method is wrapped for a while, and by several."""
+
+from __future__ import annotations
+
+from lightning_tricks.core.wrapping import wrap_method
+
+
+class Owner:
+    def add(self, a: int, b: int = 1) -> int:
+        return a + b
+
+
+def test_a_method_is_wrapped_until_it_is_given_back() -> None:
+    owner, other = Owner(), Owner()
+    undo = wrap_method(owner, "add", lambda original, *args, **kwargs: 10 * original(*args, **kwargs))
+    assert (owner.add(1, b=2), other.add(1, b=2)) == (30, 3)
+    undo()
+    undo()
+    assert owner.add(1, b=2) == 3
+    assert vars(owner) == {}
+
+
+# -- the transfer of batches ------------------------------------------------------------------------------------------
