@@ -43,7 +43,7 @@ from lightning_tricks.schedules import (
     swa_tail,
     wsd,
 )
-from lightning_tricks.strategies import preset, presets
+from lightning_tricks.strategies import DDPPreset, FSDP2Preset, SinglePreset, ZeROPreset, preset, presets
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,8 @@ __all__ = [
     "BatchSizeWarmup",
     "CurveLR",
     "CutMix",
+    "DDPPreset",
+    "FSDP2Preset",
     "HardExampleFilter",
     "HiddenMixup",
     "LRFinderResult",
@@ -62,7 +64,9 @@ __all__ = [
     "PlateauLR",
     "SAMMixin",
     "Sharpness",
+    "SinglePreset",
     "UnknownTotalSteps",
+    "ZeROPreset",
     "average_checkpoints",
     "constant",
     "cosine",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision
@@ -11,18 +11,30 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_tricks.core.checks import check_choice
 from lightning_tricks.core.trainer import requested_precision
+
+PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
 
 
 class FixedPrecision(Strategy):
-    """Base of a strategy whose precision is part of its name.
+    """Base of a strategy whose precision is an argument of its own.
 
-    Lightning hands every strategy the plugin that it made from ``Trainer(precision=...)``, fp32 if none was given. This
-    setter puts the preset's own in the place of that default and refuses anything else that differs.
+    Lightning hands every strategy the plugin that it made from ``Trainer(precision=...)``, fp32 if none was given. The
+    setter puts the strategy's own in the place of that default and refuses anything else that differs.
+
+    Args:
+        precision: What the strategy trains in.
+        **settings: Arguments of Lightning's strategy.
     """
 
-    strategy_name: str
-    precision: Literal["bf16-mixed"]
+    precisions: tuple[str, ...] = ("bf16-mixed", "16-mixed", "32-true")
+
+    def __init__(self, *, precision: PresetPrecision, **settings: Any) -> None:
+        check_choice("precision", precision, self.precisions)
+        self.precision = precision
+        self.preset = type(self).__name__  # the name of the preset that it is made by, for messages
+        super().__init__(**settings)
 
     @property
     @override
@@ -32,17 +44,28 @@ class FixedPrecision(Strategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, plugin: Precision | None) -> None:
-        asked = requested_precision()  # not only the plugin counts: on CPU it says "bf16-mixed" for an asked "16-mixed"
-        if plugin is not None and asked is None and type(plugin) is Precision:
-            plugin = MixedPrecision(self.precision, self._device_type())
-        elif plugin is not None and (asked or plugin.precision) != self.precision:
-            raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} trains in {self.precision!r}, got precision="
-                f"{asked or plugin.precision!r}. Leave precision= out, or choose another strategy."
-            )
+        if plugin is not None:
+            asked = requested_precision()  # not only the plugin counts: on CPU it is bf16's for an asked "16-mixed"
+            if asked is None and plugin.precision == "32-true":
+                plugin = self.make_precision_plugin()
+            elif (asked or plugin.precision) != self.precision:
+                raise MisconfigurationException(
+                    f"strategy={self.preset!r} trains in {self.precision!r}, got precision="
+                    f"{asked or plugin.precision!r}. Leave precision= out, or choose another strategy."
+                )
+            elif plugin.precision != self.precision:
+                plugin = self.make_precision_plugin()
         self._precision_plugin = plugin
 
-    def _device_type(self) -> str:
+    def make_precision_plugin(self) -> Precision:
+        """The plugin for this precision on the accelerator of the Trainer."""
+        if self.precision == "32-true":
+            return Precision()
+        return MixedPrecision(self.precision, self.device_type)
+
+    @property
+    def device_type(self) -> str:
+        """The type of the Trainer's devices, as torch names it."""
         if isinstance(self.accelerator, CPUAccelerator):
             return "cpu"
         return "mps" if isinstance(self.accelerator, MPSAccelerator) else "cuda"

@@ -10,26 +10,77 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks.core.checks import check_choice
-from lightning_tricks.strategies.ddp import DDPBF16
+from lightning_tricks.strategies.ddp import DDPPreset
+from lightning_tricks.strategies.deepspeed import ZeROPreset
+from lightning_tricks.strategies.fsdp import FSDP2Preset
 from lightning_tricks.strategies.precision import FixedPrecision
-from lightning_tricks.strategies.single import SingleBF16
+from lightning_tricks.strategies.single import SinglePreset
 
 
 @dataclass(frozen=True)
 class _Row:
-    strategy: type[FixedPrecision]
+    name: str
+    strategy: type[Any]
     when: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+_FP16 = {"precision": "16-mixed"}
+
 _TABLE = {
-    row.strategy.strategy_name: row
+    row.name: row
     for row in (
-        _Row(SingleBF16, "one device; the matrix products in bf16, weights and optimizer in fp32"),
+        _Row("single_bf16", SinglePreset, "one device; matrix products in bf16, weights and optimizer in fp32"),
+        _Row("single_fp16", SinglePreset, "one device without bf16 (V100, T4); losses are scaled", _FP16),
+        _Row("ddp_bf16", DDPPreset, "model and optimizer fit on each device; as many devices and nodes as there are"),
+        _Row("ddp_fp16", DDPPreset, "the same on devices without bf16", _FP16),
         _Row(
-            DDPBF16,
-            "the model and its optimizer fit on each device; as many devices and nodes as there are",
-            {"gradient_as_bucket_view": True},
+            "ddp_compressed_bf16",
+            DDPPreset,
+            "the same over a slow network: gradients travel in 16 bits, or by PowerSGD or local SGD",
+            {"compression": "bf16"},
+        ),
+        _Row("fsdp2_bf16", FSDP2Preset, "they do not fit, and the links are fast: each device holds a slice of all"),
+        _Row(
+            "fsdp2_offload_bf16",
+            FSDP2Preset,
+            "the slices do not fit either: they wait in host memory",
+            {"offload": True},
+        ),
+        _Row("zero1_bf16", ZeROPreset, "optimizer states do not fit on each device", {"stage": 1}),
+        _Row("zero2_bf16", ZeROPreset, "nor do the gradients", {"stage": 2}),
+        _Row("zero2_fp16", ZeROPreset, "the same on devices without bf16", {"stage": 2, **_FP16}),
+        _Row(
+            "zero2_offload_bf16",
+            ZeROPreset,
+            "weights fit on each device; the optimizer steps in host memory, also of a single device",
+            {"stage": 2, "offload": "cpu"},
+        ),
+        _Row(
+            "zero2_offload_fp16",
+            ZeROPreset,
+            "the same on devices without bf16",
+            {"stage": 2, "offload": "cpu", **_FP16},
+        ),
+        _Row("zero3_bf16", ZeROPreset, "nor do the weights: each device holds a slice of all", {"stage": 3}),
+        _Row("zero3_fp16", ZeROPreset, "the same on devices without bf16", {"stage": 3, **_FP16}),
+        _Row(
+            "zero3_offload_bf16",
+            ZeROPreset,
+            "the slices do not fit either: they wait in host memory, where the optimizer steps",
+            {"stage": 3, "offload": "cpu"},
+        ),
+        _Row(
+            "zero3_offload_fp16",
+            ZeROPreset,
+            "the same on devices without bf16",
+            {"stage": 3, "offload": "cpu", **_FP16},
+        ),
+        _Row(
+            "zero3_nvme_bf16",
+            ZeROPreset,
+            "host memory is too small as well: the slices wait on an NVMe disk; pass nvme_path=",
+            {"stage": 3, "offload": "nvme"},
         ),
     )
 }
@@ -60,21 +111,31 @@ def preset(name: str, **overrides: Any) -> dict[str, Any]:
     allowed = _arguments(row.strategy)
     if unknown := sorted(overrides.keys() - allowed):
         raise TypeError(f"preset {name!r} has no argument {', '.join(unknown)}; it takes {', '.join(sorted(allowed))}.")
-    return {"strategy": row.strategy(**{**row.arguments, **overrides})}
+    strategy = row.strategy(**{**row.arguments, **overrides})
+    strategy.preset = name
+    return {"strategy": strategy}
 
 
-def presets() -> list[dict[str, str]]:
-    """The presets, one row each: name, strategy, precision and when to use it.
+def presets() -> list[dict[str, Any]]:
+    """The presets, one row each: name, strategy, its arguments, precision and when to use it.
 
     Returns:
-        Rows with the keys ``name``, ``strategy``, ``precision``, ``when``.
+        Rows with the keys ``name``, ``strategy``, ``arguments``, ``precision``, ``when``. In YAML the name is a
+        strategy; so are ``class_path`` ``lightning_tricks.`` and the row's ``strategy``, its ``arguments`` as
+        ``init_args``.
 
     Example:
-        >>> [row["name"] for row in presets()]
-        ['single_bf16', 'ddp_bf16']
+        >>> [row["name"] for row in presets() if row["strategy"] == "DDPPreset"]
+        ['ddp_bf16', 'ddp_fp16', 'ddp_compressed_bf16']
     """
     return [
-        {"name": name, "strategy": row.strategy.__name__, "precision": row.strategy.precision, "when": row.when}
+        {
+            "name": name,
+            "strategy": row.strategy.__name__,
+            "arguments": dict(row.arguments),
+            "precision": row.arguments.get("precision", "bf16-mixed"),
+            "when": row.when,
+        }
         for name, row in _TABLE.items()
     ]
 
@@ -82,10 +143,19 @@ def presets() -> list[dict[str, str]]:
 def register() -> None:
     """Make each name a ``Trainer(strategy=...)`` string; a name that is somebody else's is an error."""
     for name, row in _TABLE.items():
-        taken = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else row.strategy
-        if getattr(taken, "__module__", "") != row.strategy.__module__:
+        if name in StrategyRegistry and not isinstance(taken := StrategyRegistry[name]["strategy"], _Named):
             raise RuntimeError(f"The strategy name {name!r} is registered already, by {taken!r}.")
-        StrategyRegistry.register(name, row.strategy, description=row.when, override=True, **row.arguments)
+        StrategyRegistry.register(name, _Named(name), description=row.when, override=True)
+
+
+class _Named:
+    """Makes the strategy of a preset."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> FixedPrecision:
+        return preset(self.name)["strategy"]
 
 
 def _arguments(strategy: type[FixedPrecision]) -> set[str]:

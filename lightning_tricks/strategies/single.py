@@ -8,18 +8,25 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.strategies.precision import FixedPrecision
+from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
 
 
 @final
-class SingleBF16(FixedPrecision, SingleDeviceStrategy):
-    """One device, whichever the accelerator gives, in bf16-mixed."""
+class SinglePreset(FixedPrecision, SingleDeviceStrategy):
+    """One device, whichever the accelerator gives, in one precision: the presets ``single_bf16`` and ``single_fp16``.
 
-    strategy_name = "single_bf16"
-    precision = "bf16-mixed"
+    Args:
+        precision: What to train in: "bf16-mixed", "16-mixed" or "32-true".
+        **settings: Further arguments of Lightning's ``SingleDeviceStrategy``.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> pl.Trainer(strategy=SinglePreset(), accelerator="cpu", devices=1, logger=False).precision
+        'bf16-mixed'
+    """
+
+    def __init__(self, *, precision: PresetPrecision = "bf16-mixed", **settings: Any) -> None:
+        super().__init__(precision=precision, **settings)
         self._parallel_devices: list[torch.device] = []
 
     @property
@@ -31,7 +38,7 @@ class SingleBF16(FixedPrecision, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) != 1:
             raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} trains on one device, got devices={len(devices)}."
+                f"strategy={self.preset!r} trains on one device, got devices={len(devices)}."
                 " Pass devices=1, or strategy='ddp_bf16'."
             )
         self._parallel_devices = devices

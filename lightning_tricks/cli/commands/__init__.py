@@ -1,0 +1,1 @@
+"""The commands of ``lightning-tricks``, one a file: ``add`` describes it, ``run`` does it."""
