@@ -33,7 +33,7 @@ class FixedPrecision(Strategy):
     def __init__(self, *, precision: PresetPrecision, **settings: Any) -> None:
         check_choice("precision", precision, self.precisions)
         self.precision = precision
-        self.preset = type(self).__name__  # the name of the preset that it is made by, for messages
+        self.strategy_name = type(self).__name__  # unless it is made by a preset, which has a name
         super().__init__(**settings)
 
     @property
@@ -45,16 +45,21 @@ class FixedPrecision(Strategy):
     @override
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
-            asked = requested_precision()  # not only the plugin counts: on CPU it is bf16's for an asked "16-mixed"
-            if asked is None and plugin.precision == "32-true":
-                plugin = self.make_precision_plugin()
-            elif (asked or plugin.precision) != self.precision:
+            own, given = self.make_precision_plugin(), plugin.precision
+            # not only the plugin counts: on CPU it is bf16's for an asked "16-mixed"
+            asked = requested_precision() or (self.precision if given == "32-true" else given)
+            if asked != self.precision:
                 raise MisconfigurationException(
-                    f"strategy={self.preset!r} trains in {self.precision!r}, got precision="
-                    f"{asked or plugin.precision!r}. Leave precision= out, or choose another strategy."
+                    f"strategy={self.strategy_name!r} trains in {self.precision!r}, got precision={asked!r}."
+                    " Leave precision= out, or choose another strategy."
                 )
-            elif plugin.precision != self.precision:
-                plugin = self.make_precision_plugin()
+            if given != self.precision:
+                plugin = own
+            elif not isinstance(plugin, type(own)):
+                raise MisconfigurationException(
+                    f"strategy={self.strategy_name!r} works with a {type(own).__name__}, got the plugin"
+                    f" {type(plugin).__name__}. Leave the plugin out."
+                )
         self._precision_plugin = plugin
 
     def make_precision_plugin(self) -> Precision:

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks.core.checks import check_choice
@@ -23,6 +23,11 @@ class _Row:
     strategy: type[Any]
     when: str
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, **overrides: Any) -> FixedPrecision:
+        strategy = self.strategy(**{**self.arguments, **overrides})
+        strategy.strategy_name = self.name
+        return strategy
 
 
 _FP16 = {"precision": "16-mixed"}
@@ -111,9 +116,7 @@ def preset(name: str, **overrides: Any) -> dict[str, Any]:
     allowed = _arguments(row.strategy)
     if unknown := sorted(overrides.keys() - allowed):
         raise TypeError(f"preset {name!r} has no argument {', '.join(unknown)}; it takes {', '.join(sorted(allowed))}.")
-    strategy = row.strategy(**{**row.arguments, **overrides})
-    strategy.preset = name
-    return {"strategy": strategy}
+    return {"strategy": row.make(**overrides)}
 
 
 def presets() -> list[dict[str, Any]]:
@@ -143,25 +146,27 @@ def presets() -> list[dict[str, Any]]:
 def register() -> None:
     """Make each name a ``Trainer(strategy=...)`` string; a name that is somebody else's is an error."""
     for name, row in _TABLE.items():
-        if name in StrategyRegistry and not isinstance(taken := StrategyRegistry[name]["strategy"], _Named):
+        taken = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else row.make
+        if getattr(taken, "__module__", "") != __name__:
             raise RuntimeError(f"The strategy name {name!r} is registered already, by {taken!r}.")
-        StrategyRegistry.register(name, _Named(name), description=row.when, override=True)
-
-
-class _Named:
-    """Makes the strategy of a preset."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self) -> FixedPrecision:
-        return preset(self.name)["strategy"]
+        StrategyRegistry.register(name, row.make, description=row.when, override=True)
 
 
 def _arguments(strategy: type[FixedPrecision]) -> set[str]:
     """The names that the strategy's constructor understands; DDP hands what it does not know on to torch's."""
-    owners: list[Any] = [c for c in strategy.__mro__ if "__init__" in vars(c) and c is not object]
-    if issubclass(strategy, DDPStrategy):
-        owners.append(DistributedDataParallel)
-    names = {name for owner in owners for name in inspect.signature(owner.__init__).parameters}
-    return names - {"self", "args", "kwargs", "precision_plugin", "module", "device", "device_ids", "output_device"}
+    names: set[str] = set()
+    for owner in strategy.__mro__:
+        if "__init__" in vars(owner):
+            parameters = inspect.signature(owner.__init__).parameters  # type: ignore[misc]
+            names.update(parameters)
+            if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+                break
+    if issubclass(strategy, DDPPreset):
+        names.update(inspect.signature(DistributedDataParallel.__init__).parameters)
+    return names - {"self", "kwargs", "settings", *_SET_BY_THE_TRAINER}
+
+
+_SET_BY_THE_TRAINER = {
+    *("accelerator", "parallel_devices", "precision_plugin"),
+    *("module", "device", "device_ids", "output_device", "process_group"),
+}

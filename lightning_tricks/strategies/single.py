@@ -38,7 +38,7 @@ class SinglePreset(FixedPrecision, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) != 1:
             raise MisconfigurationException(
-                f"strategy={self.preset!r} trains on one device, got devices={len(devices)}."
+                f"strategy={self.strategy_name!r} trains on one device, got devices={len(devices)}."
                 " Pass devices=1, or strategy='ddp_bf16'."
             )
         self._parallel_devices = devices

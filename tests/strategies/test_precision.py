@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import (
+    DeepSpeedPrecision,
     DoublePrecision,
     HalfPrecision,
     Precision,
@@ -20,7 +21,8 @@ import lightning_tricks as lt
 from tests.nets import assert_equal, build, fit, trainer, weights
 from tests.strategies.spy import Spy
 
-NAMES = [row["name"] for row in lt.presets()]
+PRECISIONS = {row["name"]: row["precision"] for row in lt.presets()}
+NAMES = list(PRECISIONS)
 
 by_string_or_preset = pytest.mark.parametrize(
     "spell", [lambda name: {"strategy": name}, lt.preset], ids=["string", "preset"]
@@ -30,13 +32,21 @@ each_preset = pytest.mark.parametrize("name", NAMES)
 
 @each_preset
 @by_string_or_preset
-@pytest.mark.parametrize("precision", [32, "32", "32-true", "16-mixed", "16-true", "bf16-true", "64-true"])
+@pytest.mark.parametrize(
+    "precision", [32, "32", "32-true", "bf16-mixed", "16-mixed", "16-true", "bf16-true", "64-true"]
+)
 # Lightning says first that fp16 on CPU becomes bf16
 @pytest.mark.filterwarnings("ignore:You passed `Trainer")
 def test_another_precision_is_refused_by_name_and_value(name: str, spell: Callable[[str], Any], precision: Any) -> None:
     value = "32-true" if str(precision) == "32" else precision
-    with pytest.raises(MisconfigurationException, match=f"strategy='{name}' trains in 'bf16-mixed', got .*'{value}'"):
+    if value == PRECISIONS[name]:
+        assert trainer(precision=precision, **spell(name)).precision == value
+        return
+    with pytest.raises((MisconfigurationException, ValueError)) as caught:  # Lightning refuses a few by itself
         trainer(precision=precision, **spell(name))
+    assert f"'{value}'" in str(caught.value)
+    if isinstance(caught.value, MisconfigurationException):
+        assert f"strategy='{name}' trains in '{PRECISIONS[name]}', got precision='{value}'" in str(caught.value)
 
 
 @each_preset
@@ -44,15 +54,29 @@ def test_another_precision_is_refused_by_name_and_value(name: str, spell: Callab
     ("plugin", "value"),
     [
         (lambda: MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0)), "16-mixed"),
+        (lambda: MixedPrecision("bf16-mixed", "cpu"), "bf16-mixed"),
+        (lambda: DeepSpeedPrecision("16-mixed"), "16-mixed"),
         (lambda: HalfPrecision("bf16-true"), "bf16-true"),
         (lambda: HalfPrecision("16-true"), "16-true"),
         (DoublePrecision, "64-true"),
         (Precision, "32-true"),
     ],
 )
-def test_a_plugin_of_another_precision_is_refused(name: str, plugin: Callable[[], Precision], value: str) -> None:
-    with pytest.raises(MisconfigurationException, match=f"strategy='{name}' .* got precision='{value}'"):
-        trainer(strategy=name, plugins=[plugin()])
+def test_a_plugin_of_another_kind_or_precision_is_refused(
+    name: str, plugin: Callable[[], Precision], value: str
+) -> None:
+    given = plugin()
+    own = DeepSpeedPrecision if name.startswith("zero") else MixedPrecision
+    if value != PRECISIONS[name]:
+        with pytest.raises(MisconfigurationException, match=f"strategy='{name}' .* got precision='{value}'"):
+            trainer(strategy=name, plugins=[given])
+    elif not isinstance(given, own):
+        with pytest.raises(
+            MisconfigurationException, match=f"works with a {own.__name__}, got the plugin {type(given).__name__}"
+        ):
+            trainer(strategy=name, plugins=[given])
+    else:
+        assert trainer(strategy=name, plugins=[given]).precision_plugin is given
 
 
 @each_preset
@@ -62,28 +86,39 @@ def test_another_precision_from_the_environment_is_refused(name: str, monkeypatc
         trainer(strategy=name)
 
 
+# Lightning advises against the short spelling
+@pytest.mark.filterwarnings("ignore:`precision=.*` is supported for historical reasons")
+@pytest.mark.filterwarnings("ignore:You passed `Trainer")
 @each_preset
+def test_a_short_spelling_of_the_same_precision_is_welcome(name: str) -> None:
+    run = trainer(strategy=name, precision=PRECISIONS[name].removesuffix("-mixed"))
+    assert run.precision == PRECISIONS[name]
+
+
+@each_preset
+def test_the_plugin_is_of_the_engine_and_the_device(name: str) -> None:
+    plugin = trainer(strategy=name).precision_plugin
+    assert plugin.precision == PRECISIONS[name]
+    if name.startswith("zero"):
+        assert type(plugin) is DeepSpeedPrecision
+    else:
+        assert type(plugin) is MixedPrecision
+        assert plugin.device == "cpu"
+        assert (plugin.scaler is not None) == (plugin.precision == "16-mixed")
+
+
+@each_preset
+def test_the_fp32_form_is_an_override(name: str) -> None:
+    run = trainer(**lt.preset(name, precision="32-true"))
+    assert (run.precision, run.strategy.strategy_name) == ("32-true", name)
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"precision": "bf16-mixed"},
-        # "bf16" is spelled out by Lightning, which advises against it
-        pytest.param({"precision": "bf16"}, marks=pytest.mark.filterwarnings("ignore:`precision=bf16` is supported")),
-        {"plugins": [MixedPrecision("bf16-mixed", "cpu")]},
-    ],
+    ("name", "precision"), [("ddp_bf16", "bf16-true"), ("fsdp2_bf16", "16-mixed"), ("ddp_bf16", 16)]
 )
-def test_the_same_precision_is_welcome(name: str, settings: dict[str, Any]) -> None:
-    run = trainer(strategy=name, **settings)
-    assert run.precision == "bf16-mixed"
-    assert type(run.precision_plugin) is MixedPrecision
-    if "plugins" in settings:
-        assert run.precision_plugin is settings["plugins"][0]
-
-
-@each_preset
-def test_the_precision_autocasts_on_the_device_of_the_trainer(name: str) -> None:
-    assert trainer(strategy=name).precision_plugin.device == "cpu"
+def test_a_precision_that_the_engine_has_not_is_refused(name: str, precision: Any) -> None:
+    with pytest.raises(ValueError, match=f"precision must be one of 'bf16-mixed', .*, got {precision!r}"):
+        lt.preset(name, precision=precision)
 
 
 def test_a_trainer_made_while_another_trains_has_its_own_precision() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     StrategyRegistry,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_tricks as lt
 from lightning_tricks.strategies.presets import register
@@ -20,7 +23,8 @@ from tests.nets import assert_equal, build, fit, loader, trainer
 from tests.ranks import run_ranks
 from tests.strategies.spy import Spy, facts
 
-NAMES = [row["name"] for row in lt.presets()]
+PRECISIONS = {row["name"]: row["precision"] for row in lt.presets()}
+NAMES = list(PRECISIONS)
 QUIET = """
   accelerator: cpu
   max_epochs: 1
@@ -58,11 +62,35 @@ def test_the_string_preset_and_yaml_train_the_same(name: str, devices: int, tmp_
             assert ways[way] == {key: value for key, value in expected.items() if key != "weights"}, way
 
 
+@pytest.mark.parametrize("row", lt.presets(), ids=NAMES)
+def test_a_class_path_with_the_presets_arguments_is_the_preset(
+    row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fit.py"])
+    strategy = {"class_path": f"lightning_tricks.{row['strategy']}", "init_args": row["arguments"]}
+    config = tmp_path / "config.yaml"
+    config.write_text(f"seed_everything: 0\ntrainer:{QUIET}  devices: 1\n  strategy: {json.dumps(strategy)}\n")
+    by_class = LightningCLI(Spy, args=["--config", str(config)], run=False, save_config_callback=None).trainer
+    by_name = trainer(strategy=row["name"])
+    assert by_class.precision == by_name.precision
+    assert settings_of(by_class.strategy) == settings_of(by_name.strategy)
+
+
+def settings_of(strategy: Any) -> dict[str, Any]:
+    """What a strategy was made with, as far as it can be compared."""
+    plain = (str, int, float, bool, dict, list, type(None))
+    settings = {key: value for key, value in vars(strategy).items() if isinstance(value, plain)}
+    if isinstance(strategy, DDPStrategy):  # a configuration file spells out torch's defaults
+        of_torch = inspect.signature(DistributedDataParallel).parameters
+        settings["_ddp_kwargs"] = {**{key: each.default for key, each in of_torch.items()}, **strategy._ddp_kwargs}
+    return {"class": type(strategy), **settings, "strategy_name": None}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_upper_case_works_as_for_lightnings_own_strategies(name: str) -> None:
     run = trainer(strategy=name.upper())
-    assert type(run.strategy) is StrategyRegistry[name]["strategy"]
-    assert run.precision == "bf16-mixed"
+    assert run.strategy.strategy_name == name
+    assert run.precision == PRECISIONS[name]
 
 
 def test_each_call_gives_a_new_strategy() -> None:
@@ -74,7 +102,7 @@ def test_each_call_gives_a_new_strategy() -> None:
     [
         ("ddp_bf61", r"preset must be one of .*, got 'ddp_bf61'. Did you mean 'ddp_bf16'\?"),
         ("SINGLE_BF16", r"Did you mean 'single_bf16'\?"),
-        ("zzz", "preset must be one of 'single_bf16', 'ddp_bf16', got 'zzz'.$"),
+        ("zzz", "preset must be one of 'single_bf16', 'single_fp16', .*, 'zero3_nvme_bf16', got 'zzz'.$"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) -> None:
@@ -102,13 +130,13 @@ def test_the_table_lists_all_registered_names_in_full() -> None:
     ours = {
         name
         for name in StrategyRegistry.available_strategies()
-        if StrategyRegistry[name]["strategy"].__module__.startswith("lightning_tricks")
+        if getattr(StrategyRegistry[name]["strategy"], "__module__", "").startswith("lightning_tricks")
     }
     assert ours == set(NAMES)
     assert len(NAMES) == len(set(NAMES))
     for row in lt.presets():
-        assert row.keys() == {"name", "strategy", "precision", "when"}
-        assert all(isinstance(value, str) and value for value in row.values()), row
+        assert row.keys() == {"name", "strategy", "arguments", "precision", "when"}
+        assert all(isinstance(row[key], str) and row[key] for key in row.keys() - {"arguments"}), row
         assert type(lt.preset(row["name"])["strategy"]).__name__ == row["strategy"]
         assert trainer(strategy=row["name"]).precision == row["precision"]
         assert StrategyRegistry[row["name"]]["description"] == row["when"]

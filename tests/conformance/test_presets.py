@@ -1,0 +1,133 @@
+"""Every preset in two real processes: it trains what one process trains on their batches, saves, resumes, evaluates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+
+import lightning_tricks as lt
+from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer
+from tests.ranks import run_ranks
+
+EPOCHS = 4
+TINY = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else ZeRO-3 leaves so few weights whole
+PRECISIONS = {row["name"]: row["precision"] for row in lt.presets() if row["name"] != "zero3_nvme_bf16"}
+
+
+class Scheduled(PlainNet):
+    """Adam with a schedule that ends at its floor."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return lt.cosine(optimizer, self, warmup=2, floor=0.1)
+
+
+class Watch(Callback):
+    """The whole weights and the last learning rate at the end, in fp32, and a checkpoint half way."""
+
+    def __init__(self, half: Path | None = None) -> None:
+        self.half = half
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.half is not None and trainer.current_epoch == EPOCHS // 2 - 1:
+            trainer.save_checkpoint(self.half)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.weights = whole(trainer, pl_module)
+        self.lr = trainer.optimizers[0].param_groups[0]["lr"]
+        self.steps = trainer.global_step
+
+
+def whole(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in module.named_parameters()}
+    state = {name: value.detach() for name, value in module.state_dict().items()}  # reshards FSDP2
+    return {name: getattr(value, "full_tensor", value.clone)() for name, value in state.items()}
+
+
+def settings_of(name: str, precision: str) -> dict[str, Any]:
+    overrides: dict[str, Any] = {} if precision == PRECISIONS[name] else {"precision": precision}
+    if name.startswith("zero"):
+        overrides["config"] = TINY
+    return lt.preset(name, **overrides)
+
+
+def train(name: str, precision: str, watch: Watch, batches: Any, **more: Any) -> pl.Trainer:
+    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **more}
+    return fit(
+        build(Scheduled),
+        train=batches,
+        callbacks=[watch],
+        use_distributed_sampler=False,
+        **settings_of(name, precision),
+        **settings,
+    )
+
+
+def everything(name: str, precision: str, folder: Path) -> dict[str, Any]:
+    """What a rank has to tell."""
+    half, end = folder / "half.ckpt", folder / "end.ckpt"
+    watch, resumed = Watch(half), Watch()
+    run = train(name, precision, watch, rank_loader(), devices=2)
+    run.save_checkpoint(end)
+    train(name, precision, resumed, rank_loader(), devices=2, ckpt_path=half)
+    assert_equal(resumed.weights, watch.weights)
+    told = {"weights": {key: value.numpy() for key, value in watch.weights.items()}, "steps": watch.steps}
+    told.update(lr=watch.lr, resumed=resumed.steps, precision=run.precision)
+    for evaluate in ("validate", "test", "predict"):
+        new = trainer(devices=2, use_distributed_sampler=False, **settings_of(name, precision))
+        given = getattr(new, evaluate)(build(Scheduled), loader(24), ckpt_path=end)
+        told[evaluate] = torch.cat(given).float().numpy() if evaluate == "predict" else given[0]
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("form", ["fp32", "as named"])
+def test_two_ranks_train_what_one_process_trains_on_their_batches(name: str, form: str, tmp_path: Path) -> None:
+    precision = "32-true" if form == "fp32" else PRECISIONS[name]
+    alone, batches = Watch(), loader(48, batch_size=16)
+    run = train("single_bf16", "32-true", alone, batches)
+    if name.startswith("single"):
+        watch = Watch(tmp_path / "half.ckpt")
+        train(name, precision, watch, batches)
+        return
+    first, second = run_ranks(everything, name, precision, tmp_path)
+    tolerance = 1e-5 if form == "fp32" and name != "ddp_compressed_bf16" else 0.02
+    for rank in (first, second):
+        assert rank["precision"] == precision
+        assert rank["steps"] == rank["resumed"] == run.global_step == 8  # the third batch of an epoch is a step
+        assert rank["lr"] == pytest.approx(0.002)
+        for key, value in alone.weights.items():
+            torch.testing.assert_close(torch.from_numpy(rank["weights"][key]), value, atol=tolerance, rtol=tolerance)
+            assert (rank["weights"][key] == first["weights"][key]).all()
+    for evaluate, expected in evaluated(alone.weights).items():
+        close = {"atol": 1e-5 if tolerance < 0.01 else 0.05, "rtol": 1e-3}
+        for rank in (first, second):
+            if evaluate == "predict":
+                torch.testing.assert_close(torch.from_numpy(rank[evaluate]), expected, **close)
+            else:
+                name_of = {"validate": "val_loss", "test": "test_loss"}[evaluate]
+                torch.testing.assert_close(rank[evaluate][name_of], expected[name_of], **close)
+
+
+def evaluated(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """What a plain Trainer finds with these weights."""
+    module = build(Scheduled)
+    module.load_state_dict(weights)
+    run = trainer()
+    return {
+        "validate": run.validate(module, loader(24), verbose=False)[0],
+        "test": run.test(module, loader(24), verbose=False)[0],
+        "predict": torch.cat(run.predict(module, loader(24))),
+    }
