@@ -127,7 +127,7 @@ class WholeFolders(ParallelStrategy):
     The ranks write to a hidden folder beside it. When all have finished and the files are on the disk, rank 0 swaps the
     names. So a process that is killed, or a full disk, leaves the checkpoint that had the name before, and nothing that
     ``ckpt_path="last"`` or ``*.ckpt`` finds; what it does leave is removed when that name is saved again. While one is
-    saved the disk holds both. If one rank fails to write, all raise.
+    saved the disk, which must be the same for all ranks, holds both. If one rank fails to write, all raise.
 
     What is saved as one file by rank 0 is saved as Lightning does.
     """
@@ -144,6 +144,7 @@ class WholeFolders(ParallelStrategy):
         new = hidden(path, self.broadcast(secrets.token_hex(4)), "saving")
         try:
             self._on_zero(partial(_make, new, path), path)
+            self._agree(_attempt(partial(_require, new)), path)
             self._agree(self._write(checkpoint, new), path)
             self._agree(_attempt(partial(sync_all, new)) if self.local_rank == 0 else None, path)
             self._on_zero(partial(put_in_place, new, path), path)
@@ -200,6 +201,11 @@ def _local(filepath: str | Path) -> Path:
 def _make(new: Path, final: Path) -> None:
     sweep(final)
     new.mkdir(parents=True)
+
+
+def _require(new: Path) -> None:
+    if not new.is_dir():
+        raise FileNotFoundError(f"rank 0 has made {new}, which this rank does not see: all need the same disk")
 
 
 def _attempt(action: Callable[[], None]) -> BaseException | None:

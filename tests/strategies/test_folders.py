@@ -260,6 +260,13 @@ def full_disk(engine: str, folder: str) -> list[str]:
     assert run.global_step == 6
     with pytest.raises(ValueError, match=r"folder on a disk that all ranks see, got .memory://a/b\.ckpt"):
         run.save_checkpoint("memory://a/b.ckpt")
+    os.chdir(path.parent)  # to which the name is relative, and one that the other rank does not see
+    if not run.is_global_zero:
+        os.chdir("/")
+    with pytest.raises(OSError, match=r"b\.ckpt was not saved"):
+        run.save_checkpoint("b.ckpt")
+    run.strategy.barrier()
+    assert os.listdir(path.parent) == ["a.ckpt"]
     return messages
 
 
