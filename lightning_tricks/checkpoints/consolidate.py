@@ -22,7 +22,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
     and so does the file. Frozen weights and buffers have the dtypes in which they were saved, under DeepSpeed buffers
     at least fp32. Tied weights are written under each name; those of DeepSpeed stay tied in a torch file.
 
-    Folders hold pickled objects, which can run code when they are read: consolidate only those that you trust.
+    Missing files and files cut short are found; checksums are not compared. Folders hold pickled objects, which can run
+    code when they are read: consolidate only those that you trust.
 
     Args:
         checkpoint: The folder that Lightning saved.

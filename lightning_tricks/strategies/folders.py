@@ -158,7 +158,7 @@ class WholeFolders(ParallelStrategy):
         path = Path(checkpoint_path)
         if self.is_global_zero:
             with contextlib.suppress(OSError):  # what is not there is an error below
-                restore(path)
+                restore(Path(os.path.realpath(path)))  # to which last.ckpt may be a link
         self.barrier("WholeFolders.load_checkpoint")
         if path.is_dir() and (wrong := unfinished(path)):
             raise MisconfigurationException(f"{path} is no whole checkpoint: {wrong}. Resume from another one.")
