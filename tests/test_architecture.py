@@ -39,9 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 # In these kinds every file is a trick of its own, apart from what the tricks of the kind share.
 SHARED: dict[str, set[str]] = {
     "callbacks": {"mixing"},
-    "checkpoints": {"average", "files", "folders"},
+    "checkpoints": {"average", "files", "folders", "stream", "zero_folder"},
     "modules": {"sam_engine", "sam_rules", "sam_setup"},
-    "strategies": {"precision", "presets"},
+    "strategies": {"folders", "precision", "presets"},
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, save, some, weights_in
-from lightning_tricks.checkpoints.folders import averages_beside, whole_weights
+from lightning_tricks.checkpoints.folders import averages_beside, stored_weights
 from lightning_tricks.core.checks import check_choice
 
 
@@ -67,7 +67,7 @@ def export_weights(
     source = Path(checkpoint)
     if source.is_dir():
         _require_in_state_dict(source, which, callback)
-        chosen = whole_weights(source)
+        chosen = stored_weights(source)
     else:
         loaded = load(source)
         try:

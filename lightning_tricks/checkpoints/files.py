@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
 from lightning_tricks.core.checks import damage
 
 PathLike = str | os.PathLike[str]
@@ -93,7 +94,9 @@ def weights_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     """
     if is_lightning(checkpoint):
         return checkpoint["state_dict"]
-    if all(isinstance(value, Tensor) or key.endswith("_extra_state") for key, value in checkpoint.items()):
+    if all(
+        isinstance(value, Tensor | StoredTensor) or key.endswith("_extra_state") for key, value in checkpoint.items()
+    ):
         return checkpoint
     raise ValueError(f"{path} is neither a Lightning checkpoint nor a plain state_dict: it has {some(checkpoint)}.")
 
@@ -138,7 +141,8 @@ def check_output(output: PathLike, *, force: bool) -> Path:
 def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
     """Write a Lightning checkpoint or a plain state_dict; of the former a .safetensors file gets the weights only.
 
-    The name stands for a whole file at any instant: the old one, then the new one.
+    The name stands for a whole file at any instant: the old one, then the new one. Stored tensors of a plain state_dict
+    are read and written one after the other; a torch file then needs its space on the disk twice while it is written.
 
     Raises:
         OSError: If it could not be written, and as ``check_output``.
@@ -148,13 +152,14 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
     temporary = file.with_name(f".{secrets.token_hex(8)}.tmp")  # in the same folder: a rename there is atomic
     try:
         with temporary.open("xb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            if file.suffix != ".safetensors":
-                torch.save(_with_own_storage(checkpoint), opened)
-        if file.suffix == ".safetensors":
-            _save_safetensors(weights_in(checkpoint, output), temporary)
-            temporary.chmod(mode)  # safetensors makes files that only their owner can read
-        with temporary.open("rb") as opened:
+            if file.suffix == ".safetensors":
+                write_safetensors(opened, _only_tensors(weights_in(checkpoint, output)))
+            else:
+                with mapped(checkpoint, file.parent) as tensors:
+                    complete = copy.copy(checkpoint)
+                    complete.update(tensors)
+                    torch.save(_with_own_storage(complete), opened)
+            opened.flush()
             os.fsync(opened.fileno())
         check_output(file, force=force)  # another process may have been quicker
         temporary.replace(file)
@@ -164,25 +169,12 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _save_safetensors(state: dict[str, Any], file: Path) -> None:
-    if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+def _only_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    if other := [name for name, value in state.items() if not isinstance(value, Tensor | StoredTensor)]:
         raise ValueError(
             f"a .safetensors file holds tensors only, and {some(other)} is none: write a .pt file instead."
         )
-    safetensors = _safetensors()
-    storages: set[int] = set()
-    tensors = {}
-    for name, value in _compact(state).items():
-        tensor = value.contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if storage in storages else tensor  # the format has no tied weights
-        storages.add(storage)
-    try:
-        safetensors.save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for that metadata
-    except KeyError as error:
-        raise ValueError(f"a .safetensors file cannot hold {error.args[0]}: write a .pt file instead.") from error
-    except Exception as error:  # a class of its own, also for a full disk
-        raise OSError(f"safetensors could not write: {error}") from error
+    return state
 
 
 def _with_own_storage(checkpoint: dict[str, Any]) -> dict[str, Any]:

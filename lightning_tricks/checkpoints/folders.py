@@ -1,14 +1,15 @@
 """Whole weights from sharded checkpoints: the folders that Lightning saves under FSDP and DeepSpeed.
 
-No process group and no GPU is needed. The folders are read by torch's and DeepSpeed's own readers, which unpickle: read
-only folders that you trust.
+No process group and no GPU is needed. The folders are read by torch's own readers, which unpickle: read only folders
+that you trust.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,36 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from typing_extensions import override
 
-PREFIXES = ("state_dict.", "model.")  # Lightning's ModelParallelStrategy (FSDP2), its FSDPStrategy
+from lightning_tricks.checkpoints.stream import StoredTensor
+from lightning_tricks.checkpoints.zero_folder import zero_weights
+from lightning_tricks.core.checks import unfinished
+
+PREFIXES = ("state_dict", "model")  # Lightning's ModelParallelStrategy (FSDP2), its FSDPStrategy
 
 
-def whole_weights(folder: Path) -> dict[str, Any]:
-    """The state_dict of a sharded checkpoint, in memory; under DeepSpeed fp32 masters and buffers, no extra state.
+def stored_weights(folder: Path) -> dict[str, Any]:
+    """The state_dict of a sharded checkpoint, its tensors not read yet.
+
+    Under DeepSpeed it has the fp32 masters.
 
     Raises:
-        ValueError: If the folder is no checkpoint, or damaged.
+        ValueError: If the folder is no checkpoint, was not finished, or is damaged.
         ImportError: For a DeepSpeed checkpoint, if deepspeed is missing.
     """
-    if (folder / ".metadata").is_file():
-        read = _from_shards
-    elif (folder / "latest").is_file():
-        read = _from_zero
-    else:
-        raise ValueError(f"{folder} is a folder, but no checkpoint: it has neither .metadata (FSDP) nor latest (ZeRO).")
-    try:
-        state = read(folder)
-    except ImportError:
-        raise
-    except (Exception, CheckpointException) as error:  # a damaged file raises almost anything
-        raise ValueError(f"{folder} is damaged or not a checkpoint ({type(error).__name__}).") from error
+    if wrong := unfinished(folder):
+        raise ValueError(f"{folder} is a folder, but no checkpoint: {wrong}.")
+    state = _or_damaged(folder, partial(zero_weights if (folder / "latest").is_file() else _from_shards, folder))
     if not state:
         raise ValueError(f"{folder} holds no weights under the names that Lightning gives them.")
-    return state
+    guarded = {  # one for all names of a tied weight
+        value: replace(value, read=partial(_or_damaged, folder, value.read))
+        for value in state.values()
+        if isinstance(value, StoredTensor)
+    }
+    return {name: guarded[value] if isinstance(value, StoredTensor) else value for name, value in state.items()}
 
 
 def averages_beside(folder: Path) -> dict[str, bool]:
@@ -64,23 +68,45 @@ def averages_beside(folder: Path) -> dict[str, bool]:
     return found
 
 
+def _or_damaged(folder: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except ImportError:
+        raise
+    except (Exception, CheckpointException) as error:  # a damaged file raises almost anything
+        reason = str(error) if isinstance(error, ValueError) else type(error).__name__
+        raise ValueError(f"{folder} is damaged or not a checkpoint: {' '.join(reason.split())}.") from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once, not for each tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.metadata = super().read_metadata()
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
 def _from_shards(folder: Path) -> dict[str, Any]:
-    reader = dcp.FileSystemReader(folder)
-    metadata = reader.read_metadata()
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(PREFIXES)
-    }
-    alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}  # other ranks do not take part
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")  # to say so is no news here
-        dcp.load(found, storage_reader=reader, **alone)
+    reader = _Reader(folder)
+    _require_all_bytes(folder, reader.metadata)
     state: dict[str, Any] = {}
-    for name, value in found.items():
-        _, *parents, last = metadata.planner_data[name]  # extra state that is a dictionary was taken apart
+    small: dict[str, Any] = {}
+    paths = {key: path for key, path in (reader.metadata.planner_data or {}).items() if path[0] in PREFIXES}
+    for key, path in paths.items():
+        entry = reader.metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata) and len(path) == 2:
+            read = partial(_read_tensor, reader, key, entry)
+            state[path[1]] = StoredTensor(entry.size, entry.properties.dtype, read)
+        else:  # extra state; a dictionary was taken apart
+            small[key] = _empty(entry)
+            state.setdefault(path[1], {})  # keeps the order
+    _load(reader, small)
+    for key, value in small.items():
+        _, *parents, last = paths[key]
         place = state
         for parent in parents:
             place = place.setdefault(parent, {})
@@ -88,13 +114,31 @@ def _from_shards(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _from_zero(folder: Path) -> dict[str, Tensor]:
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        raise ImportError(
-            "a DeepSpeed checkpoint needs the package deepspeed: pip install 'lightning-tricks[deepspeed]'"
-        ) from error
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
-        state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-    return {name.removeprefix("_forward_module."): value for name, value in state.items()}
+def _require_all_bytes(folder: Path, metadata: Metadata) -> None:
+    """Raise if a file of shards is missing or too short, before hours of copying what the others have."""
+    ends: dict[str, int] = {}
+    for each in metadata.storage_data.values():
+        ends[each.relative_path] = max(ends.get(each.relative_path, 0), each.offset + each.length)
+    for name, end in ends.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if size < end:
+            raise ValueError(f"{name} has {size} bytes of {end}")
+
+
+def _empty(entry: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None:
+    """What a value of that kind is read into."""
+    return torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _read_tensor(reader: _Reader, key: str, entry: TensorStorageMetadata) -> Tensor:
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    _load(reader, {key: tensor})
+    return tensor
+
+
+def _load(reader: _Reader, values: dict[str, Any]) -> None:
+    """Read the values in place."""
+    alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}  # other ranks do not take part
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # to say so is no news here
+        dcp.load(values, storage_reader=reader, **alone)

@@ -6,6 +6,7 @@ import difflib
 import os
 import zipfile
 from collections.abc import Collection
+from pathlib import Path
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf"), *, below: bool = False) -> None:
@@ -71,3 +72,22 @@ def damage(path: str | os.PathLike[str]) -> str | None:
     except Exception as error:  # a damaged directory raises almost anything
         return f"its records cannot be read ({type(error).__name__})"
     return wrong and f"the checksum of {wrong} is wrong"
+
+
+def unfinished(folder: str | os.PathLike[str]) -> str | None:
+    """Why a folder is no whole sharded checkpoint, by the files that FSDP2 and DeepSpeed write last; None if it is one.
+
+    Args:
+        folder: What Lightning's ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy has saved.
+    """
+    path = Path(folder)
+    if (path / "latest").is_file():
+        tag = (path / "latest").read_text(errors="replace").strip()
+        found = any((path / tag).glob("*_model_states.pt")) and any((path / tag).glob("*_optim_states.pt"))
+        return None if found else f"it has no model and optimizer states in {tag!r}, which its file latest names"
+    if any(path.glob("*/*zero_pp_rank_*.pt")):
+        return "it has no latest, which DeepSpeed writes last: its saving was cut short"
+    missing = [name for name in (".metadata", "meta.pt") if not (path / name).is_file()]
+    if len(missing) == 2 and not any(path.glob("*.distcp")):
+        return "it has neither .metadata (FSDP) nor latest (ZeRO)"
+    return f"it has no {missing[0]}: its saving was cut short" if missing else None

@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lightning_tricks.checkpoints import average_checkpoints, export_weights
-from lightning_tricks.checkpoints.folders import whole_weights
 from tests.checkpoints import sharded
 from tests.nets import assert_equal, build
 from tests.ranks import run_ranks
@@ -38,6 +37,7 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         dcp.save(state, checkpoint_id=folder, no_dist=True)
+    torch.save({}, folder / "meta.pt")
     return folder
 
 
@@ -76,7 +76,8 @@ def test_one_rank_of_a_group_exports_alone(fsdp2: tuple[Path, dict[str, Any]], t
 def test_fsdp1_has_its_weights_under_another_name(tmp_path: Path) -> None:
     weight = torch.randn(3)
     folder = save(tmp_path / "a.ckpt", {"model": {"net.w": weight}, "optimizer_0": {"x": torch.ones(1)}})
-    assert_equal(whole_weights(folder), {"net.w": weight})
+    export_weights(folder, tmp_path / "a.pt")
+    assert_equal(torch.load(tmp_path / "a.pt"), {"net.w": weight})
 
 
 @pytest.mark.parametrize("which", ["fsdp2", "zero3"])
@@ -92,7 +93,7 @@ def test_a_damaged_folder_is_one_line(which: str, request: pytest.FixtureRequest
     with pytest.raises(ValueError, match=r"damaged\.ckpt is damaged or not a checkpoint"):
         export_weights(folder, tmp_path / "a.pt")
     (folder / (".metadata" if which == "fsdp2" else "latest")).write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"damaged\.ckpt is damaged or not a checkpoint"):
+    with pytest.raises(ValueError, match=r"damaged\.ckpt is .* checkpoint:"):
         export_weights(folder, tmp_path / "a.pt")
     assert not (tmp_path / "a.pt").exists()
 
@@ -106,10 +107,13 @@ def test_other_folders(tmp_path: Path) -> None:
 
 
 def test_deepspeed_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "latest").write_text("checkpoint")
-    monkeypatch.setitem(sys.modules, "deepspeed.utils.zero_to_fp32", None)
+    (tmp_path / "a.ckpt" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "a.ckpt" / "latest").write_text("checkpoint")
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (tmp_path / "a.ckpt" / "checkpoint" / name).touch()
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[deepspeed\]'"):
-        export_weights(tmp_path, tmp_path / "a.pt")
+        export_weights(tmp_path / "a.ckpt", tmp_path / "a.pt")
 
 
 def test_raw_weights_of_a_folder_are_refused(tmp_path: Path) -> None:

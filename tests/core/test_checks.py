@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_tricks.core.checks import (
     check_range,
     damage,
     duration_steps,
+    unfinished,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -125,3 +127,38 @@ def test_a_record_with_a_wrong_checksum_is_named(tmp_path: Path) -> None:
     assert damage(path) == "its records cannot be read (RuntimeError)"
     path.write_bytes(b"no zip file")
     assert damage(path) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, r"it has neither \.metadata \(FSDP\) nor latest \(ZeRO\)"),
+        ({"note.txt": ""}, r"neither \.metadata"),
+        ({"__0_0.distcp": ""}, r"it has no \.metadata: its saving was cut short"),
+        ({"__0_0.distcp": "", ".metadata": ""}, r"it has no meta\.pt: its saving was cut short"),
+        ({"__0_0.distcp": "", "meta.pt": ""}, r"it has no \.metadata: its saving was cut short"),
+        ({"checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt": ""}, "it has no latest, which DeepSpeed writes last"),
+        ({"latest": "tag"}, "it has no model and optimizer states in 'tag'"),
+        ({"latest": "tag", "other/mp_rank_00_model_states.pt": ""}, "it has no model and optimizer states in 'tag'"),
+    ],
+)
+def test_a_folder_that_was_not_finished_is_told_from_a_checkpoint(
+    files: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert re.search(reason, unfinished(tmp_path) or "")
+
+
+def test_finished_folders(tmp_path: Path) -> None:
+    for name in ("fsdp/.metadata", "fsdp/meta.pt", "fsdp/__0_0.distcp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    tag = tmp_path / "zero" / "tag"
+    tag.mkdir(parents=True)
+    for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (tag / name).touch()
+    (tmp_path / "zero" / "latest").write_text("tag\n")
+    assert unfinished(tmp_path / "fsdp") is None
+    assert unfinished(tmp_path / "zero") is None
