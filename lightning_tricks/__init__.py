@@ -14,7 +14,7 @@ from lightning_tricks.callbacks import (
     ohem_loss,
     scale_ema_decay,
 )
-from lightning_tricks.checkpoints import average_checkpoints, export_weights, greedy_soup
+from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
 from lightning_tricks.modules import SAM, SAMMixin, Sharpness, sharpness
 from lightning_tricks.schedules import (
     CurveLR,
@@ -68,6 +68,7 @@ __all__ = [
     "UnknownTotalSteps",
     "ZeROPreset",
     "average_checkpoints",
+    "consolidate",
     "constant",
     "cosine",
     "cosine_restarts",

@@ -1,7 +1,8 @@
-"""What is done with checkpoint files after training: average them, export their weights."""
+"""What is done with checkpoints after training: average them, export their weights, make one file of a folder."""
 
 from lightning_tricks.checkpoints.average import average_checkpoints
+from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.soup import greedy_soup
 
-__all__ = ["average_checkpoints", "export_weights", "greedy_soup"]
+__all__ = ["average_checkpoints", "consolidate", "export_weights", "greedy_soup"]

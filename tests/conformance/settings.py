@@ -156,6 +156,7 @@ EXEMPT: dict[str, str] = {
     "average_checkpoints": "works on files; tests/checkpoints/test_average.py",
     "LRFinderResult": "what find_lr gives",
     "PlateauLR": "what reduce_on_plateau returns; tests/schedules/test_plateau.py",
+    "consolidate": "works on folders; tests/checkpoints/test_consolidate.py",
     "cutmix": "a pure function; tests/callbacks/test_cutmix.py",
     "discriminative_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
     "effective_batch_size": "counts; tests/schedules/test_scaling.py has its regimes",
