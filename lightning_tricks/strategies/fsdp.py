@@ -25,12 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool
-from lightning_tricks.core.trainer import is_compiled
+from lightning_tricks.core.trainer import is_compiled, is_fitting
 from lightning_tricks.core.weights import float_buffers
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.strategies.blocks import repeated_blocks, sharding_groups
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
 from lightning_tricks.strategies.prepare import broadcast, prepare, require_untied
+from lightning_tricks.strategies.slices import read_module, read_optimizer, read_rest
 from lightning_tricks.strategies.wholes import gathered, load_module, load_optimizer
 
 
@@ -244,9 +245,13 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         self._loads_file = path.is_file()
-        if self._loads_file:  # Lightning has what is in it loaded below, after its hooks
+        if self._loads_file:  # what is in it Lightning has loaded below, after its hooks
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        return super().load_checkpoint(path, weights_only=weights_only)
+        rest = read_rest(path, weights_only=weights_only)
+        read_module(path, self._module, strict=self._module.strict_loading)
+        for number, optimizer in enumerate(self.optimizers if is_fitting(self._module.trainer) else []):
+            read_optimizer(path, self._module, optimizer, number=number)
+        return rest
 
     @property
     @override
