@@ -149,11 +149,6 @@ def log_now_and_then(trainer: pl.Trainer, values: Callable[[], dict[str, float]]
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
 
-def is_compiled(module: pl.LightningModule) -> bool:
-    """Whether ``torch.compile(module)`` was handed to the Trainer, or ``module.compile()`` called; torch does not tell."""
-    return module._compiler_ctx is not None or module._compiled_call_impl is not None
-
-
 def transfers_batch(trainer: pl.Trainer) -> bool:
     """Whether a loop moves its batch to the device now; somebody else may use the strategy's method, too."""
     return trainer.lightning_module._current_fx_name == "batch_to_device"

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool
-from lightning_tricks.core.trainer import is_compiled, is_fitting
+from lightning_tricks.core.trainer import is_fitting
 from lightning_tricks.core.weights import float_buffers
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.strategies.blocks import repeated_blocks, sharding_groups
@@ -54,8 +54,8 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
 
     Raises:
         TypeError: If a switch is no bool.
-        MisconfigurationException: At setup, for what cannot be right: a compiled LightningModule, several optimizers,
-            ``activation_checkpointing`` without blocks, weights on the meta device that nobody initializes.
+        MisconfigurationException: At setup, for what cannot be right: several optimizers, ``activation_checkpointing``
+            without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -83,6 +83,7 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._loads_file = False
+        self._stepped = False  # since setup
         self._undo: list[Callable[[], None]] = []
         super().__init__(
             precision=precision,
@@ -103,20 +104,16 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = self._module
-        if is_compiled(module):
-            raise MisconfigurationException(
-                f"strategy={self.preset!r} cannot shard a compiled LightningModule: compile a network inside of it, as"
-                " in self.net = torch.compile(self.net), or pass the module itself."
-            )
         if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
             raise MisconfigurationException(
                 f"strategy={self.preset!r} shards by fully_shard, found modules wrapped in FullyShardedDataParallel:"
                 " leave that out."
             )
+        self._stepped = False
         self._shard(module)
         self._through_root = _entrance(module)
         # Lightning's strategy insists on a configure_model, in which users shard; that of the user has run already
-        module.configure_model = self._shard  # type: ignore[method-assign, assignment]
+        module.configure_model = self._shard
         try:
             super().setup(trainer)
         finally:
@@ -169,7 +166,7 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
         for each in self._module.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()
-        if hasattr(self._module, "reset_iter_state"):  # torch 2.13
+        if self._stepped and hasattr(self._module, "reset_iter_state"):  # torch 2.13
             self._module.reset_iter_state()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -192,7 +189,8 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
 
     def _run(self, step: Callable[[], Any]) -> Any:
         """Run a step with the weights of the root, which stay gathered only for a backward pass to come."""
-        broadcast(float_buffers(self._module).values())
+        broadcast(float_buffers(self._module).values())  # as DDP before each forward pass
+        self._stepped = True
         output = self._through_root(step)
         if not (torch.is_grad_enabled() and self._module.automatic_optimization):
             self._module.reshard()

@@ -52,7 +52,7 @@ def read_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer, *, num
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for key, (_, kind, owner, name) in paths.items():
-        (state if kind == "state" else groups).setdefault(owner, {})[name] = flat[key]  # type: ignore[call-overload]
+        (state if kind == "state" else groups).setdefault(owner, {})[name] = flat[key]
     _load(optimizer, state, [groups[n] for n in sorted(groups)], {p: name for name, p in own.items()})
 
 

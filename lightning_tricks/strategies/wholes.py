@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -52,13 +52,12 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def _slice(whole: Tensor, like: Tensor | None) -> Tensor:
     if not _same(like, whole):
         return whole
-    assert isinstance(like, DTensor), "just seen"
-    mine = torch.empty_like(like, dtype=whole.dtype)
+    mine = cast(DTensor, torch.empty_like(like, dtype=whole.dtype))
     _fill(mine, whole)
     return mine
 
 
-def _same(like: Any, whole: Any) -> bool:
+def _same(like: Any, whole: Any) -> TypeGuard[DTensor]:
     return isinstance(like, DTensor) and like.shape == whole.shape
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.nets import PlainNet
+import lightning_tricks as lt
+from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer
 
 
 class Block(nn.Module):
@@ -148,3 +149,41 @@ class Save(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
             trainer.save_checkpoint(self.path)
+
+
+def two(kind: type[PlainNet], arguments: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, pl.Trainer]:
+    """Fit a module on this rank and another by the preset with these arguments, or by another strategy."""
+    strategy = lt.preset("fsdp2_bf16", **{"precision": "32-true", **(arguments or {})})
+    module = build(kind)
+    data = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+    return module, fit(module, **{**data, **strategy, **settings})
+
+
+def one(kind: type[PlainNet], **settings: Any) -> tuple[Any, pl.Trainer]:
+    """Fit a module in one process on the batches of both ranks together."""
+    module = build(kind)
+    return module, fit(module, **{"train": loader(48, 16), **settings})
+
+
+def evaluated(run: pl.Trainer, module: pl.LightningModule, path: Any = None) -> dict[str, Any]:
+    """All ranks see all data, so that each result is that of one process."""
+    scores = {
+        **run.validate(module, loader(24), verbose=False, ckpt_path=path)[0],
+        **run.test(module, loader(24), verbose=False, ckpt_path=path)[0],
+    }
+    return {"scores": scores, "predicted": torch.cat(run.predict(module, loader(24), ckpt_path=path)).float()}
+
+
+def resumed(arguments: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A fit that is resumed after an epoch ends as one that is not, and what was saved evaluates the same."""
+    emas = [lt.EMA(0.9, at_end="raw") for _ in range(2)]
+    first, _ = two(Transformer, arguments, callbacks=[emas[0], Save(path)], max_epochs=3)
+    again, run = two(Transformer, arguments, callbacks=[emas[1]], max_epochs=3, ckpt_path=path)
+    assert_equal(whole(again), whole(first))
+    assert_equal(emas[0].averaged_state_dict(), emas[1].averaged_state_dict())
+    assert run.global_step == 9
+    trained, run = two(Transformer, arguments, max_epochs=1)
+    run.save_checkpoint(f"{path}.end")
+    strategy = lt.preset("fsdp2_bf16", **{"precision": "32-true", **arguments})
+    fresh = trainer(devices=2, use_distributed_sampler=False, **strategy)
+    return evaluated(run, trained), evaluated(fresh, build(Transformer, lr=1.0), f"{path}.end")

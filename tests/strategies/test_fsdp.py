@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
-from tests.strategies.sharded import CNN, Block, Manual, Save, Stateless, Transformer, local_bytes, whole
+from tests.strategies.sharded import CNN, Block, Manual, Save, Transformer, evaluated, local_bytes, one, two, whole
 
 
 class SAMTransformer(lt.SAMMixin, Transformer):
@@ -31,6 +31,30 @@ class Compiled(Transformer):
             self.blocks[number] = torch.compile(block, backend="aot_eager")
 
 
+class InPlace(Transformer):
+    """The whole forward pass runs compiled."""
+
+    def setup(self, stage: str) -> None:
+        self.compile(backend="aot_eager")
+
+
+class Sharding(PlainNet):
+    """The user shards a part."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.layers[0], FSDPModule):
+            fully_shard(self.layers[0], mesh=self.device_mesh["data_parallel"])
+
+
+class Fails(Transformer):
+    fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails and self.trainer.global_step == 4:
+            raise RuntimeError("planned")
+        return super().forward(x)
+
+
 CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3, "max_epochs": 3}
 CASES: dict[str, tuple[type[PlainNet], dict[str, Any], dict[str, Any]]] = {  # module, of the preset, of the Trainer
     "transformer": (Transformer, {}, {"num_sanity_val_steps": 2}),
@@ -41,68 +65,64 @@ CASES: dict[str, tuple[type[PlainNet], dict[str, Any], dict[str, Any]]] = {  # m
     "recomputed": (Transformer, {"activation_checkpointing": True}, {}),
     "named": (Transformer, {"blocks": ["Block", "MultiheadAttention"]}, {}),
     "one group": (PlainNet, {}, {}),
+    "user's groups": (Sharding, {}, {}),
     "manual": (Manual, {}, {}),
     "sam": (SAMTransformer, {}, {"accumulate_grad_batches": 3}),
+    "compiled": (Compiled, {}, {}),
+    "compiled in place": (InPlace, {}, {}),
 }
+FAST = ["transformer", "clipped-offload", "manual", "user's groups"]
 
 
-def two(case: str, precision: str = "32-true", **more: Any) -> tuple[Any, pl.Trainer]:
+def run_case(case: str) -> dict[str, Tensor]:
     kind, arguments, settings = CASES[case]
-    strategy = lt.preset("fsdp2_bf16", precision=precision, **arguments)
-    module = build(kind)
-    data = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
-    return module, fit(module, **{**data, **strategy, **settings, **more})
+    return {name.replace("_orig_mod.", ""): w for name, w in whole(two(kind, arguments, **settings)[0]).items()}
 
 
-def one(case: str, precision: str = "32-true", **more: Any) -> tuple[Any, pl.Trainer]:
-    kind, _, settings = CASES[case]
-    module = build(kind)
-    return module, fit(module, train=loader(48, 16), precision=precision, **{**settings, **more})
+def run_cases(cases: list[str]) -> dict[str, Any]:
+    return {case: run_case(case) for case in cases}
 
 
-def evaluated(run: pl.Trainer, module: pl.LightningModule, path: Any = None) -> dict[str, Any]:
-    """All ranks see all data, so that each result is that of one process."""
-    scores = {
-        **run.validate(module, loader(24), verbose=False, ckpt_path=path)[0],
-        **run.test(module, loader(24), verbose=False, ckpt_path=path)[0],
-    }
-    return {"scores": scores, "predicted": torch.cat(run.predict(module, loader(24), ckpt_path=path)).float()}
-
-
-def every_case() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for case in CASES:
-        module, run = two(case)
-        found[case] = whole(module)
-        assert run.precision == "32-true"
-    calls, Block.calls = Block.calls, 0
-    module, run = two("transformer", "bf16-mixed")
-    found["plain calls"], Block.calls = Block.calls, 0
+def in_depth() -> dict[str, Any]:
+    found: dict[str, Any] = run_cases(FAST)
+    module, run = two(Transformer, {"precision": "bf16-mixed"})
     found["bf16"], found["seen"], found["evaluated"] = whole(module), module.seen, evaluated(run, module)
     optimizer = run.optimizers[0]
     states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     found["bytes"] = [local_bytes(module.parameters()), local_bytes(states)]
     found["dtypes"] = {t.dtype for t in (*states, *module.parameters())}
     found["groups"] = [name for name, each in module.named_modules() if isinstance(each, FSDPModule)]
-    two("recomputed")
-    found["recomputed calls"], found["calls"] = Block.calls, calls
+    for case in ("offload", "recomputed"):
+        Block.calls = 0
+        module, _ = two(Transformer, CASES[case][1], limit_val_batches=0)
+        found[f"{case} calls"] = Block.calls
+    found["left"] = [name for name, each in module.named_modules() if "forward" in vars(each)]
+    found["names"] = list(module.state_dict())
     return found
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(every_case)
+    return run_ranks(in_depth)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_equal_one_process_on_their_batches(ranks: list[dict[str, Any]], case: str) -> None:
-    module, _ = one(case)
-    for rank in ranks:
+@pytest.fixture(scope="module")
+def more_ranks() -> list[dict[str, Any]]:
+    return run_ranks(run_cases, [case for case in CASES if case not in FAST])
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_two_ranks_equal_one_process_on_their_batches(request: pytest.FixtureRequest, case: str) -> None:
+    kind, _, settings = CASES[case]
+    module, _ = one({Sharding: PlainNet, Compiled: Transformer, InPlace: Transformer}.get(kind, kind), **settings)
+    for rank in request.getfixturevalue("ranks" if case in FAST else "more_ranks"):
         assert_close(rank[case], weights(module), 1e-5)
 
 
 def test_in_bf16_too(ranks: list[dict[str, Any]]) -> None:
-    module, run = one("transformer", "bf16-mixed")
+    module, run = one(Transformer, precision="bf16-mixed")
     expected = evaluated(run, module)
     for rank in ranks:
         assert_close(rank["bf16"], weights(module), 5e-3)
@@ -125,53 +145,83 @@ def test_each_rank_has_half(ranks: list[dict[str, Any]]) -> None:
         assert rank["groups"] == ["", "blocks.0", "blocks.1"]
 
 
-def test_blocks_are_run_again_in_the_backward_pass_and_only_then(ranks: list[dict[str, Any]]) -> None:
-    forward = 2 * 2 * 3 * 2  # epochs, passes, batches, blocks
-    assert ranks[0]["plain calls"] == 2 * forward - forward + 2 * 3 * 2 // 1
-    assert ranks[0]["recomputed calls"] - ranks[0]["plain calls"] == forward
+def test_blocks_are_run_again_in_the_backward_pass_until_the_fit_ends(ranks: list[dict[str, Any]]) -> None:
+    forward = 2 * 3 * 2 * 2  # epochs, batches, passes, blocks
+    for rank in ranks:
+        assert (rank["offload calls"], rank["recomputed calls"]) == (forward, 2 * forward)
+        assert rank["left"] == []
+        assert rank["names"] == list(build(Transformer).state_dict())
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def saved(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one_file in (False, True):
-        kind = "file" if one_file else "folder"
-        for case in ("transformer", "offload"):
-            path = f"{folder}/{kind}-{case}.ckpt"
-
-            def strategy(case: str = case, one_file: bool = one_file) -> Any:
-                arguments = {**CASES[case][1], "precision": "32-true", "save_distributed_checkpoint": not one_file}
-                return lt.preset("fsdp2_bf16", **arguments)["strategy"]
-
-            emas = [lt.EMA(0.9, at_end="raw") for _ in range(2)]
-            first, _ = two(case, strategy=strategy(), callbacks=[emas[0], Save(path)], max_epochs=3)
-            resumed, run = two(case, strategy=strategy(), callbacks=[emas[1]], max_epochs=3, ckpt_path=path)
-            assert Path(path).is_dir() != one_file
-            assert_equal(whole(resumed), whole(first))
-            assert_equal(emas[0].averaged_state_dict(), emas[1].averaged_state_dict())
-            assert run.global_step == 9
-            plain = f"{folder}/plain-{kind}-{case}.ckpt"
-            trained, run = two(case, strategy=strategy(), callbacks=[Save(plain)], max_epochs=1)
-            found[f"{kind}-{case}"] = evaluated(run, trained)
-            fresh = trainer(devices=2, use_distributed_sampler=False, strategy=strategy())
-            found[f"loaded-{kind}-{case}"] = evaluated(fresh, build(Transformer, lr=1.0), plain)
+def cnns() -> dict[str, Any]:
+    found = {name: whole(two(CNN, **({"strategy": "ddp"} if name == "ddp" else {}))[0]) for name in ("ddp", "fsdp")}
+    module, data = build(Fails), {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(module, **data, **lt.preset("fsdp2_bf16"))
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    module.fails = False
+    fit(module, **data, **lt.preset("fsdp2_bf16"))
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fsdp")
+def test_buffers_are_those_of_the_first_rank_as_under_ddp_and_a_failed_fit_can_be_repeated() -> None:
+    ranks = run_ranks(cnns)
+    for found in ranks:
+        assert_close(found["fsdp"], ranks[0]["ddp"], 1e-5)
+
+
+def alone(folder: str) -> dict[str, Any]:
+    path = f"{folder}/1.ckpt"
+    settings = {"train": loader(48, 16), "devices": 1}
+    module, _ = two(Transformer, {"precision": "bf16-mixed"}, callbacks=[Save(path)], **settings)
+    again, _ = two(Transformer, {"precision": "bf16-mixed"}, ckpt_path=path, **settings)
+    assert_equal(whole(again), whole(module))
+    return whole(module)
+
+
+def test_one_device(tmp_path: Path) -> None:
+    (found,) = run_ranks(alone, str(tmp_path), nprocs=1)
+    assert_close(found, weights(one(Transformer, precision="bf16-mixed")[0]), 5e-3)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+class Two(PlainNet):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[2])]
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "compiled": (lambda: torch.compile(build(PlainNet)), {}, "a compiled model is incompatible .* `FSDP2Preset`"),
+    "optimizers": (lambda: build(Two), {}, "one optimizer, got 2"),
+    "no blocks": (lambda: build(PlainNet), {"activation_checkpointing": True}, "finds no repeated ones: pass blocks="),
+    "unknown": (lambda: build(PlainNet), {"blocks": ["Blok"]}, "no submodule is a Blok; there are"),
+}
+
+
+def refusals() -> dict[str, str]:
+    said = {}
+    for name, (make, arguments, _) in REFUSED.items():
+        with pytest.raises((MisconfigurationException, ValueError, RuntimeError)) as caught:
+            fit(make(), **lt.preset("fsdp2_bf16", **arguments))
+        said[name] = str(caught.value)
+    return said
 
 
 @pytest.fixture(scope="module")
-def checkpoints(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(saved, str(folder))
+def said() -> dict[str, str]:
+    return run_ranks(refusals, nprocs=1)[0]
 
 
-def test_what_was_saved_is_validated_tested_and_predicted_the_same(checkpoints: list[dict[str, Any]]) -> None:
-    for found in checkpoints:
-        for kind in ("folder-transformer", "folder-offload", "file-transformer", "file-offload"):
-            assert found[kind]["scores"] == found[f"loaded-{kind}"]["scores"], kind
-            assert torch.equal(found[kind]["predicted"], found[f"loaded-{kind}"]["predicted"]), kind
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name(said: dict[str, str], name: str) -> None:
+    assert re.search(REFUSED[name][2], said[name])
+
+
+def test_fp16_and_switches_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="precision must be one of 'bf16-mixed', '32-true', got '16-mixed'"):
+        lt.preset("fsdp2_bf16", precision="16-mixed")
+    with pytest.raises(TypeError, match="offload must be True or False, got 'cpu'"):
+        lt.preset("fsdp2_bf16", offload="cpu")
