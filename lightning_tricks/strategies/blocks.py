@@ -42,7 +42,7 @@ def sharding_groups(module: nn.Module, blocks: Sequence[str] | None = None, larg
         layers = [each for each in module.modules() if each not in inside and _own_parameters(each) >= large]
         found = [*repeated, *layers]
     else:
-        found = _named(module, blocks)
+        found = named_blocks(module, blocks)
     sharded = {inner for outer in module.modules() if isinstance(outer, FSDPModule) for inner in outer.modules()}
     return [each for each in found if each not in sharded and each is not module and not _shares(each, module)]
 
@@ -64,12 +64,22 @@ def _siblings(container: nn.Module) -> set[nn.Module]:
     return {block for block in blocks if classes.count(type(block)) > 1}
 
 
-def _named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The submodules with parameters whose class has one of the names, inner ones before those that they are in.
+
+    Raises:
+        ValueError: If no submodule has one of the names; lists the classes there are.
+    """
     inner = [each for each in reversed(list(module.modules())) if each is not module and _runs(each) and _trained(each)]
-    classes = sorted({type(each).__name__ for each in inner})
+    classes = sorted({_class_name(each) for each in inner})
     if unknown := sorted(set(names) - set(classes)):
         raise ValueError(f"blocks={list(names)!r}: no submodule is a {', '.join(unknown)}; there are {classes}.")
-    return [each for each in inner if type(each).__name__ in names]
+    return [each for each in inner if _class_name(each) in names]
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name that the user knows; ``fully_shard`` makes a class of its own and the user's."""
+    return (type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)).__name__
 
 
 def _shares(block: nn.Module, module: nn.Module) -> bool:

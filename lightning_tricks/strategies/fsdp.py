@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -26,11 +25,11 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool
 from lightning_tricks.core.trainer import is_fitting
-from lightning_tricks.core.weights import float_buffers
 from lightning_tricks.core.wrapping import wrap_method
-from lightning_tricks.strategies.blocks import repeated_blocks, sharding_groups
+from lightning_tricks.strategies.blocks import named_blocks, repeated_blocks, sharding_groups
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
-from lightning_tricks.strategies.prepare import broadcast, prepare, require_untied
+from lightning_tricks.strategies.prepare import prepare, require_untied
+from lightning_tricks.strategies.root import Root
 from lightning_tricks.strategies.slices import read_module, read_optimizer, read_rest
 from lightning_tricks.strategies.wholes import gathered, load_module, load_optimizer
 
@@ -53,7 +52,7 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
         **settings: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
 
     Raises:
-        TypeError: If a switch is no bool.
+        TypeError: If a switch is no bool, or for an argument that is none of these.
         MisconfigurationException: At setup, for what cannot be right: several optimizers, ``activation_checkpointing``
             without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes.
 
@@ -78,12 +77,17 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
         check_bool("offload", offload)
         check_bool("activation_checkpointing", activation_checkpointing)
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        if unknown := sorted(settings.keys() - {"process_group_backend", "timeout"}):
+            raise TypeError(
+                f"FSDP2Preset has no argument {', '.join(unknown)}: it shards over all devices. Other layouts, such as"
+                " tensor parallelism, are for Lightning's own ModelParallelStrategy and your configure_model."
+            )
         self.offload = offload
         self.blocks = blocks
         self.activation_checkpointing = activation_checkpointing
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        self._root: Root | None = None
         self._loads_file = False
-        self._stepped = False  # since setup
         self._undo: list[Callable[[], None]] = []
         super().__init__(
             precision=precision,
@@ -109,9 +113,8 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
                 f"strategy={self.preset!r} shards by fully_shard, found modules wrapped in FullyShardedDataParallel:"
                 " leave that out."
             )
-        self._stepped = False
         self._shard(module)
-        self._through_root = _entrance(module)
+        self._root = Root(module)
         # Lightning's strategy insists on a configure_model, in which users shard; that of the user has run already
         module.configure_model = self._shard
         try:
@@ -138,8 +141,7 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
             fully_shard(group, mesh=self.device_mesh["data_parallel"], offload_policy=offload)
 
     def _recompute(self, module: pl.LightningModule) -> None:
-        names = self.blocks
-        blocks = list(repeated_blocks(module)) if names is None else sharding_groups(module, names)
+        blocks = list(repeated_blocks(module)) if self.blocks is None else named_blocks(module, self.blocks)
         if not blocks:
             raise MisconfigurationException(
                 "activation_checkpointing=True runs blocks again, and finds no repeated ones: pass blocks=[...], their"
@@ -162,61 +164,49 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Free what an interrupted step has gathered."""
-        for each in self._module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
-        if self._stepped and hasattr(self._module, "reset_iter_state"):  # torch 2.13
-            self._module.reset_iter_state()
+        if self._root is not None:
+            self._root.recover()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(partial(super().training_step, *args, **kwargs))
+        return self.root.run(partial(super().training_step, *args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(partial(super().validation_step, *args, **kwargs))
+        return self.root.run(partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(partial(super().test_step, *args, **kwargs))
+        return self.root.run(partial(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(partial(super().predict_step, *args, **kwargs))
-
-    def _run(self, step: Callable[[], Any]) -> Any:
-        """Run a step with the weights of the root, which stay gathered only for a backward pass to come."""
-        broadcast(float_buffers(self._module).values())  # as DDP before each forward pass
-        self._stepped = True
-        output = self._through_root(step)
-        if not (torch.is_grad_enabled() and self._module.automatic_optimization):
-            self._module.reshard()
-        return output
+        return self.root.run(partial(super().predict_step, *args, **kwargs))
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if not self._module.automatic_optimization:  # the step, whose output tells the root, has not ended
-            self._through_root(lambda: closure_loss)
+        if not self._module.automatic_optimization:
+            self.root.expect_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         if not self._module.automatic_optimization:
-            self._gather_root()
+            self.root.gather()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         if not self._module.automatic_optimization:
-            self._gather_root()
+            self.root.gather()
         return output
 
-    def _gather_root(self) -> None:
-        """Let the rest of a manual step find the root's weights, as they are now."""
-        self._module.reshard()
-        self._module.unshard()
+    @property
+    def root(self) -> Root:
+        """What steps run inside of."""
+        assert self._root is not None, "setup comes first"
+        return self._root
 
     @property
     def _module(self) -> Any:
@@ -228,7 +218,7 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        broadcast(float_buffers(self._module).values())
+        self.root.share_buffers()
         if self.save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         return gathered(self._module.state_dict(), keep=self.is_global_zero)
@@ -265,21 +255,6 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer(optimizer, state)
-
-
-def _entrance(module: Any) -> Callable[[Callable[[], Any]], Any]:
-    """What runs a step inside of the root: the root's weights are gathered, and told of the backward pass to come.
-
-    The step's arguments do not go through it, so a batch arrives as it is; and it is no call of the module, whose own
-    hooks and ``forward`` it leaves alone.
-    """
-    module.run_gathered = _run_step
-    register_fsdp_forward_method(module, "run_gathered")
-    return module.__dict__.pop("run_gathered")
-
-
-def _run_step(step: Callable[[], Any]) -> Any:
-    return step()
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

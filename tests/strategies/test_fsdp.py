@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.sharded import CNN, Block, Manual, Save, Transformer, evaluated, local_bytes, one, two, whole
 
@@ -170,6 +170,24 @@ def test_buffers_are_those_of_the_first_rank_as_under_ddp_and_a_failed_fit_can_b
         assert_close(found["fsdp"], ranks[0]["ddp"], 1e-5)
 
 
+def evaluated_again() -> None:
+    """What is sharded is not looked for again by another Trainer, nor run again for good."""
+    arguments = {"blocks": ["Block"], "activation_checkpointing": True}
+    module, run = two(Transformer, arguments, max_epochs=1)
+    first = evaluated(run, module)
+    strategy = lt.preset("fsdp2_bf16", precision="32-true", **arguments)
+    second = evaluated(trainer(devices=2, use_distributed_sampler=False, **strategy), module)
+    assert first["scores"] == second["scores"]
+    normed = build(CNN)
+    trainer(devices=2, sync_batchnorm=True, strategy="fsdp2_bf16").validate(normed, loader(24), verbose=False)
+    assert not any(type(each) is nn.BatchNorm1d for each in normed.modules())
+
+
+@pytest.mark.slow
+def test_a_sharded_module_serves_several_trainers() -> None:
+    run_ranks(evaluated_again)
+
+
 def alone(folder: str) -> dict[str, Any]:
     path = f"{folder}/1.ckpt"
     settings = {"train": loader(48, 16), "devices": 1}
@@ -193,9 +211,15 @@ class Two(PlainNet):
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[2])]
 
 
+class Old(PlainNet):
+    def setup(self, stage: str) -> None:
+        self.layers = FullyShardedDataParallel(self.layers, device_id=torch.device("cpu"))
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "compiled": (lambda: torch.compile(build(PlainNet)), {}, "a compiled model is incompatible .* `FSDP2Preset`"),
     "optimizers": (lambda: build(Two), {}, "one optimizer, got 2"),
+    "fsdp1": (lambda: build(Old), {}, "found modules wrapped in FullyShardedDataParallel"),
     "no blocks": (lambda: build(PlainNet), {"activation_checkpointing": True}, "finds no repeated ones: pass blocks="),
     "unknown": (lambda: build(PlainNet), {"blocks": ["Blok"]}, "no submodule is a Blok; there are"),
 }
@@ -225,3 +249,29 @@ def test_fp16_and_switches_that_are_none_are_refused() -> None:
         lt.preset("fsdp2_bf16", precision="16-mixed")
     with pytest.raises(TypeError, match="offload must be True or False, got 'cpu'"):
         lt.preset("fsdp2_bf16", offload="cpu")
+    with pytest.raises(TypeError, match="no argument data_parallel_size: it shards over all devices"):
+        lt.preset("fsdp2_bf16", data_parallel_size=1)
+
+
+# -- on CUDA ----------------------------------------------------------------------------------------------------------
+
+
+def on_cuda(devices: int, offload: bool) -> dict[str, Any]:
+    settings = {"accelerator": "cuda", "devices": devices, "train": loader(48, 16), "gradient_clip_val": 0.1}
+    arguments = {"precision": "bf16-mixed", "offload": offload, "activation_checkpointing": True}
+    module, run = two(Transformer, arguments, **settings)
+    kept = {p.device.type for p in module.parameters()}
+    return {"weights": {n: w.cpu() for n, w in whole(module).items()}, "kept": kept, "precision": run.precision}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_on_cuda(devices: int, offload: bool) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} CUDA devices")
+    module, _ = one(Transformer, accelerator="cuda", precision="bf16-mixed", gradient_clip_val=0.1)
+    for found in run_ranks(on_cuda, devices, offload, nprocs=devices):  # all ranks have the same batches
+        assert_close(found["weights"], {n: w.cpu() for n, w in weights(module).items()}, 5e-3)
+        assert found["kept"] == {"cpu" if offload else "cuda"}
+        assert found["precision"] == "bf16-mixed"
