@@ -1,11 +1,16 @@
-"""Which submodules of a model are gathered and freed one after the other."""
+"""Which submodules of a model are gathered and freed, and run again, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from lightning_tricks.core.wrapping import wrap_method
 
 LARGE = 20_000_000  # parameters: an embedding of 26,000 tokens in 768 dimensions
 
@@ -55,6 +60,28 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from repeated_blocks(child)
+
+
+def recompute(module: nn.Module, names: Sequence[str] | None = None) -> list[Callable[[], None]]:
+    """Have the repeated blocks, or those named, run again in the backward pass, which saves what they compute.
+
+    Returns:
+        Functions that undo it.
+
+    Raises:
+        MisconfigurationException: If there are no such blocks.
+    """
+    blocks = list(repeated_blocks(module)) if names is None else named_blocks(module, names)
+    if not blocks:
+        raise MisconfigurationException(
+            "activation_checkpointing=True runs blocks again, and finds no repeated ones: pass blocks=[...], their"
+            " class names, or leave it out."
+        )
+    return [wrap_method(block, "forward", _run_again) for block in blocks]
+
+
+def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _siblings(container: nn.Module) -> set[nn.Module]:

@@ -20,13 +20,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool
 from lightning_tricks.core.trainer import is_fitting
-from lightning_tricks.core.wrapping import wrap_method
-from lightning_tricks.strategies.blocks import named_blocks, repeated_blocks, sharding_groups
+from lightning_tricks.strategies.blocks import recompute, sharding_groups
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
 from lightning_tricks.strategies.prepare import prepare, require_untied
 from lightning_tricks.strategies.root import Root
@@ -135,19 +133,10 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
         groups = sharding_groups(module, self.blocks)
         require_untied(module)
         if self.activation_checkpointing:
-            self._recompute(module)
+            self._undo += recompute(module, self.blocks)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
             prepare(group, self.root_device)
             fully_shard(group, mesh=self.device_mesh["data_parallel"], offload_policy=offload)
-
-    def _recompute(self, module: pl.LightningModule) -> None:
-        blocks = list(repeated_blocks(module)) if self.blocks is None else named_blocks(module, self.blocks)
-        if not blocks:
-            raise MisconfigurationException(
-                "activation_checkpointing=True runs blocks again, and finds no repeated ones: pass blocks=[...], their"
-                " class names, or leave it out."
-            )
-        self._undo += [wrap_method(block, "forward", _recomputed) for block in blocks]
 
     @override
     def model_to_device(self) -> None:
@@ -255,7 +244,3 @@ class FSDP2Preset(FixedPrecision, ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer(optimizer, state)
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.strategies.blocks import LARGE, repeated_blocks, sharding_groups
+from lightning_tricks.strategies.blocks import LARGE, recompute, repeated_blocks, sharding_groups
+from tests.nets import build
 from tests.strategies.sharded import Block, ConvBlock, Transformer
 
 
@@ -69,3 +70,20 @@ def test_a_name_of_no_submodule_with_weights_is_refused_with_what_there_is(name:
         ValueError, match=rf"blocks=\['Block', '{name}'\]: no submodule is a {name}; there .*'LayerNorm'"
     ):
         sharding_groups(Transformer(), ["Block", name])
+
+
+def test_blocks_that_run_again_give_the_same_gradients_until_that_is_undone() -> None:
+    x, gradients, calls = torch.randn(4, 8), [], []
+    model = build(Transformer)
+    for again in (False, True, False):
+        Block.calls = 0
+        undo = recompute(model) if again else []
+        model(x).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        calls.append(Block.calls)
+        model.zero_grad()
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in Transformer().named_parameters()]
+        for each in undo:
+            each()
+    assert calls == [2, 4, 2]
+    assert all(map(torch.equal, gradients[0], gradients[1]))
