@@ -163,10 +163,10 @@ def _arguments(strategy: type[FixedPrecision]) -> set[str]:
                 break
     if issubclass(strategy, DDPPreset):
         names.update(inspect.signature(DistributedDataParallel.__init__).parameters)
-    return names - {"self", "kwargs", "settings", *_SET_BY_THE_TRAINER}
+    return names - {"self", "kwargs", "settings", *_NO_OVERRIDES}
 
 
-_SET_BY_THE_TRAINER = {
-    *("accelerator", "parallel_devices", "precision_plugin"),
+_NO_OVERRIDES = {  # what the Trainer or the preset sets
+    *("accelerator", "parallel_devices", "precision_plugin", "data_parallel_size", "tensor_parallel_size"),
     *("module", "device", "device_ids", "output_device", "process_group"),
 }
