@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -48,10 +50,11 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
         blocks: Class names of the submodules that are gathered one at a time; found by themselves if left out.
         activation_checkpointing: Whether each block is run again in the backward pass, which saves its activations.
         save_distributed_checkpoint: Whether a checkpoint is a folder of slices, or one file as that of any strategy.
-        **settings: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
+        process_group_backend: Of ``torch.distributed``; chosen by the accelerator if left out.
+        timeout: Of its collectives.
 
     Raises:
-        TypeError: If a switch is no bool, or for an argument that is none of these.
+        TypeError: If a switch is no bool.
         MisconfigurationException: At setup, for what cannot be right: several optimizers, ``activation_checkpointing``
             without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes.
 
@@ -71,16 +74,12 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
         blocks: Sequence[str] | None = None,
         activation_checkpointing: bool = False,
         save_distributed_checkpoint: bool = True,
-        **settings: Any,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
     ) -> None:
         check_bool("offload", offload)
         check_bool("activation_checkpointing", activation_checkpointing)
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
-        if unknown := sorted(settings.keys() - {"process_group_backend", "timeout"}):
-            raise TypeError(
-                f"FSDP2Preset has no argument {', '.join(unknown)}: it shards over all devices. Other layouts, such as"
-                " tensor parallelism, are for Lightning's own ModelParallelStrategy and your configure_model."
-            )
         self.offload = offload
         self.blocks = blocks
         self.activation_checkpointing = activation_checkpointing
@@ -92,7 +91,8 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
             precision=precision,
             save_distributed_checkpoint=save_distributed_checkpoint,
             tensor_parallel_size=1,
-            **settings,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
         )
 
     # -- setup --------------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
         module = self._module
         if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
             raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} shards by fully_shard, found modules wrapped in FullyShardedDataParallel:"
-                " leave that out."
+                f"strategy={self.strategy_name!r} shards by fully_shard, found modules wrapped in"
+                " FullyShardedDataParallel: leave that out."
             )
         self._shard(module)
         self._root = Root(module)
@@ -122,8 +122,8 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
             del module.configure_model
         if len(self.optimizers) > 1:  # toggle_optimizer freezes weights, of which gathered ones know nothing
             raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} trains with one optimizer, got {len(self.optimizers)}: put their parameters"
-                " into groups of one, or choose a DDP preset."
+                f"strategy={self.strategy_name!r} trains with one optimizer, got {len(self.optimizers)}: put their"
+                " parameters into groups of one, or choose a DDP preset."
             )
 
     def _shard(self, module: pl.LightningModule) -> None:

@@ -249,7 +249,7 @@ def test_fp16_and_switches_that_are_none_are_refused() -> None:
         lt.preset("fsdp2_bf16", precision="16-mixed")
     with pytest.raises(TypeError, match="offload must be True or False, got 'cpu'"):
         lt.preset("fsdp2_bf16", offload="cpu")
-    with pytest.raises(TypeError, match="no argument data_parallel_size: it shards over all devices"):
+    with pytest.raises(TypeError, match="no argument data_parallel_size; it takes activation_checkpointing"):
         lt.preset("fsdp2_bf16", data_parallel_size=1)
 
 
