@@ -22,6 +22,7 @@ from lightning_tricks.core.loaders import resizable, resize_batches, train_loade
 from lightning_tricks.core.ranks import extremes
 from lightning_tricks.core.trainer import callbacks_of
 from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.modules.sam_setup import SAMCallback
 from lightning_tricks.schedules.steps import EpochPlan
 from lightning_tricks.schedules.undone_fit import UndoneFit
 
@@ -84,8 +85,9 @@ class BatchTrial(UndoneFit):
 
     def run(self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any) -> tuple[bool, int]:
         """Whether the size fits on every rank, and the samples that the rank with the fewest has."""
+        sharp = hasattr(module, "_sam_recorder")  # whose second pass takes memory, too
         try:
-            self.fit(trainer, module, loaders, datamodule)
+            self.fit(trainer, module, loaders, datamodule, [SAMCallback()] if sharp else [])
         except Exception:
             if self._verdict != _FULL:
                 raise
@@ -178,6 +180,7 @@ def _let_ranks_be(model: nn.Module | None) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     model.require_backward_grad_sync = model.require_forward_param_sync = False
+    model.static_graph = False  # whose first backward averages gradients in any case
     norms = [each for each in model.modules() if isinstance(each, nn.SyncBatchNorm)]
     if norms:
         alone, _ = torch.distributed.new_subgroups(1)

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -68,7 +68,9 @@ class UndoneFit(Callback):
         self.exception: BaseException | None = None
         self._kept = Kept()
 
-    def fit(self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any) -> None:
+    def fit(
+        self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any, beside: Sequence[Callback] = ()
+    ) -> None:
         """Fit, and undo it.
 
         Args:
@@ -76,11 +78,12 @@ class UndoneFit(Callback):
             module: The LightningModule, compiled or not.
             loaders: As for ``trainer.fit``.
             datamodule: As for ``trainer.fit``.
+            beside: Further callbacks, new ones.
         """
         own = getattr(module, "_orig_mod", module)
         with _as_before(trainer, own, [loaders, datamodule], self._kept):
             wrap_method(own, "configure_callbacks", lambda _: [])  # an attribute, so undone with the module's
-            trainer.callbacks, trainer.profiler = [self], PassThroughProfiler()  # type: ignore[attr-defined]
+            trainer.callbacks, trainer.profiler = [*beside, self], PassThroughProfiler()  # type: ignore[attr-defined]
             trainer.loggers = [DummyLogger() for _ in trainer.loggers]
             try:
                 trainer.fit(module, loaders, datamodule=datamodule)

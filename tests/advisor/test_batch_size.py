@@ -107,7 +107,7 @@ def test_it_finds_the_largest_in_real_steps() -> None:
 
 @pytest.mark.parametrize(("margin", "size"), [(0.1, 9), (0.5, 5), (0.99, 1)])
 def test_a_margin_is_left_where_memory_was_the_limit(margin: float, size: int) -> None:
-    assert find(build(Limited), margin=margin).batch_size == size
+    assert find(build(Limited), margin=margin, start=10, max_size=12).batch_size == size
     assert find(build(Limited), margin=margin, max_size=8).batch_size == 8
 
 
@@ -149,6 +149,23 @@ class Adaptive(Limited):
 
 def test_optimizer_states_count() -> None:
     assert find(build(Adaptive)).batch_size == 6
+
+
+def test_the_second_pass_of_sam_counts() -> None:
+    class Sharp(lt.SAMMixin, Net):
+        sam = lt.SAM(rho=0.05)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            again = self.trainer.global_step == self.seen.last
+            self.seen.last = self.trainer.global_step
+            if again and len(batch[0]) > 5:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    module = build(Sharp)
+    module.seen = Seen()
+    module.seen.last = -1
+    assert find(module, max_size=8).batch_size == 5
 
 
 @pytest.mark.parametrize(
@@ -199,7 +216,7 @@ def test_what_counts_as_out_of_memory(error: Exception) -> None:
                 raise error
             return super().training_step(batch, batch_idx)
 
-    assert find(build(Raises)).batch_size == 3
+    assert find(build(Raises), max_size=4).batch_size == 3
 
 
 def test_fp16_takes_its_first_step() -> None:
@@ -359,7 +376,8 @@ def test_settings_of_the_trainer_do_not_matter(settings: dict[str, Any]) -> None
         def val_dataloader(self) -> Any:
             return loader(8)
 
-    assert find_batch_size(trainer(**settings), build(Loads), max_size=40, margin=0.0).batch_size == 11
+    result = find_batch_size(trainer(**settings), build(Loads), start=10, max_size=12, margin=0.0)
+    assert result.tried == {10: True, 12: False, 11: True}
 
 
 # -- where the size goes ----------------------------------------------------------------------------------------------
@@ -570,6 +588,13 @@ def on_two_ranks() -> dict[str, Any]:
     plain.limits = (60, 60)
     ddp().fit(plain, loader(60))
     assert_equal(weights(module), weights(plain))
+    kinds = (DDPStrategy(static_graph=True), DDPStrategy(find_unused_parameters=True), lt.DDPPreset(compression="bf16"))
+    for strategy in kinds:
+        run = trainer(strategy=strategy, devices=2)
+        answers["kinds"] = [
+            *answers.get("kinds", []),
+            find(made("backward"), loader(60), run=run, start=6, max_size=8).batch_size,
+        ]
     for where in ("gather", "error"):
         try:
             find(made(where), loader(60), run=ddp())
@@ -598,6 +623,7 @@ def test_two_ranks_agree_on_what_fits_on_both() -> None:
         assert first[where][3] == {2: True, 4: True, 8: False, 6: True, 7: True}
     assert first["forward"][:3] == (7, 3, 42)
     assert first["transfer"][:3] == (7, 1, 14)
+    assert first["kinds"] == second["kinds"] == [7, 7, 7]
     assert "all_gather in training_step" in first["gather"]
     assert "all_gather in training_step" in second["gather"]
     assert first["error"].startswith("RuntimeError: find_batch_size: another rank has failed")

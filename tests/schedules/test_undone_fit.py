@@ -1,4 +1,4 @@
-"""A fit that is undone: what it mutes, and that it goes on until it is stopped; tests/schedules has more on the rest."""
+"""A fit that is undone: what it mutes, and that it goes on until it is stopped."""
 
 from __future__ import annotations
 
