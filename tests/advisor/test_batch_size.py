@@ -267,6 +267,7 @@ except (RuntimeError, MemoryError):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="address spaces are limited on Linux")
 def test_a_real_limit_of_memory() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
