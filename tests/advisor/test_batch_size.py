@@ -304,7 +304,7 @@ class Scheduled(Limited):
 
 
 class Failing(Scheduled):
-    """Fails with the 14th batch of the 8th size, for no lack of memory."""
+    """Fails with the second batch of eight samples, for no lack of memory."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if len(batch[0]) == 8 and batch_idx == 1:
