@@ -1,5 +1,6 @@
 """Training tricks for a stock Lightning Trainer: add a callback, inherit a mixin, name a strategy preset."""
 
+from lightning_tricks.advisor import BatchSizeResult, EnvironmentReport, environment_report, find_batch_size
 from lightning_tricks.callbacks import (
     EMA,
     SWA,
@@ -51,10 +52,12 @@ __all__ = [
     "EMA",
     "SAM",
     "SWA",
+    "BatchSizeResult",
     "BatchSizeWarmup",
     "CurveLR",
     "CutMix",
     "DDPPreset",
+    "EnvironmentReport",
     "FSDP2Preset",
     "HardExampleFilter",
     "HiddenMixup",
@@ -75,7 +78,9 @@ __all__ = [
     "cutmix",
     "discriminative_groups",
     "effective_batch_size",
+    "environment_report",
     "export_weights",
+    "find_batch_size",
     "find_lr",
     "flat_cos",
     "greedy_soup",

@@ -154,7 +154,7 @@ class BatchSizeWarmup(EpochPlan):
         loader = process(loader)
         if not trainer.training:  # validation's
             return loader
-        loader = resizable(loader, "BatchSizeWarmup(grow='loader')")
+        loader = resizable(loader, "BatchSizeWarmup(grow='loader')", ", or BatchSizeWarmup(grow='accumulate')")
         batches = loader.batch_sampler
         assert isinstance(batches, ResizableBatches)
         batches.batch_size = batches.base * self.factor(trainer, trainer.current_epoch)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.cli.commands import average, consolidate, demo, export, find_lr
+from lightning_tricks.cli.commands import average, consolidate, demo, doctor, export, find_lr, presets
 
-COMMANDS = (demo, average, export, consolidate, find_lr)
+COMMANDS = (demo, average, export, consolidate, find_lr, presets, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -108,8 +108,13 @@ class ResizableBatches(BatchSampler):
         self.base = batches.batch_size
 
 
-def resizable(loader: Any, trick: str) -> DataLoader[Any]:
+def resizable(loader: Any, trick: str, otherwise: str = "") -> DataLoader[Any]:
     """The same loader with batches that can be resized; the user's own, which may validate too, is left alone.
+
+    Args:
+        loader: A training loader.
+        trick: For whom.
+        otherwise: What else can be done than to pass another loader.
 
     Raises:
         MisconfigurationException: For loaders whose batches do not come from a plain BatchSampler.
@@ -129,7 +134,7 @@ def resizable(loader: Any, trick: str) -> DataLoader[Any]:
         return twin
     raise MisconfigurationException(
         f"{trick} makes the batches of a DataLoader larger whose batch sampler is torch's BatchSampler, got {found}."
-        f" Use DataLoader(dataset, batch_size=..., sampler=...), or {trick.split('(')[0]}(grow='accumulate')."
+        f" Use DataLoader(dataset, batch_size=..., sampler=...){otherwise}."
     )
 
 
@@ -153,8 +158,8 @@ def require_batches(trainer: pl.Trainer, multiples: Collection[int], trick: str)
 def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
     """Let the fit's resizable loaders give ``multiple`` times their batch size in the epoch that now begins.
 
-    To be called in ``on_train_start`` and ``on_train_epoch_start``: then the fit loop takes a new iterator. After a
-    resume it keeps the one made before it found out in which epoch it is, and has to be given another.
+    To be called in ``on_train_start`` and ``on_train_epoch_start``: then the fit loop takes a new iterator. In the
+    first epoch and after a resume it keeps the one made before, and has to be given another.
     """
     loop, loader = trainer.fit_loop, train_loader(trainer)
     samplers = [each.batch_sampler for each in loader.flattened]
@@ -166,7 +171,7 @@ def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
     loop.max_batches = batches = _batches(trainer, loader, multiple)
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
-    if loop.is_resuming and loop._data_fetcher is not None:
+    if (loop.is_resuming or trainer.current_epoch == 0) and loop._data_fetcher is not None:
         iter(loop._data_fetcher)
 
 

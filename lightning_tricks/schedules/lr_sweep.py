@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.recorder import StepRecorder
-from lightning_tricks.core.replay import random_numbers_of, random_state
-from lightning_tricks.core.trainer import callbacks_of, launches_copies
-from lightning_tricks.core.wrapping import wrap_method
-from lightning_tricks.schedules.lr_restore import Kept, KeptModule
+from lightning_tricks.core.trainer import callbacks_of
 from lightning_tricks.schedules.scheduler import base_lr, set_lr
+from lightning_tricks.schedules.undone_fit import UndoneFit, require_undoable
 
 Curve = tuple[list[float], list[float]]  # learning rates and losses
 
@@ -49,87 +37,42 @@ def sweep(
     Returns:
         The learning rates of the steps taken, and their losses, all finite.
     """
-    own = getattr(module, "_orig_mod", module)  # of one compiled as a whole
-    _refuse(trainer, own, loaders)
-    state = Kept()
-    run = Sweep(rates, ends, state, callbacks_of(trainer, GradientAccumulationScheduler))
-    with _as_before(trainer, own, [loaders, datamodule], state):
-        wrap_method(own, "configure_callbacks", lambda _: [])  # an attribute, so undone with the module's
-        trainer.callbacks, trainer.profiler = [run], PassThroughProfiler()  # type: ignore[attr-defined]
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-        try:
-            trainer.fit(module, loaders, datamodule=datamodule)
-        except SystemExit:  # which Lightning makes of Ctrl-C
-            if isinstance(run.exception, KeyboardInterrupt):
-                raise run.exception from None
-            raise
+    require_undoable(trainer, module, loaders, "find_lr")
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"find_lr steps the optimizer itself, got {type(module).__name__}.automatic_optimization=False, in which"
+            " training_step does."
+        )
+    run = Sweep(rates, ends, callbacks_of(trainer, GradientAccumulationScheduler))
+    run.fit(trainer, module, loaders, datamodule)
     return run.rates, run.losses
 
 
-def _refuse(trainer: pl.Trainer, module: Any, loaders: Any) -> None:
-    if not isinstance(trainer, pl.Trainer):
-        raise TypeError(f"trainer must be a lightning.pytorch Trainer, got {type(trainer).__name__}.")
-    if not isinstance(module, pl.LightningModule):
-        raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
-    several = loaders.values() if isinstance(loaders, dict) else loaders
-    each_one = several if isinstance(loaders, dict | list | tuple) else [loaders]
-    if any(isinstance(each, Iterator) and not hasattr(each, "__dict__") for each in each_one):  # Python's own
-        raise TypeError("train_dataloaders must be loaders that can be read again, got an iterator: pass a DataLoader.")
-    name, strategy = type(module).__name__, trainer.strategy
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"find_lr steps the optimizer itself, got {name}.automatic_optimization=False, in which training_step does."
-        )
-    if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
-        raise MisconfigurationException(
-            f"find_lr needs weights that exist, got lazy layers in {name}: run a batch through it first."
-        )
-    works = isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy)
-    if not works or isinstance(strategy, DeepSpeedStrategy):  # which is a DDPStrategy by inheritance
-        raise MisconfigurationException(
-            "find_lr works under the single-device and DDP strategies and ModelParallelStrategy (FSDP2), got"
-            f" {type(strategy).__name__}: use one of them to find the learning rate."
-        )
-    if launches_copies(trainer):
-        raise MisconfigurationException(
-            "find_lr needs a Trainer that fits in this process, got a strategy that starts others (spawn, fork,"
-            ' notebook): use strategy="ddp", or one device.'
-        )
-    if trainer.state.status == TrainerStatus.RUNNING:
-        raise MisconfigurationException("find_lr runs a fit of its own: call it before trainer.fit, not inside.")
-
-
-class Sweep(Callback):
-    """The only callback of the sweep: sets the learning rates, records the losses and stops."""
+class Sweep(UndoneFit):
+    """Sets the learning rates, records the losses and stops."""
 
     def __init__(
         self,
         rates: Sequence[float],
         ends: Callable[..., bool],
-        state: Kept,
         accumulation: list[GradientAccumulationScheduler],
     ) -> None:
-        self._planned, self._ends, self._state, self._accumulation = rates, ends, state, accumulation
+        super().__init__()
+        self._planned, self._ends, self._accumulation = rates, ends, accumulation
         self.rates: list[float] = []
         self.losses: list[float] = []
-        self.exception: BaseException | None = None
         self._ratios: list[float] = []  # of the learning rates of the groups to the largest
         self._first = self._taken = self._before = 0  # optimizer steps: when it began, since then, before this epoch
         self._total, self._batches = torch.zeros(()), 0  # of the accumulation window
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # not before: configure_optimizers makes its schedules for the training that will follow
-        self._state.note(trainer.optimizers)
+        super().on_fit_start(trainer, pl_module)
         self._ratios = _ratios(trainer.optimizers[0])
-        self._first, loop = trainer.global_step, trainer.fit_loop
-        loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps = None, -1, None
-        loop.epoch_loop.max_steps = self._first + len(self._planned)
-        trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+        self._first = trainer.global_step
+        trainer.fit_loop.epoch_loop.max_steps = self._first + len(self._planned)
         if self._accumulation:
             trainer.accumulate_grad_batches = self._accumulation[-1].get_accumulate_grad_batches(0)
-        for config in trainer.lr_scheduler_configs:
-            config.frequency = sys.maxsize  # never stepped, but there for a module that reads it
         if hasattr(pl_module, "_sam_recorder"):
             vars(pl_module)["_sam_recorder"] = StepRecorder()  # which records nothing: SAM takes the plain gradient
 
@@ -178,10 +121,6 @@ class Sweep(Callback):
             trainer.should_stop = True
         self._before = self._taken
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.exception = exception
-
 
 def _ratios(optimizer: Optimizer) -> list[float]:
     """The base learning rates of the groups, which schedules multiply, by the largest of them."""
@@ -194,24 +133,3 @@ def _ratios(optimizer: Optimizer) -> list[float]:
             f" in one of them, got {rates or given} in {type(optimizer).__name__}: set lr."
         )
     return [rate / max(rates) for rate in rates]
-
-
-@contextmanager
-def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any], state: Kept) -> Iterator[None]:
-    """Put back what a fit changes: the module, the Trainer, the loaders, random numbers, the handler of Ctrl-C."""
-    state.note([trainer, data], whatever=True, without=[trainer.strategy.launcher])
-    weights, interrupt, device = (
-        KeptModule(module, state),
-        signal.getsignal(signal.SIGINT),
-        trainer.strategy.root_device,
-    )
-    with ExitStack() as undo:
-        if interrupt is not None and threading.current_thread() is threading.main_thread():
-            undo.callback(signal.signal, signal.SIGINT, interrupt)
-        undo.callback(state.restore)
-        undo.callback(weights.restore)
-        undo.enter_context(random_numbers_of(random_state(device), device))
-        undo.enter_context(torch.enable_grad())
-        undo.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
-        yield

@@ -1,0 +1,50 @@
+"""Report what this machine has, and which presets run on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_tricks.advisor.environment import Environment
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe it."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="report what this machine has, and which presets run on it",
+        description="Report versions, devices and compilers of this machine; and for each strategy preset whether it"
+        " runs here, runs slower, or cannot run, why, and what to do about it.",
+        epilog="example: lightning-tricks doctor",
+    )
+    doctor.set_defaults(run=run)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do it."""
+    from lightning_tricks.advisor.environment import environment_report
+    from lightning_tricks.cli.table import print_table
+
+    report = environment_report()
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=1))
+        return
+    for name, value in _machine(report.environment):
+        print(f"{name:<12}{value}")
+    rows = [[preset.name, preset.status, "; ".join(preset.reasons)] for preset in report.presets]
+    print_table(("preset", "here", "because"), rows)
+    for remedy in dict.fromkeys(remedy for preset in report.presets for remedy in preset.remedies):
+        names = [preset.name for preset in report.presets if remedy in preset.remedies]
+        print(f"{remedy}\n    for {', '.join(names)}")
+
+
+def _machine(found: Environment) -> list[tuple[str, str]]:
+    lines = [(name, version or found.broken.get(name, "missing")) for name, version in found.versions.items()]
+    for device in found.devices:
+        bf16 = "bf16" if device.bf16 else "no bf16"
+        lines.append((device.kind, f"{device.name}, {device.memory / 2**30:.0f} GiB, {bf16}"))
+    lines.append(("distributed", ", ".join(found.backends) or "missing"))
+    return lines + [(name, path or "missing") for name, path in found.tools.items()]
