@@ -119,7 +119,7 @@ def idle_parameters() -> dict[str, Any]:
     module = build(IdleNet)
     fit(module, devices=2, **lt.preset("ddp_bf16", find_unused_parameters=True))
     found["weights"] = weights(module)
-    with pytest.raises(RuntimeError, match="^another$"):
+    with pytest.raises(RuntimeError, match=r"^another$"):
         fit(build(Failing), devices=2, strategy="ddp_bf16")
     return found
 
