@@ -355,6 +355,32 @@ def test_local_sgd_resumes_exactly(local: list[dict[str, Any]]) -> None:
         assert_equal(rank["resumed"], rank["saved"])
 
 
+# -- on CUDA ----------------------------------------------------------------------------------------------------------
+
+
+def on_cuda() -> dict[str, Any]:
+    return {
+        name: trained(arguments={"compression": name, **more}, accelerator="cuda")
+        for name, more in (
+            ("none", {}),
+            ("bf16", {}),
+            ("fp16", {}),
+            ("powersgd", {"compression_start": 2}),
+            ("local_sgd", {"local_sgd_period": 2}),
+        )
+    }
+
+
+@pytest.mark.gpu
+def test_each_compression_runs_on_nccl() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    first, second = run_ranks(on_cuda)
+    for name in first:
+        assert_equal(first[name], second[name])
+        assert_close(first[name], first["none"], 0.05)
+
+
 # -- without processes ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,3 +159,14 @@ def test_the_script_for_slurm_trains_as_one_machine(expected: dict[str, Any], tm
     found = checkpoint_of(tmp_path)
     assert found["global_step"] == STEPS
     assert_close(found["state_dict"], expected["state_dict"], 1e-6)
+
+
+def test_the_page_names_what_there_is() -> None:
+    page = (FOLDER.parent.parent / "docs" / "multi_node.md").read_text()
+    for file in re.findall(r"[\w/.]+\.(?:py|sh|yaml)\b", page):
+        assert (FOLDER / file).exists(), file
+    names = set(re.findall(r"\b(?:single|ddp|fsdp2|zero\d)_\w+", page))
+    assert names <= {row["name"] for row in lt.presets()}
+    options = set(re.findall(r"--trainer\.(\w+)", page))
+    assert options <= set(inspect.signature(pl.Trainer).parameters)
+    assert len(page.splitlines()) <= 120
