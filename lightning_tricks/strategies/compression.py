@@ -86,8 +86,9 @@ class PowerSGD(Compressor):
 
     @override
     def register(self, model: DistributedDataParallel, node_size: int) -> None:
-        # The smallest epsilon keeps a gradient of zeros from becoming 0/0 for good.
-        self.state = PowerSGDState(None, self.rank, start_powerSGD_iter=_NEVER, orthogonalization_epsilon=1e-12)
+        # epsilon: a gradient of zeros must not become 0/0
+        self.state = PowerSGDState(None, self.rank, start_powerSGD_iter=_NEVER, orthogonalization_epsilon=1e-20)
+        self.noise: dict[int, Tensor] = {}
         model.register_comm_hook(self.state, powerSGD_hook)
 
     @override
@@ -107,6 +108,21 @@ class PowerSGD(Compressor):
         elif errors and self.scale and scale != self.scale:
             torch._foreach_mul_(errors, scale / self.scale)
         self.scale = scale
+        self._keep_directions()
+
+    def _keep_directions(self) -> None:
+        """Give the matrices Q, from which the next products begin, a direction where they are zeros.
+
+        After a gradient of zeros Q is zeros, and would be for ever. The noise is the same on all ranks, and far below
+        what any gradient makes of Q.
+        """
+        for bucket, directions in self.state.q_memory_dict.items():
+            noise = self.noise.get(bucket)
+            if noise is None or noise.shape != directions.shape:
+                generator = torch.Generator().manual_seed(bucket)
+                noise = torch.randn(directions.shape, generator=generator).to(directions) * 1e-10
+                self.noise[bucket] = noise
+            directions.add_(noise)
 
 
 @final

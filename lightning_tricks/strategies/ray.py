@@ -85,7 +85,8 @@ def _workers() -> tuple[int, int]:
             " in the train function that you pass to TorchTrainer."
         ) from error
     total, local = context.get_world_size(), context.get_local_world_size()
-    if total % local:
+    expected = context.get_node_rank() * local + context.get_local_rank()  # if each node has as many as this one
+    if total % local or context.get_world_rank() != expected:
         raise MisconfigurationException(
             f"ray_trainer needs as many workers on each node, got {local} of {total} on this one. Choose a"
             " ScalingConfig(num_workers=..., resources_per_worker=..., placement_strategy=...) that fills nodes evenly."

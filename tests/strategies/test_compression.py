@@ -203,6 +203,14 @@ class OverflowNet(WideNet):
         return loss * float("inf") if overflows else loss
 
 
+class LateNet(WideNet):
+    """A layer whose gradients are zeros at first, after compression has begun."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        late = self.idle(batch[0].repeat(1, 8)).pow(2).mean()
+        return super().training_step(batch, batch_idx) + float(self.trainer.global_step >= 4) * late
+
+
 def power_sgd(folder: str) -> dict[str, Any]:
     """All fits with thin matrices. Of two ranks' batches of 8 samples a gradient has at most rank 16."""
     found = {"plain": trained(WideNet, arguments={"compression": "none"})}
@@ -213,12 +221,19 @@ def power_sgd(folder: str) -> dict[str, Any]:
     one = {"compression": "powersgd", "powersgd_rank": 1, "compression_start": 0}
     found["clipped"] = trained(WideNet, arguments=one, accumulate_grad_batches=2, gradient_clip_val=1.0, max_epochs=4)
     found["resumed"] = resumed(folder, WideNet, arguments=one)
+    for rank in (1, 2, 4):
+        found[f"late_{rank}"] = trained(LateNet, arguments={**one, "powersgd_rank": rank}, max_epochs=4)
+    found["late_none"] = trained(LateNet, arguments={"compression": "none"}, max_epochs=4)
     for rank in (1, 4):  # which torch makes orthogonal in two ways
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         arguments = {**one, "powersgd_rank": rank, "precision": "16-mixed"}
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
         found[f"overflow_{rank}"] = trained(OverflowNet, arguments=arguments, plugins=[plugin], max_epochs=4)
         found[f"scale_{rank}"] = scaler.get_scale()
+    for interval in (2, 1000):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=interval)
+        settings = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)], "max_epochs": 4}
+        found[f"interval_{interval}"] = trained(WideNet, arguments={**one, "precision": "16-mixed"}, **settings)
     return found
 
 
@@ -251,6 +266,19 @@ def test_an_overflow_is_not_fed_back(power: list[dict[str, Any]], rank: int) -> 
     start = weights(build(OverflowNet))
     assert not torch.equal(power[0][f"overflow_{rank}"]["layers.2.weight"], start["layers.2.weight"])
     assert power[0][f"scale_{rank}"] == 2.0**10 * 2**4  # twice doubled, halved, thrice doubled in 12 steps
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_after_gradients_of_zeros_others_get_through(power: list[dict[str, Any]], rank: int) -> None:
+    start = weights(build(LateNet))["idle.weight"]
+    whole, thin = (power[0][name]["idle.weight"] - start for name in ("late_none", f"late_{rank}"))
+    assert F.cosine_similarity(whole.flatten(), thin.flatten(), dim=0) > 0.5
+    assert thin.norm() > 0.5 * whole.norm()
+    assert_equal(power[0][f"late_{rank}"], power[1][f"late_{rank}"])
+
+
+def test_what_was_lost_is_scaled_as_the_losses_are(power: list[dict[str, Any]]) -> None:
+    assert_close(power[0]["interval_2"], power[0]["interval_1000"], 1e-3)
 
 
 # -- local SGD --------------------------------------------------------------------------------------------------------
