@@ -119,14 +119,15 @@ class DDPPreset(FixedPrecision, DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self._alone:
-            return Strategy.setup(self, trainer)  # that of DDP needs a process group
-        super().setup(trainer)
+            Strategy.setup(self, trainer)  # that of DDP needs a process group
+        else:
+            super().setup(trainer)
         if isinstance(self._active, LocalSGD):
             self._require_no_averages(trainer)
-        return None
 
-    def _setup_model(self, model: nn.Module) -> Any:
-        return model if self._alone else super()._setup_model(model)  # which Strategy.setup calls
+    @override
+    def _setup_model(self, model: nn.Module) -> Any:  # Strategy.setup wraps by it, and there is no public name
+        return model if self._alone else super()._setup_model(model)
 
     @override
     def configure_ddp(self) -> None:
@@ -204,20 +205,17 @@ class DDPPreset(FixedPrecision, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        message = next((each for each in exception.args if isinstance(each, str) and _UNUSED in each), None)
-        if message is None:
-            return super().on_exception(exception)
-        assert self.lightning_module is not None
-        names = ", ".join(unused_parameters(message, self.lightning_module)) or "see torch's message above"
-        name = self.preset
-        by_class = f"lt.{name}(..., find_unused_parameters=True)"
-        remedy = (
-            f"Trainer(strategy={by_class})"
-            if name == type(self).__name__
-            else f'Trainer(**lt.preset("{name}", find_unused_parameters=True))'
-        )
-        exception.args = (
+        found = [each for each in exception.args if isinstance(each, str) and _UNUSED in each]
+        if found and self.lightning_module is not None:
+            exception.args = (self._explained(found[0], self.lightning_module),)
+        super().on_exception(exception)
+
+    def _explained(self, message: str, module: nn.Module) -> str:
+        names = ", ".join(unused_parameters(message, module)) or "torch does not say which"
+        remedy = f'Trainer(**lt.preset("{self.preset}", find_unused_parameters=True))'
+        if self.preset == type(self).__name__:  # made without preset()
+            remedy = f"Trainer(strategy=lt.{self.preset}(..., find_unused_parameters=True))"
+        return (
             f"These parameters had no part in the loss of training_step, so their gradients never came: {names}. Use"
-            f" them, freeze them by requires_grad_(False), or have DDP look for them in each step: {remedy}.",
+            f" them, freeze them by requires_grad_(False), or have DDP look for them in each step: {remedy}."
         )
-        return None
