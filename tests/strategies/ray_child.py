@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import ray
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 
 import lightning_tricks as lt
-from configs.multi_node import ray_train
 
 
 class FailOnce(Callback):
@@ -32,6 +28,8 @@ class FailOnce(Callback):
 
 def failing(options: dict[str, Any]) -> None:
     """The script's own function with a failure, and notes on the Trainer."""
+    from configs.multi_node import ray_train
+
     original = lt.ray_trainer
 
     def watched(*args: Any, **arguments: Any) -> pl.Trainer:
@@ -57,6 +55,9 @@ def failing(options: dict[str, Any]) -> None:
 
 
 def run(train: Any, storage: str, **options: Any) -> Any:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
     return TorchTrainer(
         train,
         train_loop_config={"storage": storage, "strategy": "ddp_bf16", **options},
@@ -66,6 +67,10 @@ def run(train: Any, storage: str, **options: Any) -> Any:
 
 
 def main(storage: str, steps: int) -> None:
+    import ray  # here, since doctests import this file and Ray may be missing
+
+    from configs.multi_node import ray_train
+
     found: dict[str, Any] = {}
     try:
         lt.ray_trainer("ddp_bf16")
