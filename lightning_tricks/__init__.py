@@ -44,7 +44,7 @@ from lightning_tricks.schedules import (
     swa_tail,
     wsd,
 )
-from lightning_tricks.strategies import DDPPreset, FSDP2Preset, SinglePreset, ZeROPreset, preset, presets
+from lightning_tricks.strategies import DDPPreset, FSDP2Preset, SinglePreset, ZeROPreset, preset, presets, ray_trainer
 
 __version__ = "0.1.0"
 
@@ -96,6 +96,7 @@ __all__ = [
     "polynomial",
     "preset",
     "presets",
+    "ray_trainer",
     "reduce_on_plateau",
     "scale_adam",
     "scale_ema_decay",

@@ -20,10 +20,15 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.ranks_preload"])
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, nprocs: int = 2, timeout: float = 120) -> list[Any]:
-    """Run ``function(*args)`` once a rank; raise AssertionError with the traceback of each rank that failed."""
+def run_ranks(
+    function: Callable[..., Any], *args: Any, nprocs: int = 2, nodes: int = 1, timeout: float = 120
+) -> list[Any]:
+    """Run ``function(*args)`` once a rank; raise AssertionError with the traceback of each rank that failed.
+
+    Several ``nodes`` are this machine each, as far as the variables tell.
+    """
     port = _free_port()
-    ranks = [_start(function, args, _environment(rank, nprocs, port)) for rank in range(nprocs)]
+    ranks = [_start(function, args, _environment(rank, nprocs, port, nodes)) for rank in range(nprocs)]
     deadline = time.monotonic() + timeout
     try:
         results = [_receive(process, receiver, deadline) for process, receiver in ranks]
@@ -43,13 +48,14 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
+def _environment(rank: int, nprocs: int, port: int, nodes: int = 1) -> dict[str, str]:
+    node, local_rank = divmod(rank, nprocs // nodes)
     values = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": node,
         "WORLD_SIZE": nprocs,
-        "LOCAL_WORLD_SIZE": nprocs,
+        "LOCAL_WORLD_SIZE": nprocs // nodes,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "tests",

@@ -159,6 +159,14 @@ def has_static_graph(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
 
 
+def keep_samplers(trainer: pl.Trainer) -> None:
+    """Leave the loaders their own samplers, as ``Trainer(use_distributed_sampler=False)``.
+
+    No public name sets it later, when a DDP strategy has found that it runs alone; a DistributedSampler shuffles.
+    """
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
 def requested_precision() -> str | None:
     """The precision that the user asked of the Trainer being constructed, spelled out; None if none was.
 

@@ -4,8 +4,9 @@ from lightning_tricks.strategies.ddp import DDPPreset
 from lightning_tricks.strategies.deepspeed import ZeROPreset
 from lightning_tricks.strategies.fsdp import FSDP2Preset
 from lightning_tricks.strategies.presets import preset, presets, register
+from lightning_tricks.strategies.ray import ray_trainer
 from lightning_tricks.strategies.single import SinglePreset
 
-__all__ = ["DDPPreset", "FSDP2Preset", "SinglePreset", "ZeROPreset", "preset", "presets"]
+__all__ = ["DDPPreset", "FSDP2Preset", "SinglePreset", "ZeROPreset", "preset", "presets", "ray_trainer"]
 
 register()

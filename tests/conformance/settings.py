@@ -172,6 +172,7 @@ EXEMPT: dict[str, str] = {
     "layer_decay_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
     "no_weight_decay_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
     "plot_schedule": "draws; tests/schedules/test_plot.py",
+    "ray_trainer": "needs Ray's workers; tests/strategies/test_ray.py",
     "reduce_on_plateau": "steps when Lightning does, which is after a checkpoint; tests/schedules/test_plateau.py",
     "scale_adam": "a formula; tests/schedules/test_scaling.py",
     "scale_lr": "a formula; tests/schedules/test_scaling.py",

@@ -23,6 +23,7 @@ from lightning_tricks.core.trainer import (
     callbacks_of,
     has_static_graph,
     is_fitting,
+    keep_samplers,
     log_now_and_then,
     requested_precision,
     require_whole_weights,
@@ -110,6 +111,13 @@ def test_outside_of_a_trainers_construction_no_precision_is_requested() -> None:
 )
 def test_lightning_keeps_ddps_arguments(strategy: Any, static: bool) -> None:
     assert has_static_graph(trainer(strategy=strategy)) is static, "DDPStrategy._ddp_kwargs is not torch's arguments"
+
+
+def test_lightning_reads_whether_to_replace_samplers_off_its_connector() -> None:
+    run = trainer(strategy="ddp")
+    assert run._accelerator_connector.use_distributed_sampler is True
+    keep_samplers(run)
+    assert not run._data_connector._requires_distributed_sampler(loader())
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "single_bf16", "ddp_bf16"])

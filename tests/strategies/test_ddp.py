@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import lightning_tricks as lt
-from tests.nets import assert_equal, build, fit, loader, trainer
+from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.spy import Spy, facts
 
@@ -85,8 +89,126 @@ def fit_on_cuda(devices: int) -> dict[str, Any]:
     return facts(fit(module, accelerator="cuda", devices=devices, strategy="ddp_bf16"), module)
 
 
+# -- parameters without gradients -------------------------------------------------------------------------------------
+
+
+class IdleNet(Spy):
+    """Two parameters have no part in the loss; a frozen one moves torch's indices."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.idle = nn.Linear(4, 4)
+        self.tail = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.tail(x)
+
+
+def idle_parameters() -> dict[str, Any]:
+    """The messages without detection, and the weights with it."""
+    found = {}
+    for name, settings in (
+        ("string", {"strategy": "ddp_bf16"}),
+        ("preset", lt.preset("ddp_compressed_bf16")),
+        ("class", {"strategy": lt.DDPPreset()}),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            fit(build(IdleNet), devices=2, **settings)
+        found[name] = str(caught.value)
+    module = build(IdleNet)
+    fit(module, devices=2, **lt.preset("ddp_bf16", find_unused_parameters=True))
+    found["weights"] = weights(module)
+    with pytest.raises(RuntimeError, match=r"^another$"):
+        fit(build(Failing), devices=2, strategy="ddp_bf16")
+    return found
+
+
+class Failing(Spy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise RuntimeError("another")
+
+
+@pytest.fixture(scope="module")
+def idle() -> list[dict[str, Any]]:
+    return run_ranks(idle_parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("string", 'Trainer(**lt.preset("ddp_bf16", find_unused_parameters=True))'),
+        ("preset", 'Trainer(**lt.preset("ddp_compressed_bf16", find_unused_parameters=True))'),
+        ("class", "Trainer(strategy=lt.DDPPreset(..., find_unused_parameters=True))"),
+    ],
+)
+def test_unused_parameters_are_named_with_the_remedy(idle: list[dict[str, Any]], name: str, remedy: str) -> None:
+    for rank in idle:
+        assert "never came: idle.weight, idle.bias. Use them" in rank[name]
+        assert rank[name].endswith(f"{remedy}.")
+
+
+def test_the_remedy_is_one(idle: list[dict[str, Any]]) -> None:
+    assert_equal(idle[0]["weights"], idle[1]["weights"])
+    start = weights(build(IdleNet))
+    changed = {name for name, value in idle[0]["weights"].items() if not torch.equal(value, start[name])}
+    assert changed == {name for name in start if name.startswith(("layers", "tail"))}
+
+
+# -- one device -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ddp_bf16", "ddp_compressed_bf16"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_on_one_device_it_is_single_bf16(name: str, shuffle: bool) -> None:
+    found = {}
+    for strategy in (name, "single_bf16"):
+        module = build(Net)  # with dropout, so that random numbers count
+        run = fit(module, strategy=strategy, train=loader(shuffle=shuffle), sync_batchnorm=True)
+        assert not dist.is_initialized()
+        assert "WORLD_SIZE" not in os.environ
+        found[strategy] = weights(module)
+        assert (run.world_size, run.global_rank, run.is_global_zero, run.global_step) == (1, 0, True, 12)
+    assert_equal(found[name], found["single_bf16"])
+
+
+def test_on_one_device_it_validates_tests_predicts_and_resumes(tmp_path: Path) -> None:
+    module, resumed = build(Spy), build(Spy)
+    run = fit(module, strategy="ddp_bf16", max_epochs=1)
+    run.save_checkpoint(tmp_path / "1.ckpt")
+    single = trainer(strategy="single_bf16")
+    assert run.validate(module, loader(), verbose=False) == single.validate(module, loader(), verbose=False)
+    assert run.test(module, loader(), verbose=False) == single.test(module, loader(), verbose=False)
+    assert torch.equal(torch.cat(run.predict(module, loader())), torch.cat(single.predict(module, loader())))
+    fit(resumed, strategy="ddp_bf16", ckpt_path=tmp_path / "1.ckpt")
+    whole = build(Spy)
+    fit(whole, strategy="single_bf16")
+    assert_equal(weights(resumed), weights(whole))
+    assert not dist.is_initialized()
+
+
+def test_one_device_under_torchrun_is_one_too() -> None:
+    (found,) = run_ranks(fit_alone, nprocs=1)
+    whole = build(Spy)
+    fit(whole, strategy="single_bf16")
+    assert_equal(found["weights"], weights(whole))
+    assert found["backend"] is None
+
+
+def fit_alone() -> dict[str, Any]:
+    module = build(Spy)
+    return facts(fit(module, strategy="ddp_bf16"), module)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("devices", [1, 2])
+def test_on_one_cuda_device_there_is_no_process_group() -> None:
+    (seen,) = run_ranks(fit_on_cuda, 1, nprocs=1)
+    assert (seen["device"], seen["autocast"], seen["backend"]) == ("cuda", "cuda", None)
+    assert seen["activation"] is torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [2])
 def test_on_cuda_the_backend_is_nccl(devices: int) -> None:
     if torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} CUDA devices")

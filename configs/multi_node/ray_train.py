@@ -1,0 +1,54 @@
+"""Handwritten digits on Ray: python ray_train.py --strategy ddp_bf16 --workers 32 --gpu (see docs/multi_node.md)."""
+
+import argparse
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.lightning import RayTrainReportCallback
+from ray.train.torch import TorchTrainer
+
+import lightning_tricks as lt
+from lightning_tricks.cli.digits import Digits, DigitsData
+
+
+def train(options: dict[str, Any]) -> None:
+    """Train in a worker; after a failure go on from what was reported last."""
+    pl.seed_everything(0)
+    trainer = lt.ray_trainer(
+        options["strategy"],
+        max_steps=options["steps"],
+        callbacks=[RayTrainReportCallback()],
+        enable_checkpointing=False,  # Ray keeps what the callback reports
+        enable_progress_bar=False,
+        logger=False,
+    )
+    with ExitStack() as stack:
+        reported = ray.train.get_checkpoint()
+        folder = stack.enter_context(reported.as_directory()) if reported else None
+        ckpt_path = f"{folder}/checkpoint.ckpt" if folder else None
+        trainer.fit(Digits(), datamodule=DigitsData(batch_size=32), ckpt_path=ckpt_path)
+
+
+def main() -> None:
+    """Start the workers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strategy", default="ddp_bf16")
+    parser.add_argument("--workers", type=int, default=2, help="devices in all, on any number of machines")
+    parser.add_argument("--gpu", action="store_true", help="a GPU each")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--storage", required=True, help="a folder that all machines share, or s3://...")
+    options = parser.parse_args()
+    result = TorchTrainer(
+        train,
+        train_loop_config=vars(options),
+        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
+        run_config=RunConfig(storage_path=options.storage, failure_config=FailureConfig(max_failures=2)),
+    ).fit()
+    print(f"last checkpoint: {result.checkpoint.path}/checkpoint.ckpt")
+
+
+if __name__ == "__main__":
+    main()
