@@ -91,13 +91,13 @@ class DDPPreset(FixedPrecision, DDPStrategy):
             local_sgd_period=local_sgd_period,
             compression_start=compression_start,
         )
-        hooks = [name for name in settings if name.startswith("ddp_comm_") or name == "model_averaging_period"]
-        if self._compressor is not None and hooks:
+        hooks = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+        self._users_hook = {name: settings[name] for name in hooks if settings.get(name) is not None}
+        if self._compressor is not None and self._users_hook:
             raise ValueError(
-                f"compression={compression!r} brings its own communication hook, got {', '.join(sorted(hooks))} as"
+                f"compression={compression!r} brings its own communication hook, got {', '.join(self._users_hook)} as"
                 " well. Leave one of them out."
             )
-        self._users_hook = {name: settings[name] for name in hooks}
         super().__init__(precision=precision, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
 
     @property
@@ -199,8 +199,8 @@ class DDPPreset(FixedPrecision, DDPStrategy):
         if found:
             raise MisconfigurationException(
                 f"strategy={self.strategy_name!r} with compression='local_sgd' lets each node have weights of its own"
-                f" for a while, got {type(found[0]).__name__}, which would keep them. Leave it out, or choose compression="
-                "'bf16' or 'powersgd'."
+                f" for a while, got {type(found[0]).__name__}, which would keep them. Leave it out, or choose"
+                " compression='bf16' or 'powersgd'."
             )
 
     @override
