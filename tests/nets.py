@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 
@@ -113,8 +114,9 @@ def build(kind: type[pl.LightningModule] = Net, **arguments: Any) -> Any:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of parameters and buffers."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    """A copy of parameters and buffers; of sharded ones the whole, for which all ranks ask."""
+    state = {name: value.detach() for name, value in module.state_dict().items()}
+    return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
