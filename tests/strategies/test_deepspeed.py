@@ -1,0 +1,298 @@
+"""ZeRO presets on CPU: two real processes against one that has the batches of both."""
+
+from __future__ import annotations
+
+import os
+import sys
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+import lightning_tricks as lt
+from lightning_tricks.strategies.deepspeed import ZeROPreset
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
+from tests.ranks import run_ranks
+
+PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else tiny weights stay whole
+STEPS = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}  # 5 batches an epoch: windows of 2, 2 and 1
+ENGINES = [(stage, offload) for stage in (1, 2, 3) for offload in ("none", "cpu")]
+
+
+class CosineNet(PlainNet):
+    """The learning rate follows optimizer steps."""
+
+    def configure_optimizers(self) -> Any:
+        return lt.cosine(super().configure_optimizers(), self)
+
+
+class Stateless(PlainNet):
+    """An optimizer without states, of which a file of whole weights restores none."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Manual(PlainNet):
+    """Steps by itself."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+@dataclass
+class End:
+    """What there is at the end of training, before it is torn down."""
+
+    weights: dict[str, Tensor]
+    held: dict[str, int]
+    dtypes: set[torch.dtype]
+    steps: tuple[int, int]
+    lrs: list[list[float]]
+
+
+class Look(Callback):
+    """Takes notes of the end."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        named = dict(pl_module.named_parameters())
+        self.end = End(
+            weights={name: safe_get_full_fp32_param(weight).detach().clone() for name, weight in named.items()},
+            held={name: weight.numel() for name, weight in named.items()},
+            dtypes={weight.dtype for weight in named.values()},
+            steps=(trainer.global_step, trainer.strategy.deepspeed_engine.global_steps),
+            lrs=[config.scheduler.get_last_lr() for config in trainer.lr_scheduler_configs],
+        )
+
+
+def mine(size: int = 80) -> DataLoader[Any]:
+    """This rank's half of ``loader(size, 16)``."""
+    rank = int(os.environ["RANK"])
+    samples = [i for batch in range(rank, size // 8, 2) for i in range(8 * batch, 8 * batch + 8)]
+    return DataLoader(Subset(data(size), samples), batch_size=8)
+
+
+def zero(**arguments: Any) -> ZeROPreset:
+    return lt.preset("zero3_bf16", **{"precision": "32-true", "config": PARTITIONED, **arguments})["strategy"]
+
+
+def both(module: pl.LightningModule, strategy: Any, callbacks: Any = (), **settings: Any) -> tuple[pl.Trainer, End]:
+    """Fit on this rank's half."""
+    look = Look()
+    run = fit(
+        module,
+        train=mine(),
+        val=loader(48),
+        callbacks=[*callbacks, look],
+        strategy=strategy,
+        devices=2,
+        use_distributed_sampler=False,
+        **settings,
+    )
+    return run, look.end
+
+
+def alone(module: pl.LightningModule, **settings: Any) -> pl.Trainer:
+    """The same in one process, on all."""
+    return fit(module, train=loader(80, 16), val=loader(48), **settings)
+
+
+def fit_the_engines() -> dict[Any, End]:
+    return {
+        (stage, offload): both(build(CosineNet), zero(stage=stage, offload=offload), **STEPS)[1]
+        for stage, offload in ENGINES
+    }
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[dict[Any, End]]:
+    return run_ranks(fit_the_engines)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_fit_equals_that_of_one_process(engines: list[dict[Any, End]], engine: Any) -> None:
+    module = build(CosineNet)
+    run = alone(module, **STEPS)
+    for rank in engines:
+        assert rank[engine].steps == (run.global_step, run.global_step) == (6, 6)
+        assert_close(rank[engine].weights, weights(module), 1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_schedule_ends_at_its_floor(engines: list[dict[Any, End]], engine: Any) -> None:
+    assert engines[0][engine].lrs == [[0.0]]
+
+
+def test_stage_3_holds_no_whole_weights(engines: list[dict[Any, End]]) -> None:
+    assert set(engines[0][3, "cpu"].held.values()) == {0}
+    assert set(engines[0][2, "cpu"].held.values()) != {0}
+
+
+# -- one strategy, one config, several runs ---------------------------------------------------------------------------
+
+
+def fit_again() -> dict[str, Any]:
+    config = deepcopy(PARTITIONED)
+    strategy = zero(config=config, offload="cpu")
+    both(build(CosineNet), strategy, accumulate_grad_batches=5, gradient_clip_val=0.01)
+    first = deepcopy(strategy.config)
+    # Lightning: a strategy that has been a Trainer's has its accelerator
+    _, second = both(build(CosineNet), strategy, accelerator="auto", **STEPS)
+    _, third = both(build(CosineNet), zero(config=config, offload="cpu"), **STEPS)
+    return {"config": config, "first": first, "now": strategy.config, "second": second, "third": third}
+
+
+def test_a_strategy_and_a_config_serve_several_trainers(
+    engines: list[dict[Any, End]],
+) -> None:
+    for rank, seen in zip(engines, run_ranks(fit_again), strict=True):
+        assert seen["config"] == PARTITIONED
+        assert (seen["first"]["gradient_accumulation_steps"], seen["first"]["gradient_clipping"]) == (5, 0.01)
+        assert (seen["now"]["gradient_accumulation_steps"], seen["now"]["gradient_clipping"]) == (2, 1.0)
+        assert_equal(seen["second"].weights, rank[3, "cpu"].weights)
+        assert_equal(seen["third"].weights, rank[3, "cpu"].weights)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def fit_in_16_bits() -> dict[str, End]:
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # CPUs without AMX compute in fp16 as well, slowly
+    names = ("zero1_bf16", "zero2_offload_bf16", "zero3_offload_bf16", "zero2_fp16", "zero3_offload_fp16")
+    results = {}
+    for name in names:  # a small loss scale: from 2**16 the first steps would be skipped
+        config = {**PARTITIONED, "fp16": {"initial_scale_power": 4}} if name.endswith("fp16") else PARTITIONED
+        results[name] = both(build(CosineNet), **lt.preset(name, config=config), **STEPS)[1]
+    return results
+
+
+def test_16_bits_give_nearly_the_same() -> None:
+    module = build(CosineNet)
+    alone(module, **STEPS)
+    for rank in run_ranks(fit_in_16_bits):
+        for name, end in rank.items():
+            assert end.steps == (6, 6)
+            assert end.lrs == [[0.0]]
+            assert end.dtypes == {torch.bfloat16 if "bf16" in name else torch.float16}
+            assert {weight.dtype for weight in end.weights.values()} == {torch.float32}
+            assert_close(end.weights, weights(module), 3e-2)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Save(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def evaluate(module: pl.LightningModule, path: str | None, **settings: Any) -> dict[str, Any]:
+    run = trainer(devices=2, use_distributed_sampler=False, **settings)
+    return {
+        "validate": run.validate(module, loader(48), ckpt_path=path, verbose=False),
+        "test": run.test(module, loader(48), ckpt_path=path, verbose=False),
+        "predict": torch.cat(run.predict(module, loader(48), ckpt_path=path)).float(),
+    }
+
+
+def save_and_load(folder: str, whole: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for stage, offload in ((2, "cpu"), (3, "none"), (3, "cpu")):
+        path = f"{folder}/{stage}{offload}"
+        module = build(CosineNet)
+        run, through = both(module, zero(stage=stage, offload=offload), [Save(path), lt.EMA(0.5)], **STEPS)
+        after = run.validate(module, loader(48), verbose=False)
+        _, resumed = both(build(CosineNet), zero(stage=stage, offload=offload), [lt.EMA(0.5)], **STEPS, ckpt_path=path)
+        results[stage, offload] = {
+            "through": through,
+            "after": after,
+            "resumed": resumed,
+            **evaluate(build(CosineNet), path, strategy=zero(stage=stage, offload=offload)),
+        }
+    for stage in (1, 2, 3):
+        strategy = zero(stage=stage, load_full_weights=True)
+        results[stage, "whole"] = both(build(Stateless), strategy, **STEPS, ckpt_path=f"{whole}/plain")[1]
+        results[stage, "buffers"] = evaluate(
+            build(NormNet), f"{whole}/norm", strategy=zero(stage=stage, load_full_weights=True)
+        )
+    return results
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("zero")
+    for name, kind in (("plain", Stateless), ("norm", NormNet)):
+        alone(build(kind), **STEPS, callbacks=[Save(str(folder / name))])
+    ranks = run_ranks(save_and_load, str(folder), str(folder))
+    return [{**rank, "folder": folder} for rank in ranks]
+
+
+SAVED = pytest.mark.parametrize("engine", [(2, "cpu"), (3, "none"), (3, "cpu")], ids=str)
+
+
+@SAVED
+def test_a_resumed_fit_is_exact(loaded: list[dict[str, Any]], engine: Any) -> None:
+    for rank in loaded:
+        assert_equal(rank[engine]["resumed"].weights, rank[engine]["through"].weights)
+        assert rank[engine]["resumed"].steps == (6, 6)
+
+
+@SAVED
+def test_a_folder_is_validated_tested_and_predicted_with(
+    loaded: list[dict[str, Any]], engine: Any, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "half")
+    module = build(CosineNet)
+    run = alone(module, **STEPS, callbacks=[Save(path), lt.EMA(0.5)])
+    after = run.validate(module, loader(48), verbose=False)[0]
+    for rank in loaded:
+        assert rank[engine]["after"][0] == pytest.approx(after, abs=1e-5)
+        same_evaluation(rank[engine], CosineNet, path)
+
+
+def same_evaluation(seen: dict[str, Any], kind: type[pl.LightningModule], path: str) -> None:
+    run = trainer()
+    for what in ("validate", "test"):
+        expected = getattr(run, what)(build(kind), loader(48), ckpt_path=path, verbose=False)[0]
+        assert seen[what][0] == pytest.approx(expected, abs=1e-5)
+    predicted = torch.cat(run.predict(build(kind), loader(48), ckpt_path=path))
+    torch.testing.assert_close(seen["predict"], predicted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_weights_of_a_file_are_trained_on(loaded: list[dict[str, Any]], stage: int) -> None:
+    module = build(Stateless)
+    alone(module, **STEPS, ckpt_path=loaded[0]["folder"] / "plain")
+    for rank in loaded:
+        assert_close(rank[stage, "whole"].weights, weights(module), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_weights_of_a_file_are_evaluated_with_their_buffers(loaded: list[dict[str, Any]], stage: int) -> None:
+    for rank in loaded:
+        same_evaluation(rank[stage, "buffers"], NormNet, str(rank["folder"] / "norm"))
