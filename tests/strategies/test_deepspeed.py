@@ -155,8 +155,8 @@ def fit_again() -> dict[str, Any]:
     strategy = zero(config=config, offload="cpu")
     both(build(CosineNet), strategy, accumulate_grad_batches=5, gradient_clip_val=0.01)
     first = deepcopy(strategy.config)
-    # Lightning: a strategy that has been a Trainer's has its accelerator
-    _, second = both(build(CosineNet), strategy, accelerator="auto", **STEPS)
+    strategy.accelerator = strategy.parallel_devices = None  # else Lightning takes them for the user's own
+    _, second = both(build(CosineNet), strategy, **STEPS)
     _, third = both(build(CosineNet), zero(config=config, offload="cpu"), **STEPS)
     return {"config": config, "first": first, "now": strategy.config, "second": second, "third": third}
 
