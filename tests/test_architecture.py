@@ -41,7 +41,7 @@ SHARED: dict[str, set[str]] = {
     "callbacks": {"mixing"},
     "checkpoints": {"average", "files", "folders"},
     "modules": {"sam_engine", "sam_rules", "sam_setup"},
-    "strategies": {"precision", "presets"},
+    "strategies": {"precision", "presets", "zero_config"},
 }
 
 

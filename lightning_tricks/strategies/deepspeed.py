@@ -49,8 +49,8 @@ class ZeROPreset(FixedPrecision, DeepSpeedStrategy):
     ``F.mse_loss(self(x).float(), y.float())``. "16-mixed" scales the loss; a step that overflows is skipped, and
     counted, as with torch's GradScaler.
 
-    DeepSpeed 0.19.0 or newer is needed (``pip install 'lightning-tricks[deepspeed]'``), tested up to 0.19.8: in stage 2,
-    0.17.6 and 0.18.2 forget all but the last batch of a step.
+    DeepSpeed 0.19.0 or newer is needed (``pip install 'lightning-tricks[deepspeed]'``), tested up to 0.19.8. In stage
+    2, 0.17.6 and 0.18.2 forget all but the last batch of a step.
 
     Args:
         precision: What to train in: "bf16-mixed", "16-mixed" or "32-true"; optimizer states are fp32 in each.
@@ -152,7 +152,7 @@ class ZeROPreset(FixedPrecision, DeepSpeedStrategy):
                 f"strategy={self.preset!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
                 " Pass gradient_clip_algorithm='norm', or leave it out."
             )
-        _check_device(self.preset, self.device_type)
+        _check_device(self.preset, self.device_type, self.precision)
         if self.offload == "nvme":
             assert self.nvme_path is not None
             _check_nvme(self.preset, self.nvme_path)
@@ -213,11 +213,16 @@ def _require_deepspeed() -> None:
         )
 
 
-def _check_device(preset: str, device_type: str) -> None:
+def _check_device(preset: str, device_type: str, precision: str) -> None:
     """DeepSpeed decides for one kind of device as it is imported."""
     from deepspeed.accelerator import get_accelerator
 
     its = get_accelerator().device_name()
+    if precision == "16-mixed" and its == device_type and not get_accelerator().is_fp16_supported():
+        raise MisconfigurationException(
+            f"strategy={preset!r} trains in '16-mixed', which DeepSpeed does not support on this {its}. Use a preset in"
+            " bf16, or preset(..., precision='bf16-mixed')."
+        )
     if its != device_type:
         raise MisconfigurationException(
             f"strategy={preset!r} trains on {device_type}, but DeepSpeed was imported for {its}. Set"

@@ -7,14 +7,17 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -296,3 +299,140 @@ def test_whole_weights_of_a_file_are_trained_on(loaded: list[dict[str, Any]], st
 def test_whole_weights_of_a_file_are_evaluated_with_their_buffers(loaded: list[dict[str, Any]], stage: int) -> None:
     for rank in loaded:
         same_evaluation(rank[stage, "buffers"], NormNet, str(rank["folder"] / "norm"))
+
+
+# -- other ways to train ----------------------------------------------------------------------------------------------
+
+
+def train_otherwise() -> dict[Any, End]:
+    results = {}
+    for stage, offload in ((2, "none"), (3, "cpu")):
+        manual = both(build(Manual), zero(stage=stage, offload=offload), gradient_clip_val=None)
+        results[stage, "manual"] = manual[1]
+        growing = [lt.BatchSizeWarmup(1, end=2, over=1)]
+        results[stage, "growing"] = both(build(PlainNet), zero(stage=stage, offload=offload), growing)[1]
+    return results
+
+
+@pytest.fixture(scope="module")
+def otherwise() -> list[dict[Any, End]]:
+    return run_ranks(train_otherwise)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_that_steps_by_itself_equals_one_process(otherwise: list[dict[Any, End]], stage: int) -> None:
+    module = build(Manual)
+    alone(module)
+    for rank in otherwise:
+        assert_close(rank[stage, "manual"].weights, weights(module), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_accumulation_that_grows_equals_one_process(otherwise: list[dict[Any, End]], stage: int) -> None:
+    module = build(PlainNet)
+    run = alone(module, callbacks=[lt.BatchSizeWarmup(1, end=2, over=1)])
+    for rank in otherwise:
+        assert rank[stage, "growing"].steps == (run.global_step, run.global_step) == (8, 8)  # 5 of 1 batch, 3 of 2
+        assert_close(rank[stage, "growing"].weights, weights(module), 1e-6)
+
+
+# -- spellings, and what is refused -----------------------------------------------------------------------------------
+
+
+def test_the_string_the_preset_and_the_class_in_yaml_give_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yaml = tmp_path / "config.yaml"
+    yaml.write_text(
+        "trainer:\n  accelerator: cpu\n  logger: false\n  strategy:\n    class_path: lightning_tricks.ZeROPreset\n"
+        "    init_args: {stage: 3, offload: cpu}\n"
+    )
+    monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(yaml)])
+    cli = LightningCLI(PlainNet, run=False, save_config_callback=None)
+    string = trainer(strategy="zero3_offload_bf16")
+    for other in (trainer(**lt.preset("zero3_offload_bf16")), cli.trainer):
+        assert type(other.strategy) is type(string.strategy) is ZeROPreset
+        assert other.strategy.config == string.strategy.config
+        assert other.precision == string.precision == "bf16-mixed"
+        assert type(other.precision_plugin) is type(string.precision_plugin) is DeepSpeedPrecision
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "by their norm, got .*'value'.*'norm'"),
+        ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, "DeepSpeed's precision, got .* MixedPrecision"),
+    ],
+    ids=str,
+)
+def test_what_deepspeed_cannot_do_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(build(PlainNet), strategy="zero2_bf16", **settings)
+
+
+def test_a_deepspeed_for_other_devices_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda *_: "cuda")
+    with pytest.raises(MisconfigurationException, match=r"trains on cpu, but .* for cuda. Set DS_ACCELERATOR=cpu"):
+        fit(build(PlainNet), strategy="zero2_bf16")
+
+
+def test_fp16_where_there_is_none_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: False)
+    with pytest.raises(MisconfigurationException, match=r"'zero2_fp16' trains in '16-mixed', which .* in bf16"):
+        fit(build(PlainNet), strategy="zero2_fp16")
+
+
+def test_an_nvme_folder_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match=r"nvme_path='.*nowhere', which is no folder .* Make it"):
+        fit(build(PlainNet), **lt.preset("zero3_nvme_bf16", nvme_path=str(tmp_path / "nowhere")))
+
+
+def has_libaio() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible())
+
+
+def test_without_libaio_nvme_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    if has_libaio():
+        pytest.skip("libaio is installed")
+    with pytest.raises(MisconfigurationException, match=r"needs libaio .*apt install libaio-dev"):
+        fit(build(PlainNet), **lt.preset("zero3_nvme_bf16", nvme_path=str(tmp_path)))
+
+
+def fit_on_nvme(folder: str) -> End:
+    return both(build(CosineNet), zero(offload="nvme", nvme_path=folder), **STEPS)[1]
+
+
+@pytest.mark.slow  # compiles async_io
+def test_a_fit_on_nvme_equals_that_of_one_process(tmp_path: Path) -> None:
+    if not has_libaio():
+        pytest.skip("needs libaio-dev")
+    module = build(CosineNet)
+    alone(module, **STEPS)
+    for end in run_ranks(fit_on_nvme, str(tmp_path), timeout=400):
+        assert_close(end.weights, weights(module), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [(None, r"needs DeepSpeed: pip install 'lightning-tricks\[deepspeed\]'"), ("0.18.9", "or newer, got 0.18.9: pip")],
+)
+def test_a_missing_or_old_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch, found: Any, message: str) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", found and SimpleNamespace(__version__=found))
+    with pytest.raises(ImportError, match=message):
+        ZeROPreset()
+
+
+def load_a_folder_as_one_file(folder: str) -> str:
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer(devices=2, strategy=zero(load_full_weights=True)).validate(build(PlainNet), loader(), ckpt_path=folder)
+    return str(caught.value)
+
+
+def test_a_folder_is_no_file_of_whole_weights(tmp_path: Path) -> None:
+    assert "Leave load_full_weights out" in run_ranks(load_a_folder_as_one_file, str(tmp_path))[0]
