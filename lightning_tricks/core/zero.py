@@ -103,10 +103,11 @@ def load_whole(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool, 
     if strict and (absent := [name for name in missing if name not in state]) + unexpected:
         raise RuntimeError(f"The checkpoint's weights do not fit: missing {absent}, unexpected {unexpected}.")
     for name in [name for name in named if name in state]:  # in one order on all ranks
-        with deepspeed.zero.GatheredParameters([named[name]], modifier_rank=0), torch.no_grad():
-            named[name].copy_(state[name])
-        if masters and named[name].requires_grad:
-            safe_set_full_fp32_param(named[name], state[name].float().to(named[name].device))
+        weight = named[name]
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            weight.copy_(state[name])
+        if masters and (hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")):  # what has a master
+            safe_set_full_fp32_param(weight, state[name].float().to(weight.device))
 
 
 def _by_rank(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

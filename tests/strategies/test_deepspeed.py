@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
@@ -44,6 +44,27 @@ class Stateless(PlainNet):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Frozen(CosineNet):
+    """Its first layer does not train."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers[0].requires_grad_(False)
+
+
+class Late(CosineNet):
+    """Its layers are made in ``configure_model``, where stage 3 makes them in slices."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            pl.seed_everything(5, verbose=False)
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
 class Manual(PlainNet):
@@ -79,7 +100,11 @@ class Look(Callback):
 
         named = dict(pl_module.named_parameters())
         self.end = End(
-            weights={name: safe_get_full_fp32_param(weight).detach().clone() for name, weight in named.items()},
+            weights={
+                name: safe_get_full_fp32_param(weight).detach().clone()
+                for name, weight in named.items()
+                if weight.requires_grad
+            },
             held={name: weight.numel() for name, weight in named.items()},
             dtypes={weight.dtype for weight in named.values()},
             steps=(trainer.global_step, trainer.strategy.deepspeed_engine.global_steps),
@@ -309,6 +334,11 @@ def train_otherwise() -> dict[Any, End]:
     for stage, offload in ((2, "none"), (3, "cpu")):
         manual = both(build(Manual), zero(stage=stage, offload=offload), gradient_clip_val=None)
         results[stage, "manual"] = manual[1]
+        watched = {"val_check_interval": 1, "num_sanity_val_steps": 2}  # validates between the batches of a step, too
+        results[stage, "watched"] = both(build(CosineNet), zero(stage=stage, offload=offload), **STEPS, **watched)[1]
+        frozen = zero(stage=stage, offload=offload, exclude_frozen_parameters=True)
+        results[stage, "frozen"] = both(build(Frozen), frozen, **STEPS)[1]
+        results[stage, "late"] = both(build(Late), zero(stage=stage, offload=offload), **STEPS)[1]
         growing = [lt.BatchSizeWarmup(1, end=2, over=1)]
         results[stage, "growing"] = both(build(PlainNet), zero(stage=stage, offload=offload), growing)[1]
     return results
@@ -325,6 +355,18 @@ def test_a_module_that_steps_by_itself_equals_one_process(otherwise: list[dict[A
     alone(module)
     for rank in otherwise:
         assert_close(rank[stage, "manual"].weights, weights(module), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("case", "kind"), [("watched", CosineNet), ("frozen", Frozen), ("late", Late)])
+def test_a_fit_that_validates_freezes_or_is_made_late_equals_one_process(
+    otherwise: list[dict[Any, End]], stage: int, case: str, kind: type[PlainNet]
+) -> None:
+    module = build(kind)
+    alone(module, **STEPS)
+    for rank in otherwise:
+        expected = weights(module)
+        assert_close({**expected, **rank[stage, case].weights}, expected, 1e-6)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
