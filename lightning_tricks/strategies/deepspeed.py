@@ -39,15 +39,16 @@ class ZeROPreset(FixedPrecision, DeepSpeedStrategy):
 
     - It runs on CPU, too: ``accelerator="cpu"``, gloo, nothing compiled.
     - ``accumulate_grad_batches`` averages gradients over the batches of a step, and the last batches of an epoch are a
-      step, as with every other strategy. Lightning's divides by ``accumulate_grad_batches`` twice, and steps when
-      Lightning's counters and schedulers do not.
-    - Whole weights from a file (``load_full_weights``) reach the fp32 masters, and the buffers of each rank.
+      step, as with every other strategy; ``BatchSizeWarmup`` works. Lightning's divides by ``accumulate_grad_batches``
+      twice, and its steps run across epochs, apart from ``global_step`` and the schedulers.
+    - Whole weights from a file (``load_full_weights``) reach the fp32 masters, from which the next step starts, and
+      the buffers of each rank; in any stage.
     - ``trainer.validate(ckpt_path=...)`` works in stage 3.
 
-    In 16 bits the *module itself* is cast, and so is every floating-point tensor of a batch, targets too: DeepSpeed
-    knows no autocast. Only masters and optimizer states are fp32. Compute a loss that needs more in fp32:
-    ``F.mse_loss(self(x).float(), y.float())``. "16-mixed" scales the loss; a step that overflows is skipped, and
-    counted, as with torch's GradScaler.
+    "Mixed" means here what it means to DeepSpeed: the *module itself* is cast, and so is every floating-point tensor of
+    a batch, targets too; nothing is autocast, and only masters and optimizer states are fp32. Compute a loss that
+    needs more in fp32: ``F.mse_loss(self(x).float(), y.float())``. "16-mixed" scales the loss; a step that overflows
+    is skipped, and counted, as with torch's GradScaler.
 
     DeepSpeed 0.19.0 or newer is needed (``pip install 'lightning-tricks[deepspeed]'``), tested up to 0.19.8. In stage
     2, 0.17.6 and 0.18.2 forget all but the last batch of a step.
@@ -69,8 +70,8 @@ class ZeROPreset(FixedPrecision, DeepSpeedStrategy):
     Raises:
         ImportError: If DeepSpeed is missing or too old.
         ValueError: If arguments do not go together, or ``config`` contradicts them.
-        MisconfigurationException: At the start of a run, if DeepSpeed works on other devices than the Trainer, the
-            NVMe disk cannot be used, or gradients are to be clipped by value.
+        MisconfigurationException: At the start of a run, if DeepSpeed works on other devices than the Trainer or not in
+            fp16 there, the NVMe disk cannot be used, or gradients are to be clipped by value.
 
     Example:
         >>> import lightning.pytorch as pl
