@@ -44,7 +44,16 @@ from lightning_tricks.schedules import (
     swa_tail,
     wsd,
 )
-from lightning_tricks.strategies import DDPPreset, FSDP2Preset, SinglePreset, ZeROPreset, preset, presets, ray_trainer
+from lightning_tricks.strategies import (
+    DDPPreset,
+    FSDP2Preset,
+    SinglePreset,
+    ZeROPreset,
+    adamw,
+    preset,
+    presets,
+    ray_trainer,
+)
 
 __version__ = "0.1.0"
 
@@ -70,6 +79,7 @@ __all__ = [
     "SinglePreset",
     "UnknownTotalSteps",
     "ZeROPreset",
+    "adamw",
     "average_checkpoints",
     "consolidate",
     "constant",

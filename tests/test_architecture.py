@@ -41,7 +41,10 @@ SHARED: dict[str, set[str]] = {
     "callbacks": {"mixing"},
     "checkpoints": {"average", "files", "folders", "stream", "zero_folder"},
     "modules": {"sam_engine", "sam_rules", "sam_setup"},
-    "strategies": {"blocks", "compression", "folders", "precision", "prepare", "presets", "root", "slices", "wholes"},
+    "strategies": {
+        *("blocks", "compression", "folders", "precision", "prepare", "presets", "root", "slices", "wholes"),
+        "zero_config",
+    },
 }
 
 

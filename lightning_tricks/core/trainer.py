@@ -96,6 +96,11 @@ def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
             config.scheduler.step()
 
 
+def steps_now(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer steps after the batch in work, or gradients go on accumulating; the loop does not tell."""
+    return not trainer.fit_loop._should_accumulate()
+
+
 def ends_here(trainer: pl.Trainer) -> bool:
     """Whether the optimizer step just made is the last that is planned."""
     last_epoch = 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
@@ -89,6 +90,24 @@ class ZeRO3(LocalWeights):
 
     def _parameters(self) -> list[Any]:
         return [p for p in trainable(self.module).values() if self.local(p) is not None]
+
+
+def load_whole(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool, masters: bool) -> None:
+    """Load whole weights into a module that DeepSpeed holds, into its fp32 masters as well if it has an optimizer."""
+    import deepspeed
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    rest = {name: value for name, value in state.items() if name not in named}
+    missing, unexpected = module.load_state_dict(rest, strict=False)
+    if strict and (absent := [name for name in missing if name not in state]) + unexpected:
+        raise RuntimeError(f"The checkpoint's weights do not fit: missing {absent}, unexpected {unexpected}.")
+    for name in [name for name in named if name in state]:  # in one order on all ranks
+        weight = named[name]
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            weight.copy_(state[name])
+        if masters and (hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")):  # what has a master
+            safe_set_full_fp32_param(weight, state[name].float().to(weight.device))
 
 
 def _by_rank(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,45 +2,246 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, final
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, final
 
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.trainer import is_fitting, steps_now
+from lightning_tricks.core.zero import load_whole
+from lightning_tricks.strategies.folders import WholeFolders
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
+from lightning_tricks.strategies.zero_config import Offload, Stage, zero_config
+
+OLDEST = "0.19.0"  # 0.17 and 0.18 accumulate wrongly in stage 2; 0.18.9 fails with torch 2.13
 
 
 @final
-class ZeROPreset(FixedPrecision, DeepSpeedStrategy):
+class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     """ZeRO of an ordinary LightningModule: the presets whose names begin with ``zero``.
+
+    Per device and for P weights on N devices, AdamW in 16 bits needs ``2P + 2P + 12P`` bytes for weights, gradients
+    and optimizer states (with their fp32 masters). Stage 1 divides the 12P by N, stage 2 the gradients' 2P as well,
+    stage 3 all; ``offload`` moves what is divided to the host, or to a disk.
+
+    What differs from Lightning's ``DeepSpeedStrategy``:
+
+    - It runs on CPU, too: ``accelerator="cpu"``, gloo, nothing compiled.
+    - ``accumulate_grad_batches`` averages gradients over the batches of a step, and the last batches of an epoch are a
+      step, as with every other strategy; ``BatchSizeWarmup`` works. Lightning's divides by ``accumulate_grad_batches``
+      twice, and its steps run across epochs, apart from ``global_step`` and the schedulers.
+    - Whole weights from a file (``load_full_weights``) reach the fp32 masters, from which the next step starts, and
+      the buffers of each rank; in any stage.
+    - ``trainer.validate(ckpt_path=...)`` works in stage 3.
+
+    "Mixed" means here what it means to DeepSpeed: the *module itself* is cast, and so is every floating-point tensor of
+    a batch, targets too; nothing is autocast, and only masters and optimizer states are fp32. Compute a loss that
+    needs more in fp32: ``F.mse_loss(self(x).float(), y.float())``. "16-mixed" scales the loss; a step that overflows
+    is skipped, and counted, as with torch's GradScaler.
+
+    DeepSpeed 0.19.0 or newer is needed (``pip install 'lightning-tricks[deepspeed]'``), tested up to 0.19.8. In stage
+    2, 0.17.6 and 0.18.2 forget all but the last batch of a step.
 
     Args:
         precision: What to train in: "bf16-mixed", "16-mixed" or "32-true"; optimizer states are fp32 in each.
         stage: What is sharded: optimizer states (1), gradients too (2), weights too (3).
-        offload: Where what is sharded waits: "none" on the device, "cpu" in host memory, "nvme" on a disk.
+        offload: Where optimizer states, and in stage 3 the weights, wait: "none" on the device, "cpu" in host memory,
+            "nvme" on a disk (stage 3).
         nvme_path: Folder on that disk.
-        **settings: Further arguments of Lightning's ``DeepSpeedStrategy``.
+        config: Parts of a DeepSpeed configuration, merged over the one made here (see ``strategy.config``) for what
+            has no argument. It is never written to.
+        load_full_weights: Whether a ``ckpt_path`` is one file with whole weights, of any strategy, rather than a
+            folder of shards. It has no optimizer states to resume with.
+        exclude_frozen_parameters: Leave weights that do not train out of checkpoints.
+        process_group_backend: What processes talk by; by default nccl on CUDA, gloo on CPU.
+        timeout: How long they wait for one another.
+
+    Raises:
+        ImportError: If DeepSpeed is missing or too old.
+        ValueError: If arguments do not go together, or ``config`` contradicts them.
+        MisconfigurationException: At the start of a run, if DeepSpeed works on other devices than the Trainer or not in
+            fp16 there, the NVMe disk cannot be used, or gradients are to be clipped by value.
 
     Example:
         >>> import lightning.pytorch as pl
         >>> pl.Trainer(strategy=ZeROPreset(stage=2), accelerator="cpu", devices=1, logger=False).precision
         'bf16-mixed'
+
+    References:
+        Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
+        https://arxiv.org/abs/1910.02054; Ren et al., "ZeRO-Offload", USENIX ATC 2021, https://arxiv.org/abs/2101.06840
     """
 
     def __init__(
         self,
         *,
         precision: PresetPrecision = "bf16-mixed",
-        stage: Literal[1, 2, 3] = 3,
-        offload: Literal["none", "cpu", "nvme"] = "none",
+        stage: Stage = 3,
+        offload: Offload = "none",
         nvme_path: str | None = None,
-        **settings: Any,
+        config: dict[str, Any] | None = None,
+        load_full_weights: bool = False,
+        exclude_frozen_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        check_choice("offload", offload, ("none", "cpu", "nvme"))
-        super().__init__(precision=precision, stage=stage, **settings)
+        _require_deepspeed()
+        self.stage, self.offload, self.nvme_path = stage, offload, nvme_path
+        super().__init__(
+            precision=precision,
+            config=zero_config(stage=stage, offload=offload, nvme_path=nvme_path, precision=precision, config=config),
+            load_full_weights=load_full_weights,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
 
     @override
     def make_precision_plugin(self) -> Precision:
         return DeepSpeedPrecision(self.precision)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    @override
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        # DeepSpeed is handed the index of a rank's device, which devices of CPU have not
+        numbered = [torch.device("cpu", i) if d.type == "cpu" else d for i, d in enumerate(devices or [])]
+        self._parallel_devices = numbered if devices else devices
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        self._check_run()
+        assert self.config is not None
+        for written in ("gradient_accumulation_steps", "gradient_clipping"):  # by Lightning, in an earlier run
+            self.config.pop(written, None)
+        self._config_initialized = False  # so that it writes them anew, from the Trainer of this run
+        if isinstance(self.accelerator, CPUAccelerator):
+            import deepspeed
+
+            # gloo reduces as well; this faster way within a host takes a minute of compilation
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            super(DeepSpeedStrategy, self).setup_environment()  # leaves out Lightning's check for CUDA
+        else:
+            super().setup_environment()
+
+    def _check_run(self) -> None:
+        assert self.lightning_module is not None
+        if not isinstance(self.precision_plugin, DeepSpeedPrecision):
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} brings DeepSpeed's precision, got the plugin"
+                f" {type(self.precision_plugin).__name__}. Leave it out."
+            )
+        if self.lightning_module.trainer.gradient_clip_algorithm == "value":
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
+                " Pass gradient_clip_algorithm='norm', or leave it out."
+            )
+        _check_device(self.strategy_name, self.device_type, self.precision)
+        if self.offload == "nvme":
+            assert self.nvme_path is not None
+            _check_nvme(self.strategy_name, self.nvme_path)
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        return False  # Lightning's loop says which batches make a step, and DeepSpeed is told
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        yield  # `backward` tells DeepSpeed, whose own no_sync knows no sharded gradients
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self.deepspeed_engine.set_gradient_accumulation_boundary(steps_now(self.lightning_module.trainer))
+            kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self.load_full_weights:
+            checkpoint_path = self.broadcast(checkpoint_path)
+            if os.path.isdir(checkpoint_path):
+                raise MisconfigurationException(
+                    f"load_full_weights=True loads one file, got the folder ckpt_path={str(checkpoint_path)!r}."
+                    " Leave load_full_weights out to load shards."
+                )
+            return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
+        held = self.deepspeed_engine.optimizer
+        if held is not None and not hasattr(held, "_restore_from_bit16_weights"):
+            # DeepSpeed calls it after loading weights into stage 3 without an optimizer, where no master is to follow
+            held._restore_from_bit16_weights = lambda: None
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self.load_full_weights:  # else DeepSpeed has loaded them
+            fitting = is_fitting(self.lightning_module.trainer)
+            load_whole(self.lightning_module, checkpoint["state_dict"], strict=strict, masters=fitting)
+
+
+def _require_deepspeed() -> None:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError("ZeROPreset needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'") from error
+    if TorchVersion(deepspeed.__version__) < OLDEST:
+        raise ImportError(
+            f"ZeROPreset needs DeepSpeed {OLDEST} or newer, got {deepspeed.__version__}:"
+            " pip install -U 'lightning-tricks[deepspeed]'"
+        )
+
+
+def _check_device(preset: str, device_type: str, precision: str) -> None:
+    """DeepSpeed decides for one kind of device as it is imported."""
+    from deepspeed.accelerator import get_accelerator
+
+    its = get_accelerator().device_name()
+    if precision == "16-mixed" and its == device_type and not get_accelerator().is_fp16_supported():
+        raise MisconfigurationException(
+            f"strategy={preset!r} trains in '16-mixed', which DeepSpeed does not support on this {its}. Use a preset in"
+            " bf16, or preset(..., precision='bf16-mixed')."
+        )
+    if its != device_type:
+        raise MisconfigurationException(
+            f"strategy={preset!r} trains on {device_type}, but DeepSpeed was imported for {its}. Set"
+            f" DS_ACCELERATOR={device_type} in the environment before Python starts, or choose another accelerator=."
+        )
+
+
+def _check_nvme(preset: str, path: str) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not os.path.isdir(path) or not os.access(path, os.W_OK):
+        raise MisconfigurationException(
+            f"strategy={preset!r} offloads to nvme_path={path!r}, which is no folder that can be written to. Make it,"
+            " or pass one on the NVMe disk."
+        )
+    if not AsyncIOBuilder().is_compatible():
+        raise MisconfigurationException(
+            f"strategy={preset!r} reads and writes nvme_path={path!r} by DeepSpeed's async_io, which needs libaio and"
+            " cannot be built here. Install it (apt install libaio-dev), or pass offload='cpu'."
+        )

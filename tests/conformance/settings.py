@@ -153,6 +153,7 @@ EXEMPT: dict[str, str] = {
     "Sharpness": "what sharpness gives",
     "sharpness": "measures and changes nothing; tests/modules/test_sharpness.py",
     "UnknownTotalSteps": "an error; tests/schedules/test_steps.py",
+    "adamw": "an optimizer; tests/strategies/test_optimizers.py",
     "average_checkpoints": "works on files; tests/checkpoints/test_average.py",
     "find_batch_size": "measures and restores everything; tests/advisor/test_batch_size.py has its regimes",
     "BatchSizeResult": "what find_batch_size gives",

@@ -28,6 +28,7 @@ from lightning_tricks.core.trainer import (
     requested_precision,
     require_whole_weights,
     saves_folder,
+    steps_now,
     transfers_batch,
 )
 from lightning_tricks.core.wrapping import wrap_method
@@ -227,3 +228,14 @@ def test_lightning_says_when_to_log_and_at_which_step(tmp_path: Any) -> None:
     logged = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
     found = [(int(row["step"]), float(row["tricks/step"])) for row in logged if row["tricks/step"]]
     assert found == [(3, 4.0), (7, 8.0), (11, 12.0)], "_logger_connector or _batches_that_stepped has moved"
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, [True] * 5), (2, [False, True, False, True, True])])
+def test_lightning_knows_in_a_batch_whether_the_optimizer_steps_after_it(accumulate: int, steps: list[bool]) -> None:
+    class Ask(PlainNet):
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            asked.append(steps_now(self.trainer))
+
+    asked: list[bool] = []
+    fit(build(Ask), train=loader(40), max_epochs=2, accumulate_grad_batches=accumulate)
+    assert asked == steps * 2, "fit_loop._should_accumulate no longer tells which batches are followed by a step"

@@ -14,8 +14,9 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
 from lightning_tricks.core.trainer import weights_held
+from lightning_tricks.core.zero import load_whole
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import PlainNet, assert_equal, build, fit, rank_loader
+from tests.nets import NormNet, PlainNet, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import _environment, _free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -119,3 +120,13 @@ def test_ranks_that_hash_names_differently_gather_in_one_order(tmp_path: Path) -
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
     assert_equal(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)))
+
+
+def test_whole_weights_must_fit_unless_told_otherwise() -> None:
+    module, other = build(NormNet), NormNet()
+    state = {**weights(other), "extra": torch.zeros(1)}
+    state.pop("layers.1.running_mean")
+    with pytest.raises(RuntimeError, match=r"missing \['layers.1.running_mean'\], unexpected \['extra'\]"):
+        load_whole(module, state, strict=True, masters=False)
+    load_whole(module, state, strict=False, masters=False)
+    assert_equal(weights(module), weights(other))
