@@ -144,11 +144,6 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
 
     def _check_run(self) -> None:
         assert self.lightning_module is not None
-        if not isinstance(self.precision_plugin, DeepSpeedPrecision):
-            raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} brings DeepSpeed's precision, got the plugin"
-                f" {type(self.precision_plugin).__name__}. Leave it out."
-            )
         if self.lightning_module.trainer.gradient_clip_algorithm == "value":
             raise MisconfigurationException(
                 f"strategy={self.strategy_name!r} clips gradients by their norm, got gradient_clip_algorithm='value'."

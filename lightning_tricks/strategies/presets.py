@@ -84,8 +84,8 @@ _TABLE = {
         _Row(
             "zero3_nvme_bf16",
             ZeROPreset,
-            "host memory is too small as well: the slices wait on an NVMe disk; pass nvme_path=",
-            {"stage": 3, "offload": "nvme"},
+            "host memory is too small as well: the slices wait on the NVMe disk at nvme_path=",
+            {"stage": 3, "offload": "nvme", "nvme_path": "/local_nvme"},
         ),
     )
 }
