@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_tricks.advisor.fake import CUDAAutocast, FakeMode, LiveBytes
+from lightning_tricks.advisor.fake import LikeCUDA, LiveBytes, fake_mode
 from lightning_tricks.advisor.step import Step
 from lightning_tricks.core.replay import ModuleState
 
@@ -41,7 +41,7 @@ class Regime:
         held: The floating-point type of weights and batch; None: their own.
         autocast: The type of matrix products; None: no autocast.
         keeps_gradients: Whether gradients stay through the backward pass, as in DDP's buckets.
-        cuda: Whether CUDA's autocast is meant.
+        cuda: Whether CUDA is meant, whatever the tensors are on.
     """
 
     held: torch.dtype | None
@@ -103,7 +103,7 @@ def _run(model: nn.Module, batch: Any, samples: int, regime: Regime) -> _Run:
         return fake(tensor, (samples, *tensor.shape[1:]) if scaled else None, regime.held)
 
     # not in the threads of the backward pass either: modes are of one thread
-    with FakeMode(), LiveBytes(on_cpu=not regime.cuda) as live, torch.autograd.set_multithreading_enabled(False):
+    with fake_mode(), LiveBytes(on_cpu=not regime.cuda) as live, torch.autograd.set_multithreading_enabled(False):
         buffers = {name: fake(buffer, dtype=regime.held) for name, buffer in step.named_buffers()}
         weights = {
             name: nn.Parameter(fake(p, dtype=regime.held), p.requires_grad) for name, p in step.named_parameters()
@@ -130,7 +130,8 @@ def _autocast(device: str, regime: Regime) -> Iterator[None]:
     with ExitStack() as stack:
         if regime.autocast is not None:
             stack.enter_context(torch.autocast(device, dtype=regime.autocast))
-            stack.enter_context(CUDAAutocast() if regime.cuda and device != "cuda" else nullcontext())
+        if regime.cuda and device != "cuda":
+            stack.enter_context(LikeCUDA(autocast=regime.autocast is not None))
         yield
 
 
@@ -155,5 +156,3 @@ def _highest(lines: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _below(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
     """Whether ``middle`` is nowhere above both others."""
     return (first[0] - last[0]) * (middle[1] - first[1]) <= (first[0] - middle[0]) * (last[1] - first[1])
-
-

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_tricks.advisor.estimate import MemoryEstimate, readable
 from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.memory import estimate_memory
-from lightning_tricks.advisor.reasons import advice, shortage, why_it_fits, why_not
+from lightning_tricks.advisor.reasons import DEVICE, advice, shortage, why_it_fits, why_not
 from lightning_tricks.advisor.states import OptimizerLike
 from lightning_tricks.core.checks import check_count, check_range
 
@@ -123,7 +123,7 @@ def suggest_strategy(
         reasons = [*(why_not(each, hardware, margin) for each in failed), why_it_fits(estimate, hardware, margin)]
         return Suggestion(
             *(name, hardware, micro, accumulate, tuple(reasons)),
-            advice(estimate, hardware, failed, batch_size, accumulate, micro),
+            advice(estimate, hardware, margin, failed, batch_size, accumulate),
             estimate,
         )
     raise ValueError(_nothing_fits(failed, hardware, margin))
@@ -160,8 +160,10 @@ def _batches(
 
 
 def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: float) -> str:
-    last = min(failed, key=lambda estimate: sum(shortage(estimate, hardware, margin).values()))
-    missing = " and ".join(f"{readable(size)} {where}" for where, size in shortage(last, hardware, margin).items())
+    shortages = [shortage(estimate, hardware, margin) for estimate in failed]
+    lacking = min(shortages, key=lambda missing: (missing.get(DEVICE, 0), sum(missing.values())))
+    last = failed[shortages.index(lacking)]
+    missing = " and ".join(f"{readable(size)} {where}" for where, size in lacking.items())
     remedy = "Use more devices, or an optimizer with smaller states (adamw_8bit)"
     if last.activations > hardware.device_memory / 4:
         remedy += ", or activation checkpointing"

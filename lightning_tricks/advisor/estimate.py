@@ -58,8 +58,8 @@ class MemoryEstimate:
 
     Example:
         >>> from lightning_tricks.advisor import estimate_memory
-        >>> estimate_memory(7_000_000_000, strategy="zero3_bf16", devices=8).optimizer  # 12 bytes each, in 8 slices
-        10500000000
+        >>> estimate_memory(7_000_000_000, strategy="zero3_bf16", devices=8).weights  # 2 bytes each, in 8 slices
+        1750000000
     """
 
     strategy: str

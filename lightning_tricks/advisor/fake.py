@@ -21,7 +21,7 @@ CUDA_FP32 = {
 CUDA_FP32_RESULT = {"softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum"}  # these read 16 bits, and write 32
 
 
-def FakeMode() -> FakeTensorMode:  # noqa: N802
+def fake_mode() -> FakeTensorMode:
     """Inside it tensors have a shape and no memory; real ones that come in are taken as such."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -82,7 +82,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _inside(func: Any, args: Any) -> int:
-    """Bytes that oneDNN, on the CPU, takes inside of a convolution: the weights, or their gradient, in its own layout."""
+    """Bytes that oneDNN, on the CPU, takes inside of a convolution: the weights or their gradient in its own layout."""
     if func is torch.ops.aten.convolution.default:
         return args[1].numel() * args[1].element_size()
     if func is torch.ops.aten.convolution_backward.default:
@@ -95,21 +95,34 @@ def _number(tensor: Tensor) -> float | bool:
     if tensor.dtype == torch.bool:
         return False
     if tensor.dtype.is_floating_point:
-        return 1.0
+        return 0.5
     raise ValueError(
         "the step takes a whole number out of a tensor, .item() or int(...), and what memory it needs may depend on it:"
         " pass a module whose step takes sizes from shapes, or estimate without batch=."
     )
 
 
-class CUDAAutocast(TorchFunctionMode):
-    """Lets functions compute in fp32 as CUDA's autocast does, beside the CPU's, which has other lists."""
+class LikeCUDA(TorchFunctionMode):
+    """Lets functions on the CPU hold what they hold on CUDA.
+
+    Autocast has other lists of what to compute in fp32 there, and attention with dropout does not make its matrix.
+
+    Args:
+        autocast: Whether autocast is on.
+    """
+
+    def __init__(self, *, autocast: bool) -> None:
+        super().__init__()
+        self._autocast = autocast
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in CUDA_FP32:
+        if name == "scaled_dot_product_attention":
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
+            kwargs.pop("dropout_p", None)
+        elif self._autocast and name in CUDA_FP32:
             args, kwargs = tree_map(_wide, (args, kwargs))
-        elif name in CUDA_FP32_RESULT and isinstance(args[0], Tensor) and _is_narrow(args[0]):
+        elif self._autocast and name in CUDA_FP32_RESULT and isinstance(args[0], Tensor) and _is_narrow(args[0]):
             kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
         return func(*args, **kwargs)
 

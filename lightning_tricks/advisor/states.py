@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from lightning_tricks.advisor.fake import FakeMode, LiveBytes
+from lightning_tricks.advisor.fake import LiveBytes, fake_mode
 from lightning_tricks.advisor.parameters import Weight
 from lightning_tricks.core.checks import check_choice
 
@@ -72,16 +73,16 @@ def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtyp
         optimizer = TORCH[optimizer]
     if not weights:
         return States(0, 0)
-    with FakeMode(), LiveBytes() as live:
+    with fake_mode(), LiveBytes() as live:
         made = [torch.empty(w.shape, dtype=dtype if dtype and w.dtype.is_floating_point else w.dtype) for w in weights]
         parameters = [nn.Parameter(each) for each in made]
         for each in parameters:
             each.grad = torch.empty_like(each)
+        before = live.now
         copied = _copy(optimizer, parameters)
         for group in copied.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = foreach
-        before = live.now
         type(copied).step(copied)  # not the bound one, which a scheduler may have wrapped for the original
         live.peak = after = live.now
         type(copied).step(copied)  # the first one made the states
@@ -91,17 +92,27 @@ def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtyp
 def _copy(optimizer: OptimizerLike, parameters: list[nn.Parameter]) -> Optimizer:
     """An optimizer like it over other parameters."""
     if isinstance(optimizer, Optimizer):
-        copied = copy.copy(optimizer)
-        copied.state = defaultdict(dict)
-        left = iter(parameters)
+        copied, left = copy.copy(optimizer), iter(parameters)
+        count = sum(old.requires_grad for group in optimizer.param_groups for old in group["params"])
+        if count > len(parameters):
+            raise ValueError(
+                f"optimizer has {count} parameters, the model trains {len(parameters)}: pass the model's own."
+            )
+        pairs = {old: next(left) for group in optimizer.param_groups for old in group["params"] if old.requires_grad}
         copied.param_groups = [
-            {**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups
+            {**group, "params": [pairs[old] for old in group["params"] if old in pairs]}
+            for group in optimizer.param_groups
         ]
+        copied.state = defaultdict(dict)
+        for old, state in optimizer.state.items():  # Adagrad's is there from the beginning
+            if old in pairs:
+                copied.state[pairs[old]] = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), state)
         return copied
     if not callable(optimizer):
         raise TypeError(f"optimizer must be a name, a torch optimizer or what makes one, got {optimizer!r}.")
-    required = inspect.signature(optimizer).parameters.get("lr")
-    made = optimizer(parameters, lr=0.1) if required and required.default is required.empty else optimizer(parameters)
+    rate = inspect.signature(optimizer).parameters.get("lr")
+    needed = {"lr": 0.1} if rate is not None and rate.default is rate.empty else {}
+    made = optimizer(parameters, **needed)
     if not isinstance(made, Optimizer):
         raise TypeError(f"optimizer must make a torch optimizer, got {type(made).__name__}.")
     return made

@@ -64,7 +64,9 @@ class Step(nn.Module):
         if not isinstance(batch, tuple | list):
             return self.model(batch)
         kinds = [p.kind for p in inspect.signature(self.model.forward).parameters.values()]
-        places = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+        places = sum(
+            kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
+        )
         return self.model(*(batch if inspect.Parameter.VAR_POSITIONAL in kinds else batch[:places]))  # then targets
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.cli.commands import average, demo, export, find_lr
+from lightning_tricks.cli.commands import average, demo, export, find_lr, memory, suggest
 
-COMMANDS = (demo, average, export, find_lr)
+COMMANDS = (demo, average, export, find_lr, memory, suggest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
