@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
-    "optimizer": "optimizer states, and fp32 masters",
-    "extras": "copies of the weights (EMA, SAM)",
-    "buffers": "buffers (BatchNorm's statistics)",
-    "casts": "16-bit copies of the weights",
-    "gathered": "weights of other devices, gathered",
+    "optimizer": "optimizer states, masters",
+    "extras": "copies of the weights",
+    "buffers": "buffers",
+    "casts": "16-bit weights",
+    "gathered": "gathered weights",
     "communication": "gradients on their way",
     "activations": "activations",
-    "passing": "passing, in the optimizer's step",
+    "passing": "or, in the optimizer's step",
 }
 # Those that are there while the optimizer steps, as well.
 LASTING = ("weights", "gradients", "optimizer", "extras", "buffers")

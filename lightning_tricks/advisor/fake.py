@@ -20,6 +20,8 @@ CUDA_FP32 = {
 }
 CUDA_FP32_RESULT = {"softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum"}  # these read 16 bits, and write 32
 
+DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # where it is among the arguments
+
 
 def fake_mode() -> FakeTensorMode:
     """Inside it tensors have a shape and no memory; real ones that come in are taken as such."""
@@ -117,8 +119,9 @@ class LikeCUDA(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
+        place = DROPOUT.get(name)
+        if place is not None and not kwargs.get("need_weights", name == "multi_head_attention_forward"):
+            args, kwargs = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args, {**kwargs}
             kwargs.pop("dropout_p", None)
         elif self._autocast and name in CUDA_FP32:
             args, kwargs = tree_map(_wide, (args, kwargs))

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
 
 from lightning_tricks.core.trial import step_arguments
 
@@ -49,7 +50,7 @@ class Step(nn.Module):
     def forward(self, batch: Any) -> Any:
         """What ``loss`` runs, with the weights put in."""
         if isinstance(self.model, pl.LightningModule):
-            vars(self.model)["log"] = vars(self.model)["log_dict"] = _silent  # the module's state is put back after it
+            self._silence()
             output = self.model.training_step(*step_arguments(self.model, batch, 0))
             return output["loss"] if isinstance(output, Mapping) else output
         output = self._output(batch)
@@ -57,6 +58,14 @@ class Step(nn.Module):
             return loss
         leaves = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         return sum(leaf.float().sum() for leaf in leaves)
+
+    def _silence(self) -> None:
+        """Log nothing, and let metrics, which look at values, count nothing; who runs the step puts that back."""
+        vars(self.model)["log"] = vars(self.model)["log_dict"] = _silent
+        for metric in self.model.modules():
+            if isinstance(metric, Metric):
+                vars(metric)["update"] = _silent
+                vars(metric)["forward"] = vars(metric)["compute"] = _zero
 
     def _output(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -73,6 +82,10 @@ class Step(nn.Module):
 def _plain(output: Any) -> Any:
     """An output of transformers as a dictionary, into which the tree functions look."""
     return dict(output) if isinstance(output, Mapping) else output
+
+
+def _zero(*_: Any, **__: Any) -> Tensor:
+    return torch.zeros(())
 
 
 def _silent(*_: Any, **__: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 
 from lightning_tricks.advisor import estimate_memory
@@ -227,6 +228,31 @@ def test_a_step_may_log_numbers_and_check_its_loss() -> None:
             return {"loss": loss}
 
     assert estimate_memory(Careful(), batch=batch()).activations > 0
+
+
+def test_metrics_count_nothing() -> None:
+    class Measured(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=2)
+            self.all = torchmetrics.MetricCollection([torchmetrics.AUROC(task="multiclass", num_classes=2)])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            scores = self(batch[0])
+            self.log("accuracy", self.accuracy(scores, batch[1]))
+            self.log_dict(self.all(scores.softmax(1), batch[1]))
+            return F.cross_entropy(scores, batch[1])
+
+    module = Measured()
+    assert estimate_memory(module, batch=batch()).activations > 0
+    assert module.accuracy.update_count == 0
+    assert module.accuracy(torch.eye(2), torch.tensor([0, 1])) == 1
+
+
+def test_attention_with_dropout_makes_its_matrix_on_the_cpu_only() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    estimates = [estimate_memory(layer, batch=torch.zeros(2, 512, 32), device=each) for each in ("cpu", "cuda")]
+    assert estimates[0].activations > estimates[1].activations + 2 * 4 * 512 * 512 * 2
 
 
 def test_nothing_is_allocated_for_a_model_on_meta() -> None:
