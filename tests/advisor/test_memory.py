@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_tricks.advisor import estimate_memory
 from lightning_tricks.advisor.states import TABLE, TORCH
@@ -65,6 +67,21 @@ def test_a_step_of_a_trainer_takes_what_was_estimated(script: dict[str, Any], pr
         device="cpu",
     )
     assert_true(script["row"](estimate, script["trained"](module, batch(256), precision, "cpu")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_stay_are_added_to() -> None:
+    module, example = Wide(), batch(256)
+    estimate = estimate_memory(module, strategy="ddp", precision="32-true", batch=example, device="cpu")
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        module.training_step(example, 0).backward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    assert estimate.activations == pytest.approx(
+        sum(each.nbytes for each in example) + max(accumulate(changes)), rel=0.01
+    )
 
 
 @pytest.mark.slow
