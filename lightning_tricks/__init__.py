@@ -1,6 +1,16 @@
 """Training tricks for a stock Lightning Trainer: add a callback, inherit a mixin, name a strategy preset."""
 
-from lightning_tricks.advisor import BatchSizeResult, EnvironmentReport, environment_report, find_batch_size
+from lightning_tricks.advisor import (
+    BatchSizeResult,
+    EnvironmentReport,
+    Hardware,
+    MemoryEstimate,
+    Suggestion,
+    environment_report,
+    estimate_memory,
+    find_batch_size,
+    suggest_strategy,
+)
 from lightning_tricks.callbacks import (
     EMA,
     SWA,
@@ -69,14 +79,17 @@ __all__ = [
     "EnvironmentReport",
     "FSDP2Preset",
     "HardExampleFilter",
+    "Hardware",
     "HiddenMixup",
     "LRFinderResult",
     "LRSchedule",
+    "MemoryEstimate",
     "Mixup",
     "PlateauLR",
     "SAMMixin",
     "Sharpness",
     "SinglePreset",
+    "Suggestion",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
@@ -89,6 +102,7 @@ __all__ = [
     "discriminative_groups",
     "effective_batch_size",
     "environment_report",
+    "estimate_memory",
     "export_weights",
     "find_batch_size",
     "find_lr",
@@ -113,6 +127,7 @@ __all__ = [
     "scale_lr",
     "sharpness",
     "step_decay",
+    "suggest_strategy",
     "swa_tail",
     "wsd",
 ]

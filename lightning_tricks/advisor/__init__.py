@@ -1,6 +1,20 @@
-"""Advice on memory, batch size and strategy."""
+"""What fits where, what there is: memory, strategy and batch size, found without or before training."""
 
 from lightning_tricks.advisor.batch_size import BatchSizeResult, find_batch_size
+from lightning_tricks.advisor.choose import Suggestion, suggest_strategy
 from lightning_tricks.advisor.environment import EnvironmentReport, environment_report
+from lightning_tricks.advisor.estimate import MemoryEstimate
+from lightning_tricks.advisor.hardware import Hardware
+from lightning_tricks.advisor.memory import estimate_memory
 
-__all__ = ["BatchSizeResult", "EnvironmentReport", "environment_report", "find_batch_size"]
+__all__ = [
+    "BatchSizeResult",
+    "EnvironmentReport",
+    "Hardware",
+    "MemoryEstimate",
+    "Suggestion",
+    "environment_report",
+    "estimate_memory",
+    "find_batch_size",
+    "suggest_strategy",
+]

@@ -43,7 +43,7 @@ def find_lr_of(
             raise FileNotFoundError(f"There is no file {config}.")
     if plot is not None:
         _check_plot(plot)  # before the work, not after it
-    cli = _read(configs)
+    cli = read_config(configs)
     result = find_lr(cli.trainer, cli.model, datamodule=cli.datamodule, **sweep)
     if not cli.trainer.is_global_zero:
         return result
@@ -72,12 +72,12 @@ def _draw(result: LRFinderResult, plot: Path) -> None:
     figure.savefig(plot)
 
 
-def _read(configs: Sequence[Path]) -> Any:
-    """A LightningCLI that has built everything and run nothing."""
+def read_config(configs: Sequence[Path], *arguments: str) -> Any:
+    """A LightningCLI that has built everything and run nothing; arguments win over the files."""
     try:
         import jsonargparse  # noqa: F401  LightningCLI names no extra of ours
     except ImportError as error:
-        raise ImportError("find-lr needs jsonargparse: pip install 'lightning_tricks[cli]'") from error
+        raise ImportError("a configuration needs jsonargparse: pip install 'lightning_tricks[cli]'") from error
     from lightning.pytorch import Trainer
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -94,12 +94,14 @@ def _read(configs: Sequence[Path]) -> Any:
                 raise ValueError(f"{', '.join(map(str, configs))}: {_reason(str(error))}") from error
             if self.config.get("ckpt_path") is not None:
                 raise ValueError(
-                    "find-lr starts from the weights that the model is made with, got ckpt_path="
+                    "this starts from the weights that the model is made with, got ckpt_path="
                     f"{self.config.ckpt_path}: leave it out."
                 )
 
-    arguments = [f"--config={config}" for config in configs]
-    return Reader(run=False, args=arguments, save_config_callback=None, parser_kwargs={"exit_on_error": False})
+    files = [f"--config={config}" for config in configs]
+    return Reader(
+        run=False, args=[*files, *arguments], save_config_callback=None, parser_kwargs={"exit_on_error": False}
+    )
 
 
 def _reason(message: str) -> str:

@@ -8,9 +8,19 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.cli.commands import average, consolidate, demo, doctor, export, find_lr, presets
+from lightning_tricks.cli.commands import (
+    average,
+    consolidate,
+    demo,
+    doctor,
+    export,
+    find_lr,
+    memory,
+    presets,
+    suggest,
+)
 
-COMMANDS = (demo, average, export, consolidate, find_lr, presets, doctor)
+COMMANDS = (demo, average, export, consolidate, find_lr, presets, doctor, memory, suggest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -132,7 +132,10 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["demo", "average", "export", "find-lr", "presets", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["demo", "average", "export", "consolidate", "find-lr", "presets", "doctor", "memory", "suggest"],
+)
 def test_every_command_helps_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

@@ -1,0 +1,158 @@
+"""The memory of a forward and backward pass, measured on tensors without any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_tricks.advisor.fake import LikeCUDA, LiveBytes, fake_mode
+from lightning_tricks.advisor.step import Step
+from lightning_tricks.core.replay import ModuleState
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a step beside weights, gradients and optimizer states: the highest of lines over the batch size.
+
+    Each moment of a step takes some bytes and some more for each sample; a larger batch has its peak at another moment.
+    """
+
+    samples: int  # in the batch that was measured
+    lines: tuple[tuple[float, float], ...]  # bytes, bytes for each sample
+    casts: int  # bytes of 16-bit copies of the weights, not in the lines
+
+    def at(self, samples: int) -> int:
+        """The bytes for a batch of ``samples``."""
+        return max(0, round(max(fixed + slope * samples for fixed, slope in self.lines)))
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How a step is run.
+
+    Args:
+        held: The floating-point type of weights and batch; None: their own.
+        autocast: The type of matrix products; None: no autocast.
+        keeps_gradients: Whether gradients stay through the backward pass, as in DDP's buckets.
+        cuda: Whether CUDA is meant, whatever the tensors are on.
+    """
+
+    held: torch.dtype | None
+    autocast: torch.dtype | None
+    keeps_gradients: bool
+    cuda: bool
+
+
+def batch_samples(batch: Any) -> int:
+    """The number of samples in a batch: the first size of its first tensor that has one.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf):
+            return len(leaf)
+    raise ValueError(f"batch must hold a tensor with samples in its first dimension, got {type(batch).__name__}.")
+
+
+def measure(model: nn.Module, batch: Any, samples: int, regime: Regime) -> Activations:
+    """Measure a step on ``samples`` samples and on twice as many; nothing is allocated, the module stays as it is.
+
+    Args:
+        model: A LightningModule, of which ``training_step`` runs, or another module.
+        batch: An example, of any size.
+        samples: The batch size that is to be exact; others follow from the two.
+        regime: How the step is run.
+    """
+    state, training = ModuleState(model), [(module, module.training) for module in model.modules()]
+    try:
+        with isolate_rng():
+            model.train()
+            once, twice = (_run(model, batch, size, regime) for size in (samples, 2 * samples))
+    finally:
+        for module, flag in training:
+            module.training = flag
+        state.restore()
+    casts = once.casts
+    return Activations(samples, _lines(samples, once.times, twice.times, casts), casts)
+
+
+@dataclass(frozen=True)
+class _Run:
+    times: list[int]  # bytes after each function, beside those of all gradients
+    casts: int
+
+
+def _run(model: nn.Module, batch: Any, samples: int, regime: Regime) -> _Run:
+    device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+    step, before = Step(model), batch_samples(batch)
+
+    def fake(tensor: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype
+        return torch.empty(tensor.shape if shape is None else shape, dtype=dtype, device=device)
+
+    def sized(tensor: Tensor) -> Tensor:
+        scaled = tensor.ndim and len(tensor) == before
+        return fake(tensor, (samples, *tensor.shape[1:]) if scaled else None, regime.held)
+
+    # not in the threads of the backward pass either: modes are of one thread
+    with fake_mode(), LiveBytes(on_cpu=not regime.cuda) as live, torch.autograd.set_multithreading_enabled(False):
+        buffers = {name: fake(buffer, dtype=regime.held) for name, buffer in step.named_buffers()}
+        weights = {
+            name: nn.Parameter(fake(p, dtype=regime.held), p.requires_grad) for name, p in step.named_parameters()
+        }
+        for tensor in weights.values():
+            tensor.grad = torch.empty_like(tensor) if tensor.requires_grad else None
+        gradients = sum(p.grad.untyped_storage().nbytes() for p in weights.values() if p.grad is not None)
+        for tensor in weights.values():
+            live.leave_out(tensor, parameter=True)
+        live.now = gradients
+        live.times.clear()
+        inputs = tree_map_only(Tensor, sized, batch)
+        with _autocast(device, regime):
+            loss = step.loss({**weights, **buffers}, inputs)
+        if not regime.keeps_gradients:
+            for tensor in weights.values():
+                tensor.grad = None  # as Lightning does before the backward pass
+        loss.backward()
+        return _Run([now - gradients for now in live.times], live.casts)
+
+
+@contextmanager
+def _autocast(device: str, regime: Regime) -> Iterator[None]:
+    with ExitStack() as stack:
+        if regime.autocast is not None:
+            stack.enter_context(torch.autocast(device, dtype=regime.autocast))
+        if regime.cuda and device != "cuda":
+            stack.enter_context(LikeCUDA(autocast=regime.autocast is not None))
+        yield
+
+
+def _lines(samples: int, once: list[int], twice: list[int], casts: int) -> tuple[tuple[float, float], ...]:
+    """The lines that are the highest for some batch size."""
+    if len(once) != len(twice):  # a step that goes other ways with more samples
+        once, twice = [max(once)], [max(twice)]
+    pairs = {(2 * a - b - casts, (b - a) / samples) for a, b in zip(once, twice, strict=True)}
+    return tuple(_highest(sorted(pairs, key=lambda line: (line[1], line[0]))))
+
+
+def _highest(lines: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The upper envelope for positive batch sizes, of lines by rising slope."""
+    hull: list[tuple[float, float]] = []
+    for line in lines:
+        while hull and (hull[-1][0] <= line[0] or (len(hull) > 1 and _below(hull[-2], hull[-1], line))):
+            hull.pop()
+        hull.append(line)
+    return hull
+
+
+def _below(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether ``middle`` is nowhere above both others."""
+    return (first[0] - last[0]) * (middle[1] - first[1]) <= (first[0] - middle[0]) * (last[1] - first[1])

@@ -1,0 +1,175 @@
+"""Which strategy: the fastest that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from lightning_tricks.advisor.estimate import MemoryEstimate, readable
+from lightning_tricks.advisor.hardware import Hardware
+from lightning_tricks.advisor.memory import estimate_memory
+from lightning_tricks.advisor.reasons import DEVICE, advice, shortage, why_it_fits, why_not
+from lightning_tricks.advisor.states import OptimizerLike
+from lightning_tricks.core.checks import check_count, check_range
+
+
+@final
+@dataclass(frozen=True)
+class Suggestion:
+    """What to train with; made by ``suggest_strategy``.
+
+    Args:
+        preset: One of ``presets()``.
+        hardware: What it was chosen for.
+        micro_batch_size: Samples on each device in one forward pass; None if no batch was given.
+        accumulate_grad_batches: Forward passes of one optimizer step.
+        reasons: Why this one and none before it, with the numbers.
+        advice: What else to mind.
+        estimate: Its memory.
+
+    Example:
+        >>> from lightning_tricks.advisor import Hardware, suggest_strategy
+        >>> suggest_strategy(1_000_000, hardware=Hardware(24e9)).trainer
+        {'strategy': 'single_bf16', 'devices': 1, 'num_nodes': 1, 'accumulate_grad_batches': 1}
+    """
+
+    preset: str
+    hardware: Hardware
+    micro_batch_size: int | None
+    accumulate_grad_batches: int
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    estimate: MemoryEstimate
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Samples of one optimizer step; None if no batch was given."""
+        if self.micro_batch_size is None:
+            return None
+        return self.micro_batch_size * self.accumulate_grad_batches * self.hardware.world
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """Arguments of the Trainer."""
+        return {
+            "strategy": self.preset,
+            "devices": self.hardware.devices,
+            "num_nodes": self.hardware.nodes,
+            "accumulate_grad_batches": self.accumulate_grad_batches,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        batch = {"micro_batch_size": self.micro_batch_size, "effective_batch_size": self.effective_batch_size}
+        words = {"reasons": list(self.reasons), "advice": list(self.advice)}
+        return {**self.trainer, **batch, **words, "estimate": self.estimate.to_dict()}
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.trainer.items())
+        batch = [] if self.micro_batch_size is None else [f"DataLoader(batch_size={self.micro_batch_size})"]
+        return "\n".join([f"Trainer({arguments})", *batch, *self.reasons, *self.advice])
+
+
+def suggest_strategy(
+    model: nn.Module | int,
+    *,
+    hardware: Hardware | None = None,
+    batch: Any = None,
+    batch_size: int | None = None,
+    optimizer: OptimizerLike = "adamw",
+    margin: float = 0.1,
+) -> Suggestion:
+    """The fastest strategy preset that fits the memory there is, with batch size and accumulation.
+
+    In this order, the first that fits with at least one sample on each device: one device: whole; optimizer in host
+    memory; weights, too; on a disk. Several devices: whole on each (DDP, which sends compressed gradients over slow
+    links); in slices (FSDP2; over slow links ZeRO-1 and ZeRO-2 before it, which send no more than DDP); then with host
+    memory and disk as above. Then as many samples at a time as fit, up to the device's share of ``batch_size``, which
+    accumulation makes up.
+
+    Args:
+        model: A module or a plain count of parameters, as for ``estimate_memory``.
+        hardware: What to train on; None: this machine.
+        batch: An example batch for activations; without one they are not counted, and the margin must hold them.
+        batch_size: Samples of an optimizer step, over all devices; None: as many as fit at a time.
+        optimizer: As for ``estimate_memory``.
+        margin: The part of the memory to leave free, in [0, 1): for kernels and what an allocator leaves in pieces.
+
+    Raises:
+        ValueError: If nothing fits; says what is missing.
+
+    Example:
+        >>> suggestion = suggest_strategy(7_000_000_000, hardware=Hardware(80e9, devices=8, host_memory=1e12))
+        >>> suggestion.preset
+        'fsdp2_bf16'
+    """
+    hardware = hardware or Hardware.detect()
+    check_range("margin", margin, 0.0, 1.0, below=True)
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    failed: list[MemoryEstimate] = []
+    for name in candidates(hardware):
+        estimate = estimate_memory(
+            model, strategy=name, optimizer=optimizer, devices=hardware.devices, nodes=hardware.nodes, batch=batch
+        )
+        smallest = estimate if estimate.measured is None else estimate.with_batch(1)
+        if shortage(smallest, hardware, margin):
+            failed.append(smallest)
+            continue
+        micro, accumulate = _batches(estimate, hardware, batch_size, margin)
+        estimate = estimate if micro is None else estimate.with_batch(micro)
+        reasons = [*(why_not(each, hardware, margin) for each in failed), why_it_fits(estimate, hardware, margin)]
+        return Suggestion(
+            *(name, hardware, micro, accumulate, tuple(reasons)),
+            advice(estimate, hardware, margin, failed, batch_size, accumulate),
+            estimate,
+        )
+    raise ValueError(_nothing_fits(failed, hardware, margin))
+
+
+def candidates(hardware: Hardware) -> list[str]:
+    """Names of presets, the fastest first."""
+    one, slow = hardware.world == 1, hardware.links == "slow"
+    if not hardware.bf16:
+        whole = ["single_fp16"] if one else ["ddp_fp16"]
+        sliced = [] if one else ["zero2_fp16", "zero3_fp16"]
+        return [*whole, *sliced, "zero2_offload_fp16", "zero3_offload_fp16"]
+    if one:
+        whole, sliced = ["single_bf16"], []
+    elif slow:
+        whole, sliced = ["ddp_compressed_bf16"], ["zero1_bf16", "zero2_bf16", "fsdp2_bf16"]
+    else:
+        whole, sliced = ["ddp_bf16"], ["fsdp2_bf16"]
+    return [*whole, *sliced, "zero2_offload_bf16", "zero3_offload_bf16", "zero3_nvme_bf16"]
+
+
+def _batches(
+    estimate: MemoryEstimate, hardware: Hardware, batch_size: int | None, margin: float
+) -> tuple[int | None, int]:
+    """Samples at a time on each device, and how many times."""
+    if estimate.measured is None:
+        return None, 1
+    most = estimate.largest_batch(hardware.device_memory * (1 - margin))
+    if batch_size is None:
+        return (most - most % 8 if most > 8 else most), 1  # sizes that tensor cores like
+    share = max(1, -(-batch_size // hardware.world))
+    times = -(-share // most)
+    return -(-share // times), times
+
+
+def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: float) -> str:
+    shortages = [shortage(estimate, hardware, margin) for estimate in failed]
+    lacking = min(shortages, key=lambda missing: (missing.get(DEVICE, 0), sum(missing.values())))
+    last = failed[shortages.index(lacking)]
+    missing = " and ".join(f"{readable(size)} {where}" for where, size in lacking.items())
+    remedy = "Use more devices, or an optimizer with smaller states (adamw_8bit)"
+    if last.activations > hardware.device_memory / 4:
+        remedy += ", or activation checkpointing"
+    if last.largest_layer > hardware.device_memory / 4:
+        remedy += (
+            f". The largest layer alone takes {readable(last.largest_layer)}: split it (memory-centric tiling,"
+            " deepspeed.zero.TiledLinear, or tensor parallelism with ModelParallelStrategy)"
+        )
+    return f"Nothing fits. Nearest is {last.strategy}, for which {missing} is missing. {remedy}."

@@ -1,0 +1,189 @@
+"""How much memory training takes, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_tricks.advisor.activations import Activations, Regime, batch_samples, measure
+from lightning_tricks.advisor.estimate import MemoryEstimate
+from lightning_tricks.advisor.layout import Layout, layout_of
+from lightning_tricks.advisor.parameters import Parameters, parameters_of
+from lightning_tricks.advisor.states import OptimizerLike, States, states_of
+from lightning_tricks.core.checks import check_choice, check_count
+
+# Elements that DeepSpeed sends at a time, as Lightning's DeepSpeedStrategy sets it, and that it keeps gathered since
+# they are used again within max_reuse_distance: the last ones of the forward pass.
+BUCKET = 200_000_000
+REUSED = 500_000_000
+
+EXTRAS = ("ema", "swa", "sam")
+
+
+def estimate_memory(
+    model: nn.Module | int,
+    *,
+    optimizer: OptimizerLike = "adamw",
+    precision: str | None = None,
+    strategy: str | None = None,
+    devices: int = 1,
+    nodes: int = 1,
+    batch: Any = None,
+    batch_size: int | None = None,
+    extras: Collection[str] = (),
+    device: str = "cuda",
+) -> MemoryEstimate:
+    """The bytes that training a model takes on each device, with activations measured and nothing allocated.
+
+    Weights, gradients and optimizer states are counted: fp32 or mixed precision takes ``4 + 4 + states`` bytes a
+    parameter, and 2 more for 16-bit copies in mixed; ZeRO in 16 bits ``2 + 2 + (4 + states)``, of which stage 1
+    slices the last, 2 the last two, 3 all; FSDP2 slices ``4 + 4 + states``. States are 8 for AdamW. Activations are
+    those of a training step on tensors without memory, in this precision, on a batch of the size asked for (that one
+    exactly) and on twice as many samples, which together give any other: see ``MemoryEstimate.with_batch``. What
+    kernels and libraries take inside of them, and what an allocator leaves in pieces, is not seen.
+
+    Args:
+        model: A LightningModule, of which ``training_step`` runs; another module, called with the batch (a loss is
+            made of its outputs); on any device, "meta" too. Or a plain count of parameters. It stays as it is.
+        optimizer: A name: "sgd", "sgd_momentum", "adam", "adamw", "adamw_8bit", "adafactor", "lion", "muon" and more;
+            or a torch optimizer, its class, or a function from parameters to it, of which states are counted.
+        precision: Lightning's name, for example "bf16-mixed"; None: the preset's, or "bf16-mixed".
+        strategy: One of ``presets()``, "ddp", or None for one whole model on each device without buckets.
+        devices: Of each node.
+        nodes: Machines.
+        batch: An example batch for activations. A batch of a module that is no LightningModule has its inputs first.
+        batch_size: Samples on each device; None: those of ``batch``.
+        extras: What keeps a copy of the weights: "ema", "swa", "sam".
+        device: Where training is to run, "cuda" or "cpu": which functions autocast computes in fp32.
+
+    Raises:
+        ValueError: If a name is unknown, a precision is not the preset's, or the step does not run without a Trainer.
+        TypeError: If an argument is of another kind.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
+        >>> estimate = estimate_memory(net, precision="32-true", batch=torch.zeros(8, 100))
+        >>> estimate.weights == estimate.gradients == 4 * (100 * 100 + 100 + 100 * 10 + 10)
+        True
+        >>> estimate.with_batch(64).activations > estimate.activations
+        True
+
+    References:
+        Rajbhandari et al., ZeRO, arXiv 1910.02054.
+    """
+    check_count("devices", devices)
+    check_count("nodes", nodes)
+    check_choice("device", device, ("cuda", "cpu"))
+    for extra in extras:
+        check_choice("extras", extra, EXTRAS)
+    if not isinstance(model, nn.Module):
+        check_count("model", model)
+    layout = layout_of(strategy, precision)
+    parameters = parameters_of(model)
+    trained = [weight for weight in parameters.weights if weight.trained]
+    kept_in = torch.float32 if layout.engine == "zero" else layout.held
+    states = states_of(optimizer, trained, kept_in, foreach=device == "cuda")
+    measured = _measured(model, batch, batch_size, layout, device)
+    samples = None if measured is None else batch_size or measured.samples
+    return MemoryEstimate(
+        strategy=layout.strategy,
+        precision=layout.precision,
+        world=devices * nodes,
+        batch_size=samples,
+        activations=0 if measured is None or samples is None else measured.at(samples),
+        measured=measured,
+        **_parts(layout, parameters, states, devices * nodes, nodes, extras, measured),
+    )
+
+
+def _measured(
+    model: nn.Module | int, batch: Any, batch_size: int | None, layout: Layout, device: str
+) -> Activations | None:
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    if batch is None:
+        if batch_size is not None:
+            raise ValueError(f"batch_size={batch_size} needs batch=: an example batch, of any size.")
+        return None
+    if not isinstance(model, nn.Module):
+        raise ValueError("batch= needs a module: a plain count of parameters has no activations.")
+    regime = Regime(layout.computed, layout.autocast, layout.engine != "single", device == "cuda")
+    return measure(model, batch, batch_size or batch_samples(batch), regime)
+
+
+def _parts(
+    layout: Layout,
+    parameters: Parameters,
+    states: States,
+    world: int,
+    nodes: int,
+    extras: Collection[str],
+    measured: Activations | None,
+) -> dict[str, int]:
+    """Bytes on each device, in each node's memory and on its disk."""
+    zero, away = layout.engine == "zero", layout.offload != "none"
+    masters = parameters.bytes(torch.float32, trained=True) if zero else 0
+    weights = _share(parameters.bytes(layout.held), layout.slices(3, world))
+    gradients = _share(parameters.bytes(layout.held, trained=True), layout.slices(2, world))
+    optimizer = _share(masters + states.held, layout.slices(1, world))
+    copies = masters or parameters.bytes(layout.held, trained=True)
+    here = {
+        "weights": 0 if away and layout.stage == 3 else weights,
+        "gradients": 0 if away else gradients,
+        "optimizer": 0 if away else optimizer,
+        "extras": _share(len(extras) * copies, layout.slices(1, world)),
+        "buffers": parameters.buffer_bytes,
+        "casts": _casts(layout, parameters, measured),
+        "passing": 0 if away else _share(states.passing, layout.slices(1, world)),
+        "largest_layer": _computed(layout, parameters, parameters.largest_layer),
+        **_on_the_way(layout, parameters),
+    }
+    return {**here, **_elsewhere(layout, parameters, masters + states.held, nodes)}
+
+
+def _on_the_way(layout: Layout, parameters: Parameters) -> dict[str, int]:
+    """Gathered weights, and gradients that are being sent."""
+    gathered = communication = 0
+    if layout.engine == "ddp" and not layout.bucket_view:
+        communication = parameters.bytes(layout.held, trained=True)
+    if layout.engine == "fsdp2":  # a block that computes, the next one, and what is in no block; a block's gradients
+        gathered = _computed(layout, parameters, 2 * parameters.largest_block + parameters.outside_blocks)
+        communication = 2 * _computed(layout, parameters, parameters.largest_block)
+    if layout.engine == "zero" and layout.stage == 3:
+        gathered = _computed(layout, parameters, parameters.largest_layer + REUSED)
+    if layout.engine == "zero":  # two buckets, to fill one while the other is sent, below stage 3
+        communication = (1 if layout.stage == 3 else 2) * BUCKET * (layout.held or torch.float32).itemsize
+    return {"gathered": gathered, "communication": communication}
+
+
+def _computed(layout: Layout, parameters: Parameters, numel: int) -> int:
+    """Bytes of so many parameters, no more than there are, in the type that they are computed with."""
+    everything = parameters.numel()
+    return -(-parameters.bytes(layout.computed) * min(numel, everything) // everything)
+
+
+def _casts(layout: Layout, parameters: Parameters, measured: Activations | None) -> int:
+    if measured is not None:
+        return measured.casts
+    wide = [weight for weight in parameters.weights if weight.dtype == torch.float32]
+    return sum(weight.bytes(layout.autocast) for weight in wide) if layout.casts else 0
+
+
+def _elsewhere(layout: Layout, parameters: Parameters, states: int, nodes: int) -> dict[str, int]:
+    """In the memory of each node and on its disk: what is offloaded, in slices over the nodes."""
+    if layout.offload == "none":
+        return {"host": 0, "nvme": 0}
+    weights = parameters.bytes(layout.held) if layout.stage == 3 else 0
+    # DeepSpeed's optimizer steps on fp32 gradients
+    gradients = parameters.bytes(torch.float32 if layout.engine == "zero" else layout.held, trained=True)
+    if layout.offload == "nvme":
+        return {"host": _share(gradients, nodes), "nvme": _share(weights + states, nodes)}
+    return {"host": _share(weights + gradients + states, nodes), "nvme": 0}
+
+
+def _share(size: int, slices: int) -> int:
+    return -(-size // slices)

@@ -1,0 +1,130 @@
+"""suggest_strategy: the decision tree, case by case, on hardware that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks.advisor import Hardware, estimate_memory, suggest_strategy
+from lightning_tricks.strategies import presets
+
+GB = 1e9
+SMALL, MIDDLE, LARGE, HUGE = 10**8, 7 * 10**9, 30 * 10**9, 10**13
+
+
+def big_layer() -> nn.Module:
+    """Small, apart from one layer of 20 GB in bf16."""
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(100_000, 100_000), nn.Linear(100_000, 10))
+
+
+CASES: list[tuple[Any, dict[str, Any], str | None]] = [
+    # one device: fits; its optimizer does not; nor do its weights; nor the host's memory
+    (SMALL, {}, "single_bf16"),
+    (SMALL, {"links": "slow"}, "single_bf16"),
+    (MIDDLE, {}, "zero2_offload_bf16"),
+    (LARGE, {"host_memory": 1000 * GB}, "zero3_offload_bf16"),
+    (LARGE, {"nvme": 2000 * GB}, "zero3_nvme_bf16"),
+    (LARGE, {}, None),
+    (big_layer, {"device_memory": 16 * GB}, None),
+    # one node
+    (SMALL, {"devices": 8}, "ddp_bf16"),
+    (SMALL, {"devices": 8, "links": "slow"}, "ddp_compressed_bf16"),
+    (MIDDLE, {"devices": 8}, "fsdp2_bf16"),
+    (MIDDLE, {"devices": 8, "links": "slow", "device_memory": 50 * GB}, "zero1_bf16"),
+    (MIDDLE, {"devices": 8, "links": "slow", "device_memory": 40 * GB}, "zero2_bf16"),
+    (MIDDLE, {"devices": 8, "links": "slow"}, "fsdp2_bf16"),
+    (LARGE, {"devices": 4, "host_memory": 1000 * GB}, "zero3_offload_bf16"),
+    (LARGE, {"devices": 4, "nvme": 2000 * GB}, "zero3_nvme_bf16"),
+    (big_layer, {"devices": 8, "device_memory": 16 * GB}, None),
+    # several nodes
+    (SMALL, {"devices": 8, "nodes": 4}, "ddp_bf16"),
+    (SMALL, {"devices": 8, "nodes": 4, "links": "slow"}, "ddp_compressed_bf16"),
+    (LARGE, {"devices": 8, "nodes": 8}, "fsdp2_bf16"),
+    (LARGE, {"devices": 8, "nodes": 8, "links": "slow"}, "fsdp2_bf16"),
+    (HUGE, {"devices": 8, "nodes": 4}, None),
+    (big_layer, {"devices": 8, "nodes": 4, "links": "slow", "device_memory": 16 * GB}, None),
+    # no bf16
+    (SMALL, {"bf16": False}, "single_fp16"),
+    (SMALL, {"bf16": False, "devices": 8}, "ddp_fp16"),
+    (MIDDLE, {"bf16": False}, "zero2_offload_fp16"),
+    (MIDDLE, {"bf16": False, "devices": 8}, "zero3_fp16"),
+    (MIDDLE, {"bf16": False, "devices": 8, "device_memory": 40 * GB}, "zero2_fp16"),
+]
+
+
+@pytest.mark.parametrize(("model", "hardware", "expected"), CASES)
+def test_the_tree(model: Any, hardware: dict[str, Any], expected: str | None) -> None:
+    machines = Hardware(**{"device_memory": 24 * GB, "host_memory": 256 * GB, **hardware})
+    model = model() if callable(model) else model
+    if expected is None:
+        with pytest.raises(ValueError, match=r"Nothing fits. Nearest is .* missing.* Use more devices"):
+            suggest_strategy(model, hardware=machines)
+        return
+    suggestion = suggest_strategy(model, hardware=machines)
+    assert suggestion.preset == expected
+    assert suggestion.preset in {row["name"] for row in presets()}
+    assert suggestion.estimate.total <= 0.9 * machines.device_memory
+    assert suggestion.reasons[-1].startswith(f"{expected} takes ")
+
+
+def test_a_layer_that_fits_nowhere_is_to_be_tiled() -> None:
+    with pytest.raises(ValueError, match=r"The largest layer alone takes 20 GB: split it \(memory-centric tiling"):
+        suggest_strategy(big_layer(), hardware=Hardware(16 * GB, host_memory=10_000 * GB))
+
+
+def test_what_was_passed_over_is_told_with_numbers() -> None:
+    suggestion = suggest_strategy(2 * 10**9, hardware=Hardware(33 * GB, devices=2))
+    plain = estimate_memory(2 * 10**9, strategy="ddp_bf16", devices=2)
+    assert suggestion.reasons[0] == f"ddp_bf16 needs {(plain.total - 0.9 * 33 * GB) / GB:.3g} GB more on each device."
+    assert "with an 8-bit optimizer (optimizer='adamw_8bit') it fits." in " ".join(suggestion.advice)
+    assert suggest_strategy(2 * 10**9, hardware=suggestion.hardware, optimizer="adamw_8bit").preset == "ddp_bf16"
+
+
+@pytest.mark.parametrize(("batch_size", "devices"), [(256, 1), (256, 4), (100, 3), (2, 4), (None, 2)])
+def test_batch_size_and_accumulation(batch_size: int | None, devices: int) -> None:
+    net = nn.Sequential(nn.Linear(1000, 4000), nn.ReLU(), nn.Linear(4000, 1000))
+    strategy = "single_bf16" if devices == 1 else "ddp_bf16"
+    fixed = estimate_memory(net, strategy=strategy, batch=torch.zeros(2, 1000), optimizer="sgd").with_batch(20).total
+    hardware = Hardware(fixed / 0.9, devices=devices)
+    suggestion = suggest_strategy(
+        net, hardware=hardware, batch=torch.zeros(2, 1000), batch_size=batch_size, optimizer="sgd"
+    )
+    micro, effective = suggestion.micro_batch_size, suggestion.effective_batch_size
+    assert micro is not None
+    assert effective is not None
+    assert suggestion.estimate.batch_size == micro
+    assert suggestion.estimate.total <= fixed
+    if batch_size is None:
+        assert micro == 16
+        assert suggestion.accumulate_grad_batches == 1
+    else:
+        assert 0 <= effective - batch_size < devices * suggestion.accumulate_grad_batches
+        assert suggestion.accumulate_grad_batches == -(-max(1, -(-batch_size // devices)) // 20)
+    assert f"strategy={suggestion.preset!r}" in str(suggestion)
+    assert suggestion.to_dict()["micro_batch_size"] == micro
+
+
+def test_this_machine_needs_a_device_or_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="No CUDA device is seen here: pass device_memory="):
+        Hardware.detect()
+    assert Hardware.detect(device_memory=24 * GB).host_memory > GB
+
+
+@pytest.mark.gpu
+def test_this_machine_is_seen() -> None:
+    found = Hardware.detect()
+    assert found.devices == torch.cuda.device_count()
+    assert found.device_memory > GB
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"devices": 0}, {"nodes": 0}, {"links": "nvlink"}, {"device_memory": -1}, {"host_memory": -1}]
+)
+def test_wrong_hardware_is_said(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Hardware(**{"device_memory": 1.0, **wrong})

@@ -1,0 +1,57 @@
+"""The command suggest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lightning_tricks.cli.main import main
+
+
+def run(*arguments: str) -> int:
+    return main(["suggest", *arguments])
+
+
+def test_it_prints_a_trainer_and_the_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    machines = ("--device-memory", "80GB", "--devices", "8", "--host-memory", "1TB")
+    assert run("7B", *machines) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "Trainer(strategy='fsdp2_bf16', devices=8, num_nodes=1, accumulate_grad_batches=1)"
+    assert second.startswith("ddp_bf16 needs ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "preset"),
+    [
+        (["--nodes", "2", "--links", "slow"], "ddp_compressed_bf16"),
+        (["--no-bf16"], "ddp_fp16"),
+        (["--device-memory", "1GiB"], "fsdp2_bf16"),
+        (["--device-memory", "1GiB", "--optimizer", "adamw_8bit"], "ddp_bf16"),
+    ],
+)
+def test_the_machines_decide(arguments: list[str], preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("50M", "--device-memory", "24GB", "--devices", "8", *arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["strategy"] == preset
+
+
+def test_batch_size_and_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--device-memory", "1GB", "--devices", "2", "--batch-size", "512")
+    assert run("timm:vit_tiny_patch16_224", *arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["accumulate_grad_batches"] > 1
+    assert 512 <= found["effective_batch_size"] < 512 + 2 * found["accumulate_grad_batches"]
+
+
+def test_without_a_device_its_memory_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("7B") == 1
+    assert "pass device_memory=" in capsys.readouterr().err
+    assert run("7B", "--device-memory", "8GB", "--host-memory", "1GB") == 1
+    assert "Nothing fits." in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        run("7B", "--device-memory", "8 apples")
+    assert "'8 apples' is no size: write for example 24GB" in capsys.readouterr().err
