@@ -7,6 +7,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_los
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
+from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.swa import SWA
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "Mixup",
+    "SkipNonFinite",
     "cutmix",
     "mixup",
     "ohem_loss",
