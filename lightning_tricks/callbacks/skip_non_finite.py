@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.finite_watch import FiniteWatch
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window
 from lightning_tricks.core.trainer import is_fitting, log_now_and_then
 
 
@@ -54,7 +54,8 @@ class SkipNonFinite(Callback):
         self.max_consecutive = max_consecutive
         self.skipped_steps = 0
         self._in_a_row = 0
-        self._watch, self._guard = FiniteWatch(), StepGuard()
+        self._leaves_out = True  # or a GradScaler does
+        self._watch, self._window, self._guard = FiniteWatch(), Window(), StepGuard()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -74,15 +75,17 @@ class SkipNonFinite(Callback):
                 "SkipNonFinite cannot leave out a step of LBFGS, which changes the weights before each of its closures."
                 " Use another optimizer, or leave SkipNonFinite out."
             )
-        self._watch = FiniteWatch()
-        if getattr(trainer.precision_plugin, "scaler", None) is None:
+        self._watch, self._window = FiniteWatch(), Window()
+        self._leaves_out = getattr(trainer.precision_plugin, "scaler", None) is None
+        if self._leaves_out:
             self._guard.start(trainer)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._guard.begin_batch(pl_module)
+        self._guard.begin_batch()
+        self._window.begin_batch(pl_module)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -92,12 +95,14 @@ class SkipNonFinite(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._watch.finite(trainer, optimizer):
+        if self._watch.finite(trainer, [optimizer]):
             self._in_a_row = 0
-            self._guard.end_window(pl_module)
+            self._window.end(pl_module)
             return
         self._in_a_row += 1
         self.skipped_steps += 1
+        if self._leaves_out:
+            self._window.restore()
         trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         if self._in_a_row >= self.max_consecutive:
             raise FloatingPointError(
@@ -105,7 +110,7 @@ class SkipNonFinite(Callback):
                 f" in a row after step {trainer.global_step}; {self._watch.report(trainer, pl_module)}. Lower the"
                 " learning rate, clip gradients, or look at the data."
             )
-        if getattr(trainer.precision_plugin, "scaler", None) is None:
+        if self._leaves_out:
             raise LeaveOutStep
 
     @override

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
@@ -9,6 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks.core.finite import all_finite, names_of_nonfinite
+
+
+def true_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
+    """What the training step returned, of a loss that Lightning has divided and scaled for its backward pass."""
+    scaler, loss = getattr(trainer.precision_plugin, "scaler", None), loss.detach()
+    loss = loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
+    return loss * trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else loss
 
 
 class FiniteWatch:
@@ -20,18 +29,14 @@ class FiniteWatch:
 
     def note(self, trainer: pl.Trainer, loss: Tensor) -> None:
         """Look at a loss before its backward pass, without waiting for the device."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        loss = loss.detach()
-        loss = loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
-        if trainer.lightning_module.automatic_optimization:
-            loss = loss * trainer.accumulate_grad_batches
+        loss = true_loss(trainer, loss)
         finite = loss.isfinite()
         self._losses = finite if self._losses is None else self._losses & finite
         self._last = torch.where(finite, loss, torch.nan if self._last is None else self._last)
 
-    def finite(self, trainer: pl.Trainer, optimizer: Optimizer) -> bool:
-        """Whether the window's losses and the optimizer's gradients are finite on every rank; all ranks ask."""
-        good = all_finite(_gradients(optimizer)).to(trainer.strategy.root_device)
+    def finite(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether the losses since the last time and the optimizers' gradients are finite on every rank; all ask."""
+        good = all_finite(_gradients(optimizers)).to(trainer.strategy.root_device)
         good = good if self._losses is None else good & self._losses.to(good.device)
         self._losses = None
         if trainer.world_size > 1:
@@ -53,8 +58,9 @@ class FiniteWatch:
         return f"not finite: {which}; last finite loss: {last}"
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    weights = (weight for group in groups for weight in group["params"])
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
