@@ -26,8 +26,9 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     parts = [part for part in map(_plain, tensors) if part.numel()]
     if not parts:
         return torch.tensor(True)
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     largest = torch._foreach_norm(parts, float("inf"))  # which undefined entries make undefined
-    return torch.stack([each.to(parts[0].device, torch.float32) for each in largest]).isfinite().all()
+    return torch.stack([each.to(parts[0].device, dtype) for each in largest]).isfinite().all()
 
 
 def names_of_nonfinite(named: Mapping[str, Tensor]) -> list[str]:
