@@ -7,7 +7,10 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_los
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
+from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
+from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.swa import SWA
+from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 
 __all__ = [
     "EMA",
@@ -18,6 +21,9 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "Mixup",
+    "RewindOnSpike",
+    "SkipNonFinite",
+    "TerminateOnNonFinite",
     "cutmix",
     "mixup",
     "ohem_loss",

@@ -101,6 +101,18 @@ def steps_now(trainer: pl.Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def uncount_steps(trainer: pl.Trainer, steps: int) -> None:
+    """Take optimizer steps that were left out back from ``global_step``, which has no public setter."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    for tracker in (progress.total, progress.current):
+        tracker.ready -= steps
+        tracker.completed -= steps
+
+
 def ends_here(trainer: pl.Trainer) -> bool:
     """Whether the optimizer step just made is the last that is planned."""
     last_epoch = 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1

@@ -24,6 +24,7 @@ class Trick:
         images: Whether it needs images.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         accumulates: Whether it sets the accumulation itself.
+        guards: Whether it does nothing as long as nothing is wrong.
         yaml: What a user adds to a LightningCLI configuration for it; None where there is nothing to add.
         refused: The engines, of FSDP2 and DeepSpeed, where it raises an error that names the strategy.
     """
@@ -34,6 +35,7 @@ class Trick:
     images: bool = False
     by_batches: bool = False
     accumulates: bool = False
+    guards: bool = False
     yaml: dict[str, Any] | None = None
     refused: tuple[str, ...] = ()
 
@@ -57,6 +59,15 @@ class Trick:
 
 def schedule(factory: Callable[..., Any], **off: float) -> Trick:
     return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
+
+
+def guard(callback: Callable[[], Callback], *refused: str) -> Trick:
+    return Trick(
+        callbacks={"on": lambda: [callback()], "off": lambda: [callback()]},
+        guards=True,
+        yaml={"trainer": {"callbacks": [callback().__class__.__name__]}},
+        refused=refused,
+    )
 
 
 SETTINGS: dict[str, Trick] = {
@@ -108,6 +119,7 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
+    "RewindOnSpike": guard(lt.RewindOnSpike, "DeepSpeed"),
     "SAMMixin": Trick(
         sam={"on": 0.1, "off": 0.0},
         yaml={"model": {"class_path": "tests.conformance.test_regimes.YamlSAMNet", "init_args": {"sam": {"rho": 0.1}}}},
@@ -129,6 +141,8 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "BatchSizeWarmup", "init_args": {"end": 2, "over": 1}}]}},
         refused=("DeepSpeed",),
     ),
+    "SkipNonFinite": guard(lt.SkipNonFinite, "DeepSpeed"),
+    "TerminateOnNonFinite": guard(lt.TerminateOnNonFinite),
     "constant": Trick(schedule={"on": lambda o, m: lt.constant(o, m, warmup=3), "off": lt.constant}),
     "cosine": schedule(lt.cosine),
     "cosine_restarts": schedule(lt.cosine_restarts),

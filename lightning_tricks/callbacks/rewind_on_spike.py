@@ -1,0 +1,216 @@
+"""Training goes back to a good state when the loss spikes, and leaves the bad batches out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.finite_watch import FiniteWatch, true_loss
+from lightning_tricks.core.snapshot import Snapshot
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard
+from lightning_tricks.core.trainer import is_fitting, log_now_and_then
+from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.schedules.scaling import scaled_lrs
+
+
+def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
+    """Whether ``loss > mean(before) + threshold * std(before)``, or it is not finite.
+
+    Args:
+        loss: A new loss.
+        before: At least two losses.
+        threshold: Standard deviations, above 0.
+
+    Example:
+        >>> is_spike(2.5, [1.0, 1.1, 0.9, 1.0], threshold=6.0), is_spike(1.2, [1.0, 1.1, 0.9, 1.0], threshold=6.0)
+        (True, False)
+    """
+    return not math.isfinite(loss) or loss > statistics.fmean(before) + threshold * statistics.stdev(before)
+
+
+@final
+class RewindOnSpike(Callback):
+    """Goes back to the last snapshot when ``loss > mean + threshold * std`` of the last steps, or is not finite.
+
+    The loss of an optimizer step is the mean over its accumulated batches and all ranks. It is judged before the
+    optimizer steps, once ``window`` steps have been seen; what is not finite, gradients included, at any time. Weights,
+    buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are then, bit for bit, those
+    of the snapshot, and training goes on with the batches that come next: those since the snapshot are left out, so an
+    epoch ends that many steps before the end of a schedule. Snapshots are in host memory, each rank's own shards; the
+    first is made when training starts.
+
+    With a GradScaler (fp16) infinite gradients are part of its search for a scale, and the losses alone are judged.
+    ``rewinds`` has the number so far, logged as ``tricks/rewinds``.
+
+    Args:
+        threshold: Standard deviations above the mean, above 0.
+        window: Optimizer steps that mean and deviation are of, at least 2.
+        every_n_steps: Optimizer steps between snapshots, at least 1.
+        max_rewinds: Training stops when it would go back once more, at least 1.
+        lr_factor: Of the learning rates in the ``lr_steps`` optimizer steps after going back, in (0, 1].
+        lr_steps: That many, 0 for none.
+
+    Raises:
+        ValueError: For a value out of range.
+        TypeError: For a value of another type.
+        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, and with manual optimization.
+        FloatingPointError: At the spike after the last rewind that is allowed; with the losses before it.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[RewindOnSpike(max_rewinds=3)], accelerator="cpu", logger=False)
+
+    References:
+        Khrushchev et al., YaLM 100B, 2022; Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 6.0,
+        *,
+        window: int = 100,
+        every_n_steps: int = 100,
+        max_rewinds: int = 5,
+        lr_factor: float = 1.0,
+        lr_steps: int = 0,
+    ) -> None:
+        check_range("threshold", threshold, 0.0)
+        check_count("window", window - 1 if isinstance(window, int) else window)
+        check_count("every_n_steps", every_n_steps)
+        check_count("max_rewinds", max_rewinds)
+        check_range("lr_factor", lr_factor, 0.0, 1.0)
+        check_range("lr_steps", lr_steps, 0)
+        self.threshold = threshold
+        self.window = window
+        self.every_n_steps = every_n_steps
+        self.max_rewinds = max_rewinds
+        self.lr_factor = lr_factor
+        self.lr_steps = lr_steps
+        self.rewinds = 0
+        self._losses: deque[float] = deque(maxlen=window)  # of good steps
+        self._slow_until = 0  # the step at which the learning rates are the schedule's again
+        self._watch, self._guard = FiniteWatch(), StepGuard()
+        self._parts: list[Tensor] = []  # the losses of the window's batches
+        self._snapshot: tuple[Snapshot, list[float]] | None = None  # and the good losses then
+        self._undo: Callable[[], None] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not is_fitting(trainer):
+            return
+        self.rewinds, self._slow_until = 0, 0
+        self._losses.clear()
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            found = f"{type(trainer.strategy).__name__}, which steps by itself: use another strategy"
+        elif not pl_module.automatic_optimization:
+            found = f"{type(pl_module).__name__}.automatic_optimization=False: step there only if the loss is good"
+        else:
+            return
+        raise MisconfigurationException(f"RewindOnSpike cannot work with {found}, or leave RewindOnSpike out.")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                "RewindOnSpike cannot leave out a step of LBFGS, which changes the weights before each of its closures."
+                " Use another optimizer, or leave RewindOnSpike out."
+            )
+        self._watch, self._parts = FiniteWatch(), []
+        self._guard.start(trainer)
+        self._undo = wrap_method(trainer.strategy, "optimizer_step", partial(self._slowly, trainer))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._guard.begin_batch()
+        if self._snapshot is None or trainer.global_step >= self._snapshot[0].step + self.every_n_steps:
+            self._snapshot = None  # frees its memory first
+            self._snapshot = Snapshot(trainer, pl_module), list(self._losses)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._watch.note(trainer, loss)
+        self._parts.append(true_loss(trainer, loss))
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        loss = trainer.strategy.reduce(torch.stack(self._parts).mean(), reduce_op="mean").item()
+        self._parts.clear()
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        finite = self._watch.finite(trainer, [] if scaled else [optimizer])
+        full = len(self._losses) == self.window
+        if finite and not (full and is_spike(loss, self._losses, self.threshold)):
+            self._losses.append(loss)
+            return
+        self._rewind(trainer, pl_module, loss)
+        raise LeaveOutStep
+
+    def _rewind(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: float) -> None:
+        assert self._snapshot is not None, "made when training started"
+        if self.rewinds == self.max_rewinds:
+            before = ", ".join(f"{each:.4g}" for each in list(self._losses)[-5:]) or "none"
+            raise FloatingPointError(
+                f"RewindOnSpike has gone back max_rewinds={self.max_rewinds} times, and the loss is {loss:.4g} after"
+                f" step {trainer.global_step} again (good ones before it: {before}). Lower the learning rate, clip"
+                " gradients, or look at the data."
+            )
+        self.rewinds += 1
+        trainer.callback_metrics["tricks/rewinds"] = torch.tensor(float(self.rewinds))
+        snapshot, losses = self._snapshot
+        snapshot.restore(trainer, pl_module)
+        self._losses = deque(losses, maxlen=self.window)
+        self._slow_until = snapshot.step + self.lr_steps
+
+    def _slowly(
+        self, trainer: pl.Trainer, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if trainer.global_step >= self._slow_until:
+            return original(optimizer, *args, **kwargs)
+        with scaled_lrs(optimizer, self.lr_factor, "RewindOnSpike"):
+            return original(optimizer, *args, **kwargs)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        log_now_and_then(trainer, lambda: {"tricks/rewinds": float(self.rewinds)})
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._leave()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._guard.stop()
+        if self._undo is not None:
+            self._undo()
+        self._snapshot, self._undo = None, None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"rewinds": self.rewinds, "losses": list(self._losses), "slow_until": self._slow_until}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rewinds, self._slow_until = state_dict["rewinds"], state_dict["slow_until"]
+        self._losses = deque(state_dict["losses"], maxlen=self.window)

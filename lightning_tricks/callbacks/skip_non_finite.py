@@ -1,0 +1,136 @@
+"""Optimizer steps without finite gradients are left out, on all ranks together."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.finite_watch import FiniteWatch
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window
+from lightning_tricks.core.trainer import is_fitting, log_now_and_then
+
+
+@final
+class SkipNonFinite(Callback):
+    """Leaves out the optimizer step of a window in which a loss or a gradient is infinite or undefined.
+
+    All ranks decide together, by one all-reduced number. The accumulated window is dropped as a whole, and everything
+    is as if its batches had not been trained on: weights, optimizer state, BatchNorm statistics and other buffers,
+    averages (``EMA``), ``global_step``. Schedules that count steps wait, so such a run ends as many steps before the
+    end of its schedule as were left out. The loader has moved on, and so have the random numbers.
+
+    With a GradScaler (fp16) the scaler itself leaves steps out, as it must to find its scale; then this only counts,
+    and what Lightning does with such a step stays as it is.
+
+    ``skipped_steps`` has the number so far, logged as ``tricks/skipped_steps``. An optimizer step costs one reading of
+    the gradients and one wait for the device more.
+
+    Args:
+        max_consecutive: Steps left out in a row after which training stops, at least 1.
+
+    Raises:
+        ValueError: If ``max_consecutive`` is below 1.
+        TypeError: If it is no whole number.
+        MisconfigurationException: Under DeepSpeed, which steps by itself, and with LBFGS, which steps many times.
+        FloatingPointError: After ``max_consecutive`` steps left out; names the parameters and the last finite loss.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[SkipNonFinite(max_consecutive=5)], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, *, max_consecutive: int = 10) -> None:
+        check_count("max_consecutive", max_consecutive)
+        self.max_consecutive = max_consecutive
+        self.skipped_steps = 0
+        self._in_a_row = 0
+        self._leaves_out = True  # or a GradScaler does
+        self._watch, self._window, self._guard = FiniteWatch(), Window(), StepGuard()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not is_fitting(trainer):
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                f"SkipNonFinite leaves out steps of torch's optimizers, got {type(trainer.strategy).__name__}, which"
+                " steps by itself. Leave SkipNonFinite out; in fp16 DeepSpeed leaves such steps out."
+            )
+        self.skipped_steps = self._in_a_row = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                "SkipNonFinite cannot leave out a step of LBFGS, which changes the weights before each of its closures."
+                " Use another optimizer, or leave SkipNonFinite out."
+            )
+        self._watch, self._window = FiniteWatch(), Window()
+        self._leaves_out = getattr(trainer.precision_plugin, "scaler", None) is None
+        if self._leaves_out:
+            self._guard.start(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._guard.begin_batch()
+        self._window.begin_batch(pl_module)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._watch.note(trainer, loss)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._watch.finite(trainer, [optimizer]):
+            self._in_a_row = 0
+            self._window.end(pl_module)
+            return
+        self._in_a_row += 1
+        self.skipped_steps += 1
+        if self._leaves_out:
+            self._window.restore()
+        trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
+        if self._in_a_row >= self.max_consecutive:
+            raise FloatingPointError(
+                f"SkipNonFinite(max_consecutive={self.max_consecutive}) has left out {self._in_a_row} optimizer steps"
+                f" in a row after step {trainer.global_step}; {self._watch.report(trainer, pl_module)}. Lower the"
+                " learning rate, clip gradients, or look at the data."
+            )
+        if self._leaves_out:
+            raise LeaveOutStep
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        log_now_and_then(trainer, partial(dict, {"tricks/skipped_steps": float(self.skipped_steps)}))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._guard.stop()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._guard.stop()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped_steps": self.skipped_steps, "in_a_row": self._in_a_row}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped_steps, self._in_a_row = state_dict["skipped_steps"], state_dict["in_a_row"]

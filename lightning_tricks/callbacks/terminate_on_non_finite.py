@@ -1,0 +1,113 @@
+"""Training stops before something that is not finite reaches the weights, and leaves what is needed to find out why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.finite_watch import FiniteWatch
+from lightning_tricks.core.step_guard import Window
+from lightning_tricks.core.trainer import is_fitting
+
+
+@final
+class TerminateOnNonFinite(Callback):
+    """Stops at the first infinite or undefined loss or gradient, with a checkpoint of the state before it.
+
+    The weights, the optimizer and the buffers are those before the window of the bad batch. A new folder
+    ``non_finite-step=N`` gets ``last_good.ckpt``, from which training can be resumed or the batch be tried again, and
+    ``batch-rank=R.pt`` with the batch of each rank, in host memory, as ``torch.load`` reads it. An existing folder is
+    never touched; the next gets ``-v1``, ``-v2`` behind its name. Then a FloatingPointError ends the fit on all ranks.
+
+    With a GradScaler (fp16) infinite gradients are part of its search for a scale, and under DeepSpeed gradients are
+    its own; there only the losses are looked at. Every batch waits for the device once.
+
+    Args:
+        dirpath: Where the folder is made; None for the directory of the logger, or the Trainer's
+            ``default_root_dir``.
+
+    Raises:
+        FloatingPointError: At the first loss or gradient that is not finite, with the paths and the parameters' names.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[TerminateOnNonFinite("debug")], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        self.dirpath = dirpath
+        self._watch, self._window = FiniteWatch(), Window()
+        self._batch: Any = None
+        self._gradients = True  # whether they are looked at
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if is_fitting(trainer):
+            self._watch, self._window = FiniteWatch(), Window()
+            scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+            self._gradients = not scaled and not isinstance(trainer.strategy, DeepSpeedStrategy)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch = batch
+        self._window.begin_batch(pl_module)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._watch.note(trainer, loss)
+        if not self._watch.finite(trainer, []):
+            self._stop(trainer, pl_module)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._gradients and not self._watch.finite(trainer, [optimizer]):
+            self._stop(trainer, pl_module)
+        self._window.end(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch = None
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._batch = None
+
+    def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._window.restore()
+        said = self._watch.report(trainer, pl_module)
+        folder = Path(trainer.strategy.broadcast(self._new_folder(trainer) if trainer.is_global_zero else ""))
+        batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().cpu())
+        torch.save(batch, folder / f"batch-rank={trainer.global_rank}.pt")
+        trainer.save_checkpoint(folder / "last_good.ckpt")
+        raise FloatingPointError(
+            f"TerminateOnNonFinite has stopped training after step {trainer.global_step}, in batch"
+            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. The state before it and the batch"
+            f" are in {folder}."
+        )
+
+    def _new_folder(self, trainer: pl.Trainer) -> Path:
+        logged = trainer.log_dir if trainer.loggers else None
+        parent = Path(self.dirpath or logged or trainer.default_root_dir)
+        name, version = f"non_finite-step={trainer.global_step}", 0
+        while True:
+            folder = parent / (f"{name}-v{version}" if version else name)
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                version += 1

@@ -1,0 +1,43 @@
+"""Whether numbers are finite, asked without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether no tensor has an infinite or undefined entry: one reading of each, by its largest magnitude.
+
+    Args:
+        tensors: Floating-point or complex tensors, dense or sparse; of DTensors this rank's part is looked at.
+
+    Returns:
+        A boolean scalar on the device of the first tensor, on the CPU for no tensors.
+
+    Example:
+        >>> bool(all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])]))
+        False
+    """
+    parts = [part for part in map(_plain, tensors) if part.numel()]
+    if not parts:
+        return torch.tensor(True)
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    largest = torch._foreach_norm(parts, float("inf"))  # which undefined entries make undefined
+    return torch.stack([each.to(parts[0].device, dtype) for each in largest]).isfinite().all()
+
+
+def names_of_nonfinite(named: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors with an infinite or undefined entry."""
+    return [name for name, tensor in named.items() if not all_finite([tensor])]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,69 @@
+"""What the ranks know together of losses and gradients that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks.core.finite import all_finite, names_of_nonfinite
+
+
+def true_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
+    """What the training step returned, of a loss that Lightning has divided and scaled for its backward pass."""
+    scaler, loss = getattr(trainer.precision_plugin, "scaler", None), loss.detach()
+    loss = loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
+    return loss * trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else loss
+
+
+class FiniteWatch:
+    """Looks at the losses of a window and at the gradients that they have left; waits for the device once a step."""
+
+    def __init__(self) -> None:
+        self._losses: Tensor | None = None  # whether those of the window are finite
+        self._last: Tensor | None = None  # finite loss
+
+    def note(self, trainer: pl.Trainer, loss: Tensor) -> None:
+        """Look at a loss before its backward pass, without waiting for the device."""
+        loss = true_loss(trainer, loss)
+        finite = loss.isfinite()
+        self._losses = finite if self._losses is None else self._losses & finite
+        self._last = torch.where(finite, loss, torch.nan if self._last is None else self._last)
+
+    def finite(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether the losses since the last time and the optimizers' gradients are finite on every rank; all ask."""
+        good = all_finite(_gradients(optimizers)).to(trainer.strategy.root_device)
+        good = good if self._losses is None else good & self._losses.to(good.device)
+        self._losses = None
+        if trainer.world_size > 1:
+            wrong = (~good).float()
+            dist.all_reduce(wrong, dist.ReduceOp.MAX)
+            return not wrong.item()
+        return bool(good)
+
+    def report(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
+        """Parameters with gradients that are not finite, on any rank, and the last finite loss; all ranks ask."""
+        gradients = {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
+        names = names_of_nonfinite(gradients)
+        if trainer.world_size > 1:
+            every: list[list[str]] = [[] for _ in range(trainer.world_size)]
+            dist.all_gather_object(every, names)
+            names = [name for name in gradients if any(name in each for each in every)]
+        which = f"the gradients of {_some(names)}" if names else "the loss, of which every gradient is finite"
+        last = "none" if self._last is None or self._last.isnan() else f"{self._last.item():.6g}"
+        return f"not finite: {which}; last finite loss: {last}"
+
+
+def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    weights = (weight for group in groups for weight in group["params"])
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

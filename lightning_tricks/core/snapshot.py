@@ -1,0 +1,97 @@
+"""The state of a fit in host memory, to go back to: weights, optimizers, schedules, averages, random numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_tricks.core.replay import random_state, set_random_state
+from lightning_tricks.core.saved import peers
+from lightning_tricks.core.trainer import uncount_steps
+
+
+class Snapshot:
+    """What a rank holds of a fit between two optimizer steps, its own shards only; nothing is gathered."""
+
+    @torch.no_grad()
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+        self._weights = [(tensor, _host(tensor)) for tensor in _held(module)]
+        self._optimizers = [
+            ({weight: _host_all(state) for weight, state in optimizer.state.items()}, _settings(optimizer))
+            for optimizer in trainer.optimizers
+        ]
+        self._averages = [
+            (each._running, _host_all(each._running.tensors), each._running.steps, each._running.updates)
+            for each in peers(trainer)
+        ]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in (*schedulers, *_scalers(trainer))]
+        self._random = random_state(module.device)
+
+    @torch.no_grad()
+    def restore(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Go back to it; it can be gone back to again."""
+        for tensor, saved in self._weights:
+            _local(tensor).copy_(saved)
+        for optimizer, (states, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
+            for weight in [weight for weight in optimizer.state if weight not in states]:
+                del optimizer.state[weight]
+            for weight, state in states.items():
+                _put(optimizer.state[weight], state)
+            for group, settings in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
+                group.update(settings)
+        for averages, tensors, steps, updates in self._averages:
+            averages.steps, averages.updates = steps, updates
+            _put(averages.tensors, tensors)
+        for each, state in self._stateful:
+            each.load_state_dict(copy.deepcopy(state))
+        set_random_state(self._random, module.device)
+        uncount_steps(trainer, trainer.global_step - self.step)
+
+
+def _held(module: pl.LightningModule) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _scalers(trainer: pl.Trainer) -> list[Any]:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return [] if scaler is None else [scaler]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return _local(tensor).to("cpu", copy=True)
+
+
+def _host_all(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _host(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Write saved values into tensors that are there, and beside them; what was not there goes."""
+    for key in values.keys() - saved.keys():
+        del values[key]
+    for key, value in saved.items():
+        if isinstance(value, Tensor):
+            _local(values[key]).copy_(value)
+        else:
+            values[key] = value

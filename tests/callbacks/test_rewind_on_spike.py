@@ -1,0 +1,231 @@
+"""RewindOnSpike: after a spike the run is the one that had never seen the batches since the snapshot."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Subset
+
+import lightning_tricks as lt
+from lightning_tricks.callbacks.rewind_on_spike import is_spike
+from tests.conformance.engines import cpu_deepspeed
+from tests.nets import Net, PlainNet, assert_equal, build, data, fit, weights
+from tests.ranks import run_ranks
+
+BATCHES = 16
+
+
+def batches(*left_out: int, rank: int = 0, ranks: int = 1) -> DataLoader[Any]:
+    starts = [8 * (ranks * batch + rank) for batch in range(BATCHES) if batch not in left_out]
+    indices = [sample for start in starts for sample in range(start, start + 8)]
+    return DataLoader(Subset(data(8 * ranks * BATCHES), indices), batch_size=8)
+
+
+class Clean(Net):
+    """With dropout, so that random numbers matter, BatchNorm, Adam and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        return lt.cosine(torch.optim.AdamW(self.parameters(), lr=0.02), self, warmup=2, total_steps=40)
+
+
+class Spiky(Clean):
+    factor = 1000.0
+    when: tuple[int, ...] = (10,)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.factor if batch_idx in self.when and self.global_rank == 0 else loss
+
+
+def spiky(base: type[Any] = Spiky, **attributes: Any) -> Any:
+    return build(type(base)("Spoiled", (base,), attributes))
+
+
+def rewind(**settings: Any) -> lt.RewindOnSpike:
+    return lt.RewindOnSpike(**{"window": 4, "every_n_steps": 4, **settings})
+
+
+def compare(spoiled: Any, clean: Any, left_out: tuple[int, ...], callback: Any, **settings: Any) -> None:
+    """Both train one epoch; bit-equal weights, averages, optimizer and learning rate at the end."""
+    averages = lt.EMA(0.9, at_end="raw"), lt.EMA(0.9, at_end="raw")
+    with_spike = fit(spoiled, train=batches(), callbacks=[callback, averages[0]], max_epochs=1, **settings)
+    without = fit(clean, train=batches(*left_out), callbacks=[averages[1]], max_epochs=1, **settings)
+    assert_equal(weights(spoiled), weights(clean))
+    assert_equal(averages[0].averaged_state_dict(), averages[1].averaged_state_dict())
+    assert with_spike.global_step == without.global_step
+    mine, theirs = with_spike.optimizers[0].state_dict(), without.optimizers[0].state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    for number, state in theirs["state"].items():
+        assert_equal(mine["state"][number], state)
+
+
+@pytest.mark.parametrize("factor", [1000.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}], ids=str)
+def test_it_goes_back_bit_for_bit(factor: float, settings: dict[str, Any]) -> None:
+    callback = rewind()
+    compare(spiky(factor=factor), build(Clean), (8, 9, 10), callback, **settings)
+    assert callback.rewinds == 1
+
+
+def test_it_goes_back_to_the_same_snapshot_again() -> None:
+    callback = rewind(every_n_steps=8)
+    compare(spiky(when=(10, 13)), build(Clean), (8, 9, 10, 11, 12, 13), callback)
+    assert callback.rewinds == 2
+
+
+def test_before_the_window_is_full_only_what_is_not_finite_counts() -> None:
+    callback = rewind(window=12)
+    fit(spiky(when=(10,)), train=batches(), callbacks=[callback], max_epochs=1)
+    assert callback.rewinds == 0
+    callback = rewind(window=12)
+    compare(spiky(when=(2,), factor=torch.nan), build(Clean), (0, 1, 2), callback)
+
+
+def test_an_accumulated_window() -> None:
+    callback = rewind(every_n_steps=2, window=3)
+    compare(spiky(when=(9,)), build(Clean), (8, 9), callback, accumulate_grad_batches=2)
+    assert callback.rewinds == 1
+
+
+class Overflowing(Spiky):
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.batch_idx in self.when:
+            self.layers[0].weight.grad.fill_(torch.inf)
+
+
+def test_an_infinite_gradient_is_a_spike() -> None:
+    compare(spiky(Overflowing, factor=1.0), build(Clean), (8, 9, 10), rewind())
+
+
+def fp16() -> dict[str, Any]:
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))]}
+
+
+def test_under_a_grad_scaler() -> None:
+    callback = rewind()
+    spoiled, clean = spiky(), build(Clean)
+    run = fit(spoiled, train=batches(), callbacks=[callback], max_epochs=1, **fp16())
+    other = fit(clean, train=batches(8, 9, 10), max_epochs=1, **fp16())
+    assert_equal(weights(spoiled), weights(clean))
+    assert run.precision_plugin.scaler.state_dict() == other.precision_plugin.scaler.state_dict()
+    callback = rewind()  # infinite gradients are the scaler's own
+    fit(spiky(Overflowing, factor=1.0), train=batches(), callbacks=[callback], max_epochs=1, **fp16())
+    assert callback.rewinds == 0
+
+
+class Rates(Spiky):
+    """Notes the learning rate of each optimizer step."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        hook = optimizer.register_step_post_hook(lambda each, *_: self.rates.append(each.param_groups[0]["lr"]))
+        super().optimizer_step(*args, **kwargs)
+        hook.remove()
+
+
+def test_the_learning_rate_is_lower_for_a_while() -> None:
+    plain, slow = [], []
+    for rates, settings in ((plain, {}), (slow, {"lr_factor": 0.5, "lr_steps": 3})):
+        module = spiky(Rates)
+        module.rates = rates
+        fit(module, train=batches(), callbacks=[rewind(**settings)], max_epochs=1)
+    expected = [rate * (0.5 if 10 <= number < 13 else 1) for number, rate in enumerate(plain)]
+    assert slow == pytest.approx(expected)
+    assert len(plain) == 15  # ten, and five behind the spike from the ninth on
+
+
+def test_too_many_stop_training() -> None:
+    message = r"gone back max_rewinds=2 times, and the loss is \S+ after step 9 again \(good ones before it: \d"
+    with pytest.raises(FloatingPointError, match=message):
+        fit(spiky(when=(10, 12, 14)), train=batches(), callbacks=[rewind(every_n_steps=8, max_rewinds=2)], max_epochs=1)
+
+
+def test_a_calm_run_is_as_without_it() -> None:
+    watched, plain = build(Clean), build(Clean)
+    fit(watched, train=batches(), callbacks=[rewind(threshold=50.0)], max_epochs=1)
+    fit(plain, train=batches(), max_epochs=1)
+    assert_equal(weights(watched), weights(plain))
+
+
+def test_the_end_is_as_good_as_that_of_a_clean_run() -> None:
+    def last(*callbacks: Any, factor: float) -> float:
+        module = spiky(factor=factor, when=(10,))
+        run = fit(
+            module, train=batches(), val=DataLoader(data(64, seed=1), 64), callbacks=list(callbacks), max_epochs=4
+        )
+        return run.callback_metrics["val_loss"].item()
+
+    assert last(rewind(), factor=1e6) < last(factor=1.0) + 0.05
+
+
+def test_resume_goes_on_counting(tmp_path: Any) -> None:
+    callback, resumed = rewind(), rewind()
+    fit(spiky(), train=batches(), callbacks=[callback], max_epochs=1).save_checkpoint(tmp_path / "1.ckpt")
+    fit(spiky(), train=batches(), callbacks=[resumed], max_epochs=2, ckpt_path=tmp_path / "1.ckpt")
+    assert (callback.rewinds, resumed.rewinds) == (1, 2)
+
+
+class Sharded(Spiky):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def two_ranks() -> None:
+    rank = int(os.environ["RANK"])
+    for name in ("ddp", "fsdp"):
+        ended = []
+        for when, left_out in (((10,), ()), ((), (8, 9, 10))):
+            module, callback = spiky(Sharded, when=when), rewind()
+            fit(
+                module,
+                max_epochs=1,
+                train=batches(*left_out, rank=rank, ranks=2),
+                callbacks=[callback] if when else [],
+                strategy="ddp" if name == "ddp" else ModelParallelStrategy(2, 1),
+                devices=2,
+                use_distributed_sampler=False,
+            )
+            own = weights(module).items()
+            ended.append({key: getattr(value, "to_local", value.clone)() for key, value in own})
+            assert callback.rewinds == len(when)
+        assert_equal(*ended)
+    with pytest.raises(MisconfigurationException, match=r"RewindOnSpike .* CPUDeepSpeedStrategy"):
+        fit(build(PlainNet), callbacks=[rewind()], strategy=cpu_deepspeed(), devices=2)
+
+
+def test_all_ranks_go_back_to_their_shards() -> None:
+    run_ranks(two_ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threshold": -1}, "threshold must be in"),
+        ({"window": 1}, "window must be at least"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
+        ({"max_rewinds": 0}, "max_rewinds must be at least 1"),
+        ({"lr_factor": 2.0}, "lr_factor must be in"),
+        ({"lr_steps": -1}, "lr_steps must be in"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lt.RewindOnSpike(**settings)
+
+
+def test_a_spike_is_judged_by_mean_and_deviation() -> None:
+    before = [1.0, 2.0, 3.0]  # mean 2, deviation 1
+    assert [is_spike(loss, before, 2.0) for loss in (3.9, 4.1, float("nan"), float("inf"))] == [False, True, True, True]

@@ -1,0 +1,263 @@
+"""SkipNonFinite: a run with bad batches is the run without them, bit for bit, on every rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Subset
+
+import lightning_tricks as lt
+from tests.conformance.engines import cpu_deepspeed
+from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, weights
+from tests.ranks import run_ranks
+
+BATCHES = 12
+
+
+def batches(*left_out: int, rank: int = 0, ranks: int = 1) -> DataLoader[Any]:
+    """Batches of eight samples for a rank, without some."""
+    starts = [8 * (ranks * batch + rank) for batch in range(BATCHES) if batch not in left_out]
+    indices = [sample for start in starts for sample in range(start, start + 8)]
+    return DataLoader(Subset(data(8 * ranks * BATCHES), indices), batch_size=8)
+
+
+class Clean(NormNet):
+    def configure_optimizers(self) -> Any:
+        return lt.cosine(torch.optim.AdamW(self.parameters(), lr=0.02), self, warmup=2, total_steps=40)
+
+
+class Bad(Clean):
+    """Something is infinite or undefined in some batches, on the first rank."""
+
+    how = "gradient"
+    when: tuple[int, ...] = (3, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.now = batch_idx in self.when and self.global_rank == 0
+        if self.now and self.how == "input":
+            x = x * torch.nan  # reaches the statistics of BatchNorm
+        loss = super().training_step((x, y), batch_idx)
+        return loss + torch.inf if self.now and self.how == "loss" else loss
+
+    def on_after_backward(self) -> None:
+        if self.now and self.how == "gradient":
+            gradient = self.layers[0].weight.grad
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
+
+
+def bad(how: str, base: type[pl.LightningModule] = Bad, **attributes: Any) -> Any:
+    return build(type(base)("Spoiled", (base,), {"how": how, **attributes}))
+
+
+def optimizer_state(run: pl.Trainer) -> dict[str, Tensor]:
+    state = run.optimizers[0].state_dict()["state"]
+    return {f"{number}/{key}": value for number, each in state.items() for key, value in each.items()}
+
+
+@pytest.mark.parametrize("how", ["gradient", "loss", "input"])
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}, {"max_steps": 9}], ids=str
+)
+def test_a_run_with_bad_batches_is_bit_equal_to_the_run_without_them(
+    how: str, averaged: bool, settings: dict[str, Any]
+) -> None:
+    spoiled, clean, skip = bad(how), build(Clean), lt.SkipNonFinite()
+    callbacks = [lt.EMA(0.9)] if averaged else []
+    with_skip = fit(spoiled, max_epochs=1, train=batches(), callbacks=[skip, *callbacks], **settings)
+    callbacks = [lt.EMA(0.9)] if averaged else []
+    without = fit(clean, max_epochs=1, train=batches(3, 6), callbacks=callbacks, **settings)
+    assert_equal(weights(spoiled), weights(clean))
+    assert_equal(optimizer_state(with_skip), optimizer_state(without))
+    assert with_skip.optimizers[0].param_groups[0]["lr"] == without.optimizers[0].param_groups[0]["lr"]
+    assert with_skip.global_step == without.global_step == settings.get("max_steps", 10)
+    assert skip.skipped_steps == with_skip.callback_metrics["tricks/skipped_steps"] == 2
+
+
+def test_an_accumulated_window_is_dropped_as_a_whole() -> None:
+    spoiled, clean, skip = bad("input", when=(3,)), build(Clean), lt.SkipNonFinite()
+    fit(spoiled, max_epochs=1, train=batches(), callbacks=[skip], accumulate_grad_batches=2)
+    fit(clean, max_epochs=1, train=batches(2, 3), accumulate_grad_batches=2)
+    assert_equal(weights(spoiled), weights(clean))
+    assert skip.skipped_steps == 1
+
+
+class Manual(Bad):
+    """Two steps a batch by hand, of which the second sees the bad gradient too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
+def test_manual_optimization() -> None:
+    spoiled, clean, skip = bad("input", Manual), bad("input", Manual, when=()), lt.SkipNonFinite()
+    run = fit(spoiled, max_epochs=1, train=batches(), callbacks=[skip])
+    assert run.global_step == fit(clean, max_epochs=1, train=batches(3, 6)).global_step == 20
+    assert_equal(weights(spoiled), weights(clean))
+    assert skip.skipped_steps == 4
+
+
+def test_sam() -> None:
+    class SAMBad(lt.SAMMixin, Bad):
+        pass
+
+    class SAMClean(lt.SAMMixin, Clean):
+        pass
+
+    for how in ("input", "loss"):
+        spoiled, clean, skip = bad(how, SAMBad), build(SAMClean), lt.SkipNonFinite()
+        fit(spoiled, max_epochs=1, train=batches(), callbacks=[skip])
+        fit(clean, max_epochs=1, train=batches(3, 6))
+        assert_equal(weights(spoiled), weights(clean))
+        assert skip.skipped_steps == 2
+
+
+def test_under_a_grad_scaler_it_counts_only() -> None:
+    ended = []
+    for callbacks in ([], [lt.SkipNonFinite()]):
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+        spoiled = bad("gradient")
+        run = fit(spoiled, max_epochs=1, train=batches(), callbacks=callbacks, plugins=[plugin])
+        ended.append((weights(spoiled), run.global_step))
+    assert_equal(ended[0][0], ended[1][0])
+    assert ended[0][1] == ended[1][1] == 12
+    assert callbacks[0].skipped_steps == 2
+
+
+@pytest.mark.parametrize(("how", "names"), [("gradient", "layers.0.weight"), ("loss", "the loss, of which every")])
+def test_it_stops_after_too_many_in_a_row(how: str, names: str) -> None:
+    spoiled = bad(how, when=tuple(range(2, BATCHES)))
+    losses: list[float] = []
+
+    class Losses(Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            losses.append(loss.item())
+
+    with pytest.raises(FloatingPointError) as caught:
+        fit(spoiled, max_epochs=1, train=batches(), callbacks=[Losses(), lt.SkipNonFinite(max_consecutive=3)])
+    assert "left out 3 optimizer steps in a row after step 2" in str(caught.value)
+    assert names in str(caught.value)
+    last = losses[1] if how == "loss" else losses[-1]
+    assert f"last finite loss: {last:.6g}" in str(caught.value)
+    assert not spoiled.trainer.strategy.__dict__.keys() & {"optimizer_step"}
+
+
+def test_a_good_step_starts_the_row_anew() -> None:
+    skip = lt.SkipNonFinite(max_consecutive=2)
+    fit(bad("input", when=(1, 3, 5, 7)), max_epochs=1, train=batches(), callbacks=[skip])
+    assert skip.skipped_steps == 4
+
+
+def test_a_resumed_run_goes_on_counting_and_is_exact(tmp_path: Any) -> None:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    whole, resumed, skip = bad("input"), bad("input"), lt.SkipNonFinite()
+    fit(whole, train=batches(), callbacks=[lt.SkipNonFinite(), Save()])
+    run = fit(resumed, train=batches(), callbacks=[skip], ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(weights(resumed), weights(whole))
+    assert (skip.skipped_steps, run.global_step) == (4, 20)
+
+
+def test_lbfgs_is_refused() -> None:
+    module = build(PlainNet)
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(MisconfigurationException, match="LBFGS"):
+        fit(module, callbacks=[lt.SkipNonFinite()])
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_wrong_number_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match="max_consecutive must be at least 1, got"):
+        lt.SkipNonFinite(max_consecutive=value)
+
+
+class Sharded(Bad):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def two_ranks() -> dict[str, Any]:
+    rank, ended = int(os.environ["RANK"]), {}
+    for name in ("ddp", "fsdp"):
+        for how in ("gradient", "loss", "input"):
+            ended_weights = []
+            for when, left_out in (((3, 6), ()), ((), (3, 6))):
+                module, skip = bad(how, Sharded, when=when), lt.SkipNonFinite()
+                fit(
+                    module,
+                    max_epochs=1,
+                    train=batches(*left_out, rank=rank, ranks=2),
+                    callbacks=[skip] if when else [],
+                    strategy="ddp" if name == "ddp" else ModelParallelStrategy(2, 1),
+                    devices=2,
+                    use_distributed_sampler=False,
+                )
+                ended[name, how] = max(skip.skipped_steps, ended.get((name, how), 0))
+                own = weights(module).items()
+                ended_weights.append({key: getattr(value, "to_local", value.clone)() for key, value in own})
+            assert_equal(*ended_weights)
+            assert all(value.isfinite().all() for value in ended_weights[0].values())
+    return ended
+
+
+def test_all_ranks_leave_out_what_is_bad_on_one() -> None:
+    for ended in run_ranks(two_ranks):
+        assert set(ended.values()) == {2}
+
+
+def never_finite() -> str:
+    with pytest.raises(FloatingPointError) as caught:
+        fit(
+            bad("gradient", Sharded, when=tuple(range(BATCHES))),
+            max_epochs=1,
+            train=batches(rank=int(os.environ["RANK"]), ranks=2),
+            callbacks=[lt.SkipNonFinite(max_consecutive=3)],
+            strategy=ModelParallelStrategy(2, 1),
+            devices=2,
+            use_distributed_sampler=False,
+        )
+    return str(caught.value)
+
+
+def test_both_ranks_stop_and_name_the_parameter_of_one() -> None:
+    for said in run_ranks(never_finite):
+        assert "layers.0.weight" in said
+
+
+def under_deepspeed() -> None:
+    with pytest.raises(MisconfigurationException, match=r"SkipNonFinite .* got CPUDeepSpeedStrategy"):
+        fit(build(PlainNet), callbacks=[lt.SkipNonFinite()], strategy=cpu_deepspeed(), devices=2)
+
+
+def test_deepspeed_is_refused() -> None:
+    run_ranks(under_deepspeed)

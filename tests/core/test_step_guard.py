@@ -1,0 +1,79 @@
+"""Steps left out; with everything around them see tests/callbacks/test_skip_non_finite.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window
+from lightning_tricks.core.step_watch import StepWatch
+from tests.nets import NormNet, assert_equal, build, fit, weights
+
+
+class LeavesOut(Callback):
+    """Leaves out the second and third step, and notes what a StepWatch and ``global_step`` say after each batch."""
+
+    def __init__(self) -> None:
+        self.guard, self.watch, self.said, self.asked = StepGuard(), StepWatch(), list[Any](), 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.guard.start(trainer)
+        self.watch.start(trainer)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.guard.begin_batch()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.asked += 1
+        if self.asked in (2, 3):
+            raise LeaveOutStep
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.said.append((self.watch.stepped(), trainer.global_step))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.guard.stop()
+        assert "optimizer_step" not in vars(trainer.strategy)
+        assert "update_lr_schedulers" not in vars(trainer.fit_loop.epoch_loop)
+
+
+class Scheduled(NormNet):
+    interval = "step"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+@pytest.mark.parametrize(("interval", "lr"), [("step", 0.5**4), ("epoch", 0.5)])
+def test_it_is_no_step_for_anybody(interval: str, lr: float) -> None:
+    callback, module = LeavesOut(), build(Scheduled)
+    module.interval = interval
+    run = fit(module, callbacks=[callback], max_epochs=1)
+    assert callback.said == [(True, 1), (False, 1), (False, 1), (True, 2), (True, 3), (True, 4)]
+    assert run.optimizers[0].param_groups[0]["lr"] == lr
+    assert run.global_step == 4
+
+
+def test_a_window_gives_the_buffers_back() -> None:
+    window, module = Window(), build(NormNet)
+    window.begin_batch(module)
+    before = weights(module)
+    for _ in range(2):  # a window of two batches, twice
+        module(torch.randn(8, 8))
+        window.begin_batch(module)
+        module(torch.randn(8, 8))
+        assert not torch.equal(module.layers[1].running_mean, before["layers.1.running_mean"])
+        window.restore()
+        assert_equal(weights(module), before)
+    module(torch.randn(8, 8))
+    window.end(module)
+    window.begin_batch(module)
+    after = weights(module)
+    module(torch.randn(8, 8))
+    window.restore()
+    assert_equal(weights(module), after)
