@@ -159,6 +159,11 @@ def has_static_graph(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
 
 
+def has_comm_state(trainer: pl.Trainer) -> bool:
+    """Whether DDP was given a communication hook with a state; a DDPStrategy keeps it to itself."""
+    return isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._ddp_comm_state is not None
+
+
 def requested_precision() -> str | None:
     """The precision that the user asked of the Trainer being constructed, spelled out; None if none was.
 

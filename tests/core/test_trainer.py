@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.trainer import (
     callbacks_of,
+    has_comm_state,
     has_static_graph,
     is_fitting,
     log_now_and_then,
@@ -110,6 +111,12 @@ def test_outside_of_a_trainers_construction_no_precision_is_requested() -> None:
 )
 def test_lightning_keeps_ddps_arguments(strategy: Any, static: bool) -> None:
     assert has_static_graph(trainer(strategy=strategy)) is static, "DDPStrategy._ddp_kwargs is not torch's arguments"
+
+
+def test_lightning_keeps_the_state_of_ddps_communication_hook() -> None:
+    assert has_comm_state(trainer(strategy=DDPStrategy(ddp_comm_state=object()))), "DDPStrategy._ddp_comm_state moved"
+    assert not has_comm_state(trainer(strategy="ddp"))
+    assert not has_comm_state(trainer())
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "single_bf16", "ddp_bf16"])

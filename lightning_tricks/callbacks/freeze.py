@@ -1,0 +1,64 @@
+"""Parameters that do not train, by pattern, and the BatchNorm layers among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_tricks.core.checks import compiled, examples
+
+
+def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
+    r"""Freeze parameters: those in whose names a pattern is found no longer get gradients.
+
+    BatchNorm layers that lose all their parameters are put into eval mode, so that their running statistics stay.
+    Lightning keeps the modes of layers; a ``model.train()`` of your own undoes it. Call it before the optimizer is
+    made, in the module's ``__init__`` or ``configure_model``.
+
+    Args:
+        model: The model, or the LightningModule.
+        patterns: A regex, or several, searched in each parameter's name; ``""`` is found in every name.
+
+    Returns:
+        The names of the parameters that are frozen now and were not.
+
+    Raises:
+        ValueError: If a pattern is found in no name.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        >>> freeze(model, r"^[01]\.")
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+        >>> model[1].training
+        False
+    """
+    parameters, found = dict(model.named_parameters()), set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        regex = compiled("patterns", pattern)
+        hits = {name for name in parameters if regex.search(name)}
+        if not hits:
+            raise ValueError(
+                f"patterns: each must be found in a parameter's name, {pattern!r} is in none. {examples(parameters)}"
+            )
+        found |= hits
+    frozen = [name for name, parameter in parameters.items() if name in found and parameter.requires_grad]
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    for layer, _ in batchnorms_of(model, dict.fromkeys(found, 0)):
+        layer.eval()
+    return frozen
+
+
+def batchnorms_of(model: nn.Module, stages: Mapping[str, int]) -> list[tuple[_BatchNorm, int]]:
+    """The BatchNorm layers of parameters that belong to a stage; without any of its own, of the one before it."""
+    layers: list[tuple[_BatchNorm, int]] = []
+    stage = None
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            stage = stages.get(own[0])
+        if isinstance(module, _BatchNorm) and stage is not None:
+            layers.append((module, stage))
+    return layers
