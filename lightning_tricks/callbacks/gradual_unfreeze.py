@@ -150,6 +150,8 @@ class GradualUnfreeze(Callback):
         self._order, self._joined, self._restored, self._norms = [], 0, None, []
         # configure_model has run by then, and neither is the module wrapped nor does it have its optimizers
         self._undo.append(wrap_method(trainer.strategy, "setup", partial(self._set_up, weights)))
+        if weights.sharded:
+            self._undo.append(wrap_method(trainer.strategy, "load_checkpoint", partial(self._load, trainer)))
 
     def _set_up(self, weights: LocalWeights, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
         module = weights.module
@@ -196,6 +198,18 @@ class GradualUnfreeze(Callback):
                 split_groups(optimizer, [each for each in schedulers if each.optimizer is optimizer], parts)
             except TypeError as error:
                 raise MisconfigurationException(f"GradualUnfreeze(lr_factor={self.lr_factor}): {error}") from error
+
+    def _load(self, trainer: pl.Trainer, load: Callable[..., dict[str, Any]], *args: Any, **kw: Any) -> dict[str, Any]:
+        """Load, and once more with what trained then: torch leaves out the optimizer's state of what is frozen now."""
+        checkpoint = load(*args, **kw)
+        if state := checkpoint.get("callbacks", {}).get(self.state_key):
+            before = self._joined
+            self.load_state_dict(state)
+            if self._joined != before:
+                for optimizer in trainer.optimizers:
+                    optimizer.state.clear()  # a state without entries is what torch fills anew
+                return load(*args, **kw)
+        return checkpoint
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -259,7 +273,7 @@ class GradualUnfreeze(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = set(state_dict["frozen"])
-        if self._weights is not None:  # FSDP2 restores after the setup
+        if self._weights is not None:  # shards are restored after the setup
             self._restore()
 
     def _restore(self) -> None:
