@@ -14,8 +14,8 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
     r"""Freeze parameters: those in whose names a pattern is found no longer get gradients.
 
     BatchNorm layers that lose all their parameters are put into eval mode, so that their running statistics stay.
-    Lightning keeps the modes of layers; a ``model.train()`` of your own undoes it. Call it before the optimizer is
-    made, in the module's ``__init__`` or ``configure_model``.
+    Lightning leaves the modes of layers as they are (and says so in a warning when training starts); a
+    ``model.train()`` of your own undoes it. Call it before the optimizer is made.
 
     Args:
         model: The model, or the LightningModule.
