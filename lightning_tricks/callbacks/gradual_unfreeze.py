@@ -230,9 +230,10 @@ class GradualUnfreeze(Callback):
         before = self._joined
         while self._joined < len(self.at) and self._is_due(trainer, self._joined):
             self._join(self._joined + 1)
-        if self._joined > before and isinstance(trainer.strategy, DDPStrategy):
-            trainer.strategy.model = pl_module
-            trainer.strategy.configure_ddp()
+        strategy = trainer.strategy
+        if self._joined > before and isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
+            strategy.model = pl_module
+            strategy.configure_ddp()
         for layer, stage in self._norms:
             if stage >= self._joined and layer.training:  # whoever has called train() since
                 layer.eval()

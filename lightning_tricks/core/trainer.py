@@ -161,7 +161,9 @@ def has_static_graph(trainer: pl.Trainer) -> bool:
 
 def has_comm_state(trainer: pl.Trainer) -> bool:
     """Whether DDP was given a communication hook with a state; a DDPStrategy keeps it to itself."""
-    return isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._ddp_comm_state is not None
+    strategy = trainer.strategy
+    ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # of DDPPreset
+    return isinstance(strategy, DDPStrategy) and (ours or strategy._ddp_comm_state is not None)
 
 
 def requested_precision() -> str | None:

@@ -136,12 +136,9 @@ def test_groups_of_a_timm_model_from_head_to_stem() -> None:
     import timm
 
     model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=3)
-    order = unfreeze_order(model, None, 3)
-    assert [sorted({".".join(n.split(".")[:2]) for n in names if n.startswith("blocks")}) for names in order] == [
-        ["blocks.2", "blocks.3"],
-        ["blocks.1"] if len(order[1]) < 15 else ["blocks.0", "blocks.1"],
-        order[2][-1].startswith("blocks") and ["blocks.0"] or [],
-    ]
+    order = unfreeze_order(model, None, 3)  # of blocks and stem
+    blocks = [sorted({name.split(".")[1] for name in names if name.startswith("blocks")}) for names in order]
+    assert blocks == [["2", "3"], ["0", "1"], []]
     assert "patch_embed.proj.weight" in order[-1]
     assert not any(name.startswith("head") for names in order for name in names)
 
@@ -209,6 +206,25 @@ def test_the_optimizers_own_groups_keep_their_settings(tmp_path: Path) -> None:
         "depth_2_decay": (pytest.approx(0.000125), 0.1),
         "depth_2_no_decay": (pytest.approx(0.000125), 0.0),
     }
+
+
+class Plain(Deep):
+    """Without a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
+
+
+def test_a_schedule_by_callback_is_followed() -> None:
+    """LRSchedule is attached after the groups were split."""
+    by_callback, by_module = Watch(), Watch()
+    schedule = lt.LRSchedule("cosine", warmup=2)
+    callbacks = [schedule, lt.GradualUnfreeze(**SETTINGS), by_callback]
+    one, other = build(Plain), build(Deep)
+    fit(one, train=loader(24), callbacks=callbacks, max_epochs=4)
+    fit(other, train=loader(24), callbacks=[lt.GradualUnfreeze(**SETTINGS), by_module], max_epochs=4)
+    assert by_callback.lrs == by_module.lrs
+    assert_equal(weights(one), weights(other))
 
 
 class StepLRNet(Deep):
@@ -311,19 +327,20 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         ("ddp", Deep, lambda: "ddp"),
         ("views", Deep, lambda: DDPStrategy(gradient_as_bucket_view=True)),
         ("static", Deep, lambda: DDPStrategy(static_graph=True)),
-        ("fsdp2", ShardedDeep, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
+        ("fsdp2", ShardedDeep, lambda: ModelParallelStrategy(2, 1)),
+        ("fsdp2 in a file", ShardedDeep, lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
     ]:
         wrappers, whole, again = Wrappers(), Whole(), Whole()
-        save = Save(folder, 1)
+        save = Save(folder / name, 1)
         callbacks = [lt.GradualUnfreeze([2, 9], groups=GROUPS, lr_factor=0.5), whole, save]
         fit(build(kind), strategy=strategy(), callbacks=[*callbacks, wrappers], **common)
         told[name] = {key: value.numpy() for key, value in whole.weights.items()}
-        if name != "fsdp2":
+        if kind is Deep:
             gc.collect()
             assert len(wrappers.found) == 3
             assert [each() for each in wrappers.found[:-1]] == [None, None]  # nothing holds on to their buckets
         callbacks = [lt.GradualUnfreeze([2, 9], groups=GROUPS, lr_factor=0.5), again]
-        fit(build(kind), strategy=strategy(), callbacks=callbacks, ckpt_path=folder / "1.ckpt", **common)
+        fit(build(kind), strategy=strategy(), callbacks=callbacks, ckpt_path=folder / name / "1.ckpt", **common)
         assert_equal(again.weights, whole.weights)
     fit(
         build(DeepNorm),

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_tricks as lt
 from lightning_tricks.core.trainer import (
     callbacks_of,
     has_comm_state,
@@ -115,6 +116,8 @@ def test_lightning_keeps_ddps_arguments(strategy: Any, static: bool) -> None:
 
 def test_lightning_keeps_the_state_of_ddps_communication_hook() -> None:
     assert has_comm_state(trainer(strategy=DDPStrategy(ddp_comm_state=object()))), "DDPStrategy._ddp_comm_state moved"
+    assert has_comm_state(trainer(strategy=lt.DDPPreset(compression="powersgd")))
+    assert not has_comm_state(trainer(strategy=lt.DDPPreset(compression="bf16")))
     assert not has_comm_state(trainer(strategy="ddp"))
     assert not has_comm_state(trainer())
 
