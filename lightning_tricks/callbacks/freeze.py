@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_tricks.callbacks.stages import batchnorms_of
 from lightning_tricks.core.checks import compiled, examples
 
 
@@ -49,16 +49,3 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
     for layer, _ in batchnorms_of(model, dict.fromkeys(found, 0)):
         layer.eval()
     return frozen
-
-
-def batchnorms_of(model: nn.Module, stages: Mapping[str, int]) -> list[tuple[_BatchNorm, int]]:
-    """The BatchNorm layers of parameters that belong to a stage; without any of its own, of the one before it."""
-    layers: list[tuple[_BatchNorm, int]] = []
-    stage = None
-    for path, module in model.named_modules():
-        own = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-        if own:
-            stage = stages.get(own[0])
-        if isinstance(module, _BatchNorm) and stage is not None:
-            layers.append((module, stage))
-    return layers

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.freeze import batchnorms_of
 from tests.nets import Net, NormNet, build, fit, weights
 
 
@@ -30,12 +28,6 @@ def test_frozen_layers_keep_weights_and_statistics_through_a_fit() -> None:
     fit(module)
     for name, value in weights(module).items():
         assert torch.equal(value, before[name]) is not name.startswith("layers.3."), name
-
-
-def test_batchnorm_without_parameters_goes_with_what_is_before_it() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert batchnorms_of(model, {"0.weight": 4, "0.bias": 4}) == [(model[1], 4)]
-    assert batchnorms_of(model, {"3.weight": 1, "3.bias": 1}) == [(model[3], 1)]
 
 
 @pytest.mark.parametrize(

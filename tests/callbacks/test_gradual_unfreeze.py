@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.gradual_unfreeze import unfreeze_order
+from lightning_tricks.callbacks.stages import unfreeze_order
 from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -130,17 +130,6 @@ def test_groups_by_depth() -> None:
     fit(by_number, callbacks=[lt.GradualUnfreeze([2, 4], groups=r"^layers\.(\d+)")])
     fit(by_pattern, callbacks=[lt.GradualUnfreeze([2, 4], groups=GROUPS)])
     assert_equal(weights(by_number), weights(by_pattern))
-
-
-def test_groups_of_a_timm_model_from_head_to_stem() -> None:
-    import timm
-
-    model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=3)
-    order = unfreeze_order(model, None, 3)  # of blocks and stem
-    blocks = [sorted({name.split(".")[1] for name in names if name.startswith("blocks")}) for names in order]
-    assert blocks == [["2", "3"], ["0", "1"], []]
-    assert "patch_embed.proj.weight" in order[-1]
-    assert not any(name.startswith("head") for names in order for name in names)
 
 
 class Modes(Callback):
