@@ -146,8 +146,8 @@ class FSDP2(LocalWeights):
     def norms(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> list[Tensor]:
         if not of:
             return []  # on all ranks
-        own = torch.stack(torch._foreach_norm(list(parts), 2, torch.float32))
-        squares = own**2 / torch.tensor([_copies(whole) for whole in of], device=own.device)
+        own = torch._foreach_norm(list(parts), 2, torch.float32)
+        squares = torch.stack(torch._foreach_div(own, [math.sqrt(_copies(whole)) for whole in of])) ** 2
         dist.all_reduce(squares)
         return [norm.to(part.dtype) for norm, part in zip(squares.sqrt(), parts, strict=True)]
 

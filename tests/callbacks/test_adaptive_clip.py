@@ -46,6 +46,23 @@ def test_the_function_is_timms_bit_for_bit(dtype: torch.dtype, scale: float, set
     assert_equal(clipped(lt.adaptive_clip_, parameters(dtype, scale), **settings), theirs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1e-4, 0.03, 10.0])
+def test_on_a_gpu_it_is_timms_and_waits_for_nothing(scale: float) -> None:
+    given = [[each.detach().cuda().requires_grad_() for each in parameters(torch.float32, scale)[:-1]] for _ in "ab"]
+    for kind in given:
+        for each, like in zip(kind, parameters(torch.float32, scale), strict=False):
+            each.grad = like.grad.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        lt.adaptive_clip_(given[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    adaptive_clip_grad(given[1])
+    for ours, theirs in zip(*given, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_gradients_that_are_not_finite_or_zero_are_timms_too(value: float) -> None:
     ours, theirs = parameters(torch.float32, 1.0), parameters(torch.float32, 1.0)

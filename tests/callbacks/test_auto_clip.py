@@ -73,6 +73,19 @@ def test_training_is_that_by_the_formula(history: int | None, settings: dict[str
     assert_close(weights(ours), weights(theirs), 1e-5)
 
 
+@pytest.mark.gpu
+def test_the_gpu_is_not_waited_for() -> None:
+    gradients = [torch.rand(100, device="cuda") for _ in range(3)]
+    history, norm = torch.rand(50, device="cuda"), torch.tensor(3.0, device="cuda")
+    expected = [gradient * (clip_value(history, 10) / norm) for gradient in gradients]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scale_down_(gradients, norm, clip_value(history, 10))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(gradients, expected)
+
+
 class Keep(Callback):
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []

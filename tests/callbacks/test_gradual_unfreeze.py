@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,6 +25,7 @@ from tests.ranks import run_ranks
 GROUPS = [r"^layers\.2\.", r"^layers\.0\."]
 SETTINGS: dict[str, Any] = {"at": [3, 0.5], "groups": GROUPS, "lr_factor": 0.5}
 AT = (3, 6)  # of 12 steps
+WINDOWS = {"accumulate_grad_batches": 3}
 
 
 class Deep(Net):
@@ -230,6 +231,26 @@ def test_schedulers_of_torch_are_followed() -> None:
         assert lrs == pytest.approx([0.1 * 0.5 ** (step // 2) * 0.5**k for k in range(3)])
 
 
+class WithBackbone(Deep):
+    """As Lightning's BackboneFinetuning wants it; the optimizer has what trains when it is made."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr)
+        self.backbone = self.layers[:4]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr, momentum=0.9)
+
+
+def test_one_group_is_what_lightnings_backbone_finetuning_does() -> None:
+    ours, theirs = build(WithBackbone), build(WithBackbone)
+    reference = BackboneFinetuning(2, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1, verbose=False)
+    fit(theirs, train=loader(24), callbacks=[reference], max_epochs=4)
+    callback = lt.GradualUnfreeze([2], groups=[r"^layers\.[0-3]\."], unit="epoch", lr_factor=0.1)
+    fit(ours, train=loader(24), callbacks=[callback], max_epochs=4)
+    assert_close(weights(ours), weights(theirs))
+
+
 class Save(Callback):
     def __init__(self, folder: Path, epoch: int) -> None:
         self.folder, self.epoch = folder, epoch
@@ -331,24 +352,24 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         callbacks = [lt.GradualUnfreeze([2, 9], groups=GROUPS, lr_factor=0.5), again]
         fit(build(kind), strategy=strategy(), callbacks=callbacks, ckpt_path=folder / name / "1.ckpt", **common)
         assert_equal(again.weights, whole.weights)
-    fit(
-        build(DeepNorm),
-        strategy="ddp",
-        callbacks=[lt.GradualUnfreeze([2, 9], groups=GROUPS)],
-        sync_batchnorm=False,
-        **common,
-    )
+    norms = build(DeepNorm)
+    fit(norms, strategy="ddp", callbacks=[lt.GradualUnfreeze([2, 9], groups=GROUPS)], **common)
+    windows = build(Deep)
+    fit(windows, strategy="ddp", callbacks=[lt.GradualUnfreeze([1, 2], groups=GROUPS)], **common, **WINDOWS)
+    told["windows"] = {key: value.numpy() for key, value in weights(windows).items()}
     return told
 
 
 def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, tmp_path)
-    alone = build(Deep)
+    batches, alone, windows = loader(48, batch_size=16), build(Deep), build(Deep)
     callbacks = [lt.GradualUnfreeze([2, 9], groups=GROUPS, lr_factor=0.5)]
-    fit(alone, train=loader(48, batch_size=16), callbacks=callbacks, max_epochs=4)
+    fit(alone, train=batches, callbacks=callbacks, max_epochs=4)
+    fit(windows, train=batches, callbacks=[lt.GradualUnfreeze([1, 2], groups=GROUPS)], max_epochs=4, **WINDOWS)
     for name in first:
         assert all((first[name][key] == second[name][key]).all() for key in first[name]), name
-        assert_close({key: torch.from_numpy(value) for key, value in first[name].items()}, weights(alone), 1e-5)
+        expected = weights(windows if name == "windows" else alone)
+        assert_close({key: torch.from_numpy(value) for key, value in first[name].items()}, expected, 1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
