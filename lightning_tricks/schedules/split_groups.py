@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks.schedules.plateau import PlateauLR
 from lightning_tricks.schedules.scheduler import CurveLR, set_lr
@@ -29,7 +29,8 @@ def split_groups(optimizer: Optimizer, schedulers: Iterable[Any], parts: Sequenc
         parts: Parameters, and the factor of their learning rate. What is in none keeps its group.
 
     Raises:
-        TypeError: For a scheduler of another kind, which may keep learning rates where nobody finds them.
+        TypeError: For a scheduler of another kind, which may keep learning rates where nobody finds them, and for
+            LBFGS, which has one group.
 
     Example:
         >>> import torch
@@ -40,6 +41,8 @@ def split_groups(optimizer: Optimizer, schedulers: Iterable[Any], parts: Sequenc
         [(1, 0.5), (1, 0.05)]
     """
     schedulers = list(schedulers)
+    if isinstance(optimizer, LBFGS):
+        raise TypeError("LBFGS has one parameter group: use another optimizer, or leave the factor at 1.0.")
     for scheduler in schedulers:
         _require_known(scheduler)
     count = len(optimizer.param_groups)

@@ -16,11 +16,13 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.stages import unfreeze_order
 from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
+from tests.schedules.recording import SaveEveryStep
 
 GROUPS = [r"^layers\.2\.", r"^layers\.0\."]
 SETTINGS: dict[str, Any] = {"at": [3, 0.5], "groups": GROUPS, "lr_factor": 0.5}
@@ -276,6 +278,22 @@ def test_a_resume_is_exact_whatever_was_frozen(kind: type[Deep], epoch: int, tmp
     )
     assert_equal(weights(resumed), weights(whole))
     assert watch.trains == [[True, step >= 2, step >= 4] for step in range(3 * epoch + 3, 12)]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch"
+)  # all batches are one
+@pytest.mark.parametrize("step", [1, 2, 4, 5])
+def test_a_resume_within_an_epoch_is_exact(step: int, tmp_path: Path) -> None:
+    batch = next(iter(loader(8)))
+    train = DataLoader([(batch[0][n % 8], batch[1][n % 8]) for n in range(24)], batch_size=8)
+    whole, resumed, watch = build(DeepNorm), build(DeepNorm), Watch()
+    settings = {**SETTINGS, "at": [2, 4]}
+    fit(whole, train=train, callbacks=[lt.GradualUnfreeze(**settings), SaveEveryStep(tmp_path)], max_epochs=4)
+    callbacks = [lt.GradualUnfreeze(**settings), watch]
+    fit(resumed, train=train, callbacks=callbacks, max_epochs=4, ckpt_path=tmp_path / f"{step}.ckpt")
+    assert_equal(weights(resumed), weights(whole))
+    assert watch.trains == [[True, now >= 2, now >= 4] for now in range(step, 12)]
 
 
 def test_a_resume_with_other_groups_is_refused(tmp_path: Path) -> None:

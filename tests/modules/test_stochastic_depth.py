@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchvision.models import resnet18
+from torchvision.models import VisionTransformer, resnet18
 from torchvision.ops import stochastic_depth
 
 import lightning_tricks as lt
@@ -120,6 +120,19 @@ def test_training_with_rate_0_is_training_without() -> None:
         fit(module)
     assert_equal(weights(none), weights(zero))
     assert not torch.equal(none.layers.weight, some.layers.weight)
+
+
+def test_a_compiled_network_drops_as_well() -> None:
+    model, x = Residual(), torch.randn(64, 4)
+    lt.add_stochastic_depth(model, 0.5, branches="branch")
+    dropped = (torch.compile(model, backend="aot_eager")(x) == x).all(1)
+    assert 10 < dropped.sum() < 54
+
+
+def test_the_branches_of_torchvisions_transformer() -> None:
+    model = VisionTransformer(32, 16, 2, 2, 8, 16, num_classes=3)
+    rates = lt.add_stochastic_depth(model, 0.2, branches=r"layers\.encoder_layer_\d+\.(dropout|mlp)$")
+    assert sorted(rates.values()) == [0.1, 0.1, 0.2, 0.2]
 
 
 def test_copies_and_pickles_keep_it() -> None:
