@@ -46,6 +46,6 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
     frozen = [name for name, parameter in parameters.items() if name in found and parameter.requires_grad]
     for name in frozen:
         parameters[name].requires_grad_(False)
-    for layer, _ in batchnorms_of(model, dict.fromkeys(found, 0)):
+    for layer, _ in batchnorms_of(model, {parameters[name]: 0 for name in found}):
         layer.eval()
     return frozen

@@ -126,6 +126,7 @@ class GradualUnfreeze(Callback):
             set_up(trainer)
         finally:
             undo()
+        self._stages.hold()
 
     def _set_up_optimizers(self, stages: Stages, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
         stages.train(stages.frozen(), True)
@@ -133,7 +134,7 @@ class GradualUnfreeze(Callback):
             set_up(trainer)
         finally:
             stages.train(stages.frozen(), False)
-        named = dict(trainer.lightning_module.named_parameters())
+        named = stages.named()
         held = {id(each) for optimizer in trainer.optimizers for g in optimizer.param_groups for each in g["params"]}
         if lost := [name for name in stages.names() if id(named[name]) not in held]:
             raise MisconfigurationException(

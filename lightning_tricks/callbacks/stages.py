@@ -58,6 +58,7 @@ class Stages:
     def __init__(self, weights: LocalWeights, order: list[list[str]]) -> None:
         self.weights, self.order = weights, order
         self.joined = len(order)
+        self._held: dict[str, nn.Parameter] | None = None
         self._norms: list[tuple[_BatchNorm, int]] = []
         self._silenced: list[tuple[_BatchNorm, int]] = []  # those put into eval mode
 
@@ -69,10 +70,21 @@ class Stages:
         """What belongs to the groups that have not joined."""
         return self.names(self.joined)
 
+    def hold(self) -> None:
+        """Know the parameters from now on by what they are, whatever wraps their modules and changes their names."""
+        self._held = self.named()
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The parameters by name; a strategy may replace them in its setup."""
+        if self._held is not None:
+            return self._held
+        self.weights.settle()
+        parameters = dict(self.weights.module.named_parameters())
+        return {name: parameters[name] for name in self.names()}
+
     def train(self, names: Collection[str], trains: bool) -> None:
         """Let parameters train, or not."""
-        self.weights.settle()
-        named = dict(self.weights.module.named_parameters())  # a strategy may have replaced what they were
+        named = self.named()
         for name in names:
             named[name].requires_grad_(trains)
 
@@ -95,7 +107,9 @@ class Stages:
 
     def find_norms(self) -> None:
         """Find the BatchNorm layers as they are now, which SyncBatchNorm may have replaced."""
-        stages = {name: stage for stage, names in enumerate(self.order) for name in names}
+        self.weights.settle()
+        named = self.named()
+        stages = {named[name]: stage for stage, names in enumerate(self.order) for name in names}
         self._norms = batchnorms_of(self.weights.module, stages)
 
     def silence(self) -> None:
@@ -107,13 +121,12 @@ class Stages:
                     self._silenced.append((layer, stage))
 
 
-def batchnorms_of(model: nn.Module, stages: Mapping[str, int]) -> list[tuple[_BatchNorm, int]]:
+def batchnorms_of(model: nn.Module, stages: Mapping[nn.Parameter, int]) -> list[tuple[_BatchNorm, int]]:
     """The BatchNorm layers of parameters that belong to a stage; without any of its own, of the one before it."""
     layers: list[tuple[_BatchNorm, int]] = []
     stage = None
-    for path, module in model.named_modules():
-        own = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-        if own:
+    for module in model.modules():
+        if own := list(module.parameters(recurse=False)):
             stage = stages.get(own[0])
         if isinstance(module, _BatchNorm) and stage is not None:
             layers.append((module, stage))

@@ -163,6 +163,25 @@ def test_batchnorm_of_what_is_frozen_stays_in_eval_mode(kind: type[Deep]) -> Non
     assert all(each.training for each in module.modules())
 
 
+class Wrapping(DeepNorm):
+    """Wraps its layers when the optimizer is there, which changes the names of their parameters."""
+
+    def on_fit_start(self) -> None:
+        for n in range(len(self.layers)):
+            self.layers[n] = nn.Sequential(self.layers[n])
+
+
+def test_modules_may_be_wrapped_later() -> None:
+    wrapping, plain = build(Wrapping), build(DeepNorm)
+    for module in (wrapping, plain):
+        callback = lt.GradualUnfreeze([3, 6], groups=[r"^layers\.2\.", r"^layers\.[01]\."], lr_factor=0.5)
+        fit(module, train=loader(24), callbacks=[callback], max_epochs=4)
+    assert all(
+        torch.equal(a, b) for a, b in zip(wrapping.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
+    assert all(each.requires_grad for each in wrapping.parameters())
+
+
 def test_what_the_user_froze_stays_frozen() -> None:
     module = build(Deep)
     assert lt.freeze(module, r"^layers\.0\.weight") == ["layers.0.weight"]

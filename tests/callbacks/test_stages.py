@@ -46,5 +46,5 @@ def test_groups_join_and_are_restored() -> None:
 
 def test_batchnorm_without_parameters_goes_with_what_is_before_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert batchnorms_of(model, {"0.weight": 4, "0.bias": 4}) == [(model[1], 4)]
-    assert batchnorms_of(model, {"3.weight": 1, "3.bias": 1}) == [(model[3], 1)]
+    assert batchnorms_of(model, {model[0].weight: 4, model[0].bias: 4}) == [(model[1], 4)]
+    assert batchnorms_of(model, {model[3].weight: 1, model[3].bias: 1}) == [(model[3], 1)]
