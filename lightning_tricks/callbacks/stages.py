@@ -76,9 +76,9 @@ class Stages:
 
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters by name; a strategy may replace them in its setup."""
+        self.weights.settle()  # a gathered weight takes over what its shards have, when it is gathered
         if self._held is not None:
             return self._held
-        self.weights.settle()
         parameters = dict(self.weights.module.named_parameters())
         return {name: parameters[name] for name in self.names()}
 
@@ -107,7 +107,6 @@ class Stages:
 
     def find_norms(self) -> None:
         """Find the BatchNorm layers as they are now, which SyncBatchNorm may have replaced."""
-        self.weights.settle()
         named = self.named()
         stages = {named[name]: stage for stage, names in enumerate(self.order) for name in names}
         self._norms = batchnorms_of(self.weights.module, stages)
