@@ -8,13 +8,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from timm.utils import adaptive_clip_grad
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh
 
 import lightning_tricks as lt
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, rank_loader, weights
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
 SHAPES: list[tuple[int, ...]] = [(), (5,), (1,), (4, 3), (3, 1), (8, 3, 3, 3), (2, 4, 3, 1, 1)]
@@ -178,9 +180,20 @@ def _whole(module: nn.Module, output: DTensor, mesh: Any) -> Tensor:
     return output.full_tensor()
 
 
-def on_two_ranks() -> None:
-    from lightning.pytorch.strategies import ModelParallelStrategy
+class Sharded(PlainNet):
+    def configure_model(self) -> None:
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
+
+class Whole(Callback):
+    """The whole weights at the end."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.layers.reshard()  # validation leaves the root unsharded
+        self.weights = {name: each.full_tensor().detach().numpy() for name, each in pl_module.named_parameters()}
+
+
+def on_two_ranks() -> dict[str, Any]:
     with pytest.raises(
         MisconfigurationException, match=r"along their first dimension, got placements .*Shard\(dim=1\)"
     ):
@@ -193,6 +206,16 @@ def on_two_ranks() -> None:
             use_distributed_sampler=False,
         )
     shards_equal_the_whole()
+    whole = Whole()
+    fit(
+        build(Sharded),
+        train=rank_loader(),
+        callbacks=[lt.AdaptiveClip(0.02, exclude=[r"layers\.2\."]), whole],
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        devices=2,
+        use_distributed_sampler=False,
+    )
+    return whole.weights
 
 
 def shards_equal_the_whole() -> None:
@@ -212,7 +235,10 @@ def shards_equal_the_whole() -> None:
 
 
 def test_shards_are_clipped_as_the_whole_or_refused() -> None:
-    run_ranks(on_two_ranks)
+    ended, _ = run_ranks(on_two_ranks)
+    alone = build(PlainNet)
+    fit(alone, train=loader(48, batch_size=16), callbacks=[lt.AdaptiveClip(0.02, exclude=[r"layers\.2\."])])
+    assert_close({name: torch.from_numpy(value) for name, value in ended.items()}, weights(alone), 1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
