@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # In these kinds every file is a trick of its own, apart from what the tricks of the kind share.
 SHARED: dict[str, set[str]] = {
-    "callbacks": {"mixing"},
+    "callbacks": {"mixing", "stages"},
     "checkpoints": {"average", "files", "folders", "stream", "zero_folder"},
     "modules": {"sam_engine", "sam_rules", "sam_setup"},
     "strategies": {

@@ -1,8 +1,12 @@
 """What goes into ``Trainer(callbacks=[...])``."""
 
+from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip, adaptive_clip_
+from lightning_tricks.callbacks.auto_clip import AutoClip
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.ema import EMA, scale_ema_decay
+from lightning_tricks.callbacks.freeze import freeze
+from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
@@ -15,8 +19,11 @@ from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFin
 __all__ = [
     "EMA",
     "SWA",
+    "AdaptiveClip",
+    "AutoClip",
     "BatchSizeWarmup",
     "CutMix",
+    "GradualUnfreeze",
     "HardExampleFilter",
     "HiddenMixup",
     "LRSchedule",
@@ -24,7 +31,9 @@ __all__ = [
     "RewindOnSpike",
     "SkipNonFinite",
     "TerminateOnNonFinite",
+    "adaptive_clip_",
     "cutmix",
+    "freeze",
     "mixup",
     "ohem_loss",
     "scale_ema_decay",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
@@ -47,6 +48,19 @@ def check_duration(name: str, value: float) -> None:
         raise TypeError(f"{name} must be an int (optimizer steps) or a float (fraction of training), got {value!r}.")
     if value < 0 or (isinstance(value, float) and not value <= 1):
         raise ValueError(f"{name} must be an int >= 0 (steps) or a float in [0, 1] (fraction), got {value!r}.")
+
+
+def compiled(argument: str, pattern: str) -> re.Pattern[str]:
+    """A regular expression, or an error that names the argument."""
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{argument}: {pattern!r} is no regex: {error}.") from error
+
+
+def examples(names: Collection[str]) -> str:
+    """Some of the names, for an error message."""
+    return f"Parameters are {', '.join(map(repr, [*names][:: len(names) // 5 + 1]))}."
 
 
 def duration_steps(value: float, total_steps: int) -> float:

@@ -74,6 +74,10 @@ class LocalWeights:
         """The Euclidean norm over all parts of all ranks, which are parts ``of`` these tensors."""
         return global_norm(parts) if parts else torch.zeros(())
 
+    def norms(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> list[Tensor]:
+        """The Euclidean norm of each tensor, of which this rank has these parts."""
+        return list(torch._foreach_norm(list(parts))) if parts else []
+
     def state(self) -> dict[str, Any]:
         """A copy of the module's ``state_dict()``, of whole tensors; all ranks take part."""
         self.settle()
@@ -137,6 +141,15 @@ class FSDP2(LocalWeights):
             total += global_norm([part]) ** 2 / _copies(whole)
         dist.all_reduce(total)
         return total.sqrt()
+
+    @override
+    def norms(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> list[Tensor]:
+        if not of:
+            return []  # on all ranks
+        own = torch._foreach_norm(list(parts), 2, torch.float32)
+        squares = torch.stack(torch._foreach_div(own, [math.sqrt(_copies(whole)) for whole in of])) ** 2
+        dist.all_reduce(squares)
+        return [norm.to(part.dtype) for norm, part in zip(squares.sqrt(), parts, strict=True)]
 
     @override
     def _gathered(self, value: Any) -> Any:

@@ -184,6 +184,13 @@ def keep_samplers(trainer: pl.Trainer) -> None:
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
+def has_comm_state(trainer: pl.Trainer) -> bool:
+    """Whether DDP was given a communication hook with a state; a DDPStrategy keeps it to itself."""
+    strategy = trainer.strategy
+    ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # of DDPPreset
+    return isinstance(strategy, DDPStrategy) and (ours or strategy._ddp_comm_state is not None)
+
+
 def requested_precision() -> str | None:
     """The precision that the user asked of the Trainer being constructed, spelled out; None if none was.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+
+from lightning_tricks.core.checks import compiled, examples
 
 Key = tuple[float, ...]  # by which layers sort
 _STEM, _HEAD = Key((-1.0,)), Key((float("inf"),))
@@ -86,16 +88,3 @@ def _in_order(numbers: Mapping[str, Key | None]) -> dict[str, Key]:
         key, left = number or (key if left else _HEAD), left - bool(number)
         keys[name] = key
     return keys
-
-
-def compiled(argument: str, pattern: str) -> re.Pattern[str]:
-    """A regular expression, or an error that names the argument."""
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{argument}: {pattern!r} is no regex: {error}.") from error
-
-
-def examples(names: Collection[str]) -> str:
-    """Some of the names, for an error message."""
-    return f"Parameters are {', '.join(map(repr, [*names][:: len(names) // 5 + 1]))}."

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_tricks.core.checks import check_range
-from lightning_tricks.schedules.layers import compiled, examples, known_layers, numbered_layers
+from lightning_tricks.core.checks import check_range, compiled, examples
+from lightning_tricks.schedules.layers import known_layers, numbered_layers
 
 Groups = list[dict[str, Any]]
 _Assign = Callable[[str, nn.Parameter, dict[str, Any]], tuple[str, dict[str, Any]]]

@@ -71,6 +71,16 @@ def guard(callback: Callable[[], Callback], *refused: str) -> Trick:
 
 
 SETTINGS: dict[str, Trick] = {
+    "AdaptiveClip": Trick(
+        callbacks={"on": lambda: [lt.AdaptiveClip(0.02)], "off": lambda: [lt.AdaptiveClip(1e9)]},
+        yaml={"trainer": {"callbacks": [{"class_path": "AdaptiveClip", "init_args": {"clip_factor": 0.02}}]}},
+        refused=("DeepSpeed",),
+    ),
+    "AutoClip": Trick(
+        callbacks={"on": lambda: [lt.AutoClip(10)], "off": lambda: [lt.AutoClip(100)]},
+        yaml={"trainer": {"callbacks": ["AutoClip"]}},
+        refused=("DeepSpeed",),
+    ),
     "CutMix": Trick(
         callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
         images=True,
@@ -79,6 +89,23 @@ SETTINGS: dict[str, Trick] = {
     "EMA": Trick(
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
+    ),
+    "GradualUnfreeze": Trick(
+        callbacks={
+            "on": lambda: [lt.GradualUnfreeze([3], groups=[r"^layers\.0"], lr_factor=0.5)],
+            "off": lambda: [lt.GradualUnfreeze([0], groups=[r"^layers\.0"])],
+        },
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "GradualUnfreeze",
+                        "init_args": {"at": [3], "groups": [r"^layers\.0"], "lr_factor": 0.5},
+                    }
+                ]
+            }
+        },
+        refused=("DeepSpeed",),
     ),
     "HardExampleFilter": Trick(
         callbacks={"on": lambda: [lt.HardExampleFilter()], "off": lambda: [lt.HardExampleFilter(1.0)]},
@@ -168,6 +195,8 @@ EXEMPT: dict[str, str] = {
     "sharpness": "measures and changes nothing; tests/modules/test_sharpness.py",
     "UnknownTotalSteps": "an error; tests/schedules/test_steps.py",
     "adamw": "an optimizer; tests/strategies/test_optimizers.py",
+    "adaptive_clip_": "a pure function; tests/callbacks/test_adaptive_clip.py",
+    "add_stochastic_depth": "changes a network before training; tests/modules/test_stochastic_depth.py",
     "average_checkpoints": "works on files; tests/checkpoints/test_average.py",
     "Hardware": "what suggest_strategy is told",
     "MemoryEstimate": "what estimate_memory gives",
@@ -187,7 +216,9 @@ EXEMPT: dict[str, str] = {
     "consolidate": "works on folders; tests/checkpoints/test_consolidate.py",
     "cutmix": "a pure function; tests/callbacks/test_cutmix.py",
     "discriminative_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
+    "drop_bias_before_batchnorm": "changes a network before training; tests/modules/test_bias_before_batchnorm.py",
     "effective_batch_size": "counts; tests/schedules/test_scaling.py has its regimes",
+    "freeze": "a pure function; tests/callbacks/test_freeze.py",
     "find_lr": "measures and restores everything; tests/schedules/test_lr_finder.py has its regimes",
     "layer_decay_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
     "no_weight_decay_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",

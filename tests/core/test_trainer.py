@@ -19,8 +19,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_tricks as lt
 from lightning_tricks.core.trainer import (
     callbacks_of,
+    has_comm_state,
     has_static_graph,
     is_fitting,
     keep_samplers,
@@ -119,6 +121,14 @@ def test_lightning_reads_whether_to_replace_samplers_off_its_connector() -> None
     assert run._accelerator_connector.use_distributed_sampler is True
     keep_samplers(run)
     assert not run._data_connector._requires_distributed_sampler(loader())
+
+
+def test_lightning_keeps_the_state_of_ddps_communication_hook() -> None:
+    assert has_comm_state(trainer(strategy=DDPStrategy(ddp_comm_state=object()))), "DDPStrategy._ddp_comm_state moved"
+    assert has_comm_state(trainer(strategy=lt.DDPPreset(compression="powersgd")))
+    assert not has_comm_state(trainer(strategy=lt.DDPPreset(compression="bf16")))
+    assert not has_comm_state(trainer(strategy="ddp"))
+    assert not has_comm_state(trainer())
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "single_bf16", "ddp_bf16"])

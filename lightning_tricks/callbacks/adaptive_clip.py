@@ -1,0 +1,157 @@
+"""Adaptive gradient clipping, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_range, compiled, examples
+from lightning_tricks.core.gradients import GradientCallback
+from lightning_tricks.core.shards import LocalWeights
+
+Norms = Callable[[list[Tensor]], list[Tensor]]
+
+
+@torch.no_grad()
+def adaptive_clip_(parameters: Tensor | Iterable[Tensor], clip_factor: float = 0.01, *, eps: float = 1e-3) -> None:
+    """Adaptive gradient clipping in place: a unit's gradient is at most so large, measured by the unit's weights.
+
+    ``g_i <- g_i * m_i / ||g_i||`` where ``||g_i|| >= m_i = clip_factor * max(||w_i||, eps)``. A unit i is a row along
+    the first dimension of a weight, and the whole of a vector (bias, gain) or scalar. Bit-equal to
+    ``timm.utils.adaptive_clip_grad``, with fewer operations.
+
+    Args:
+        parameters: Parameters; those without a gradient are left out.
+        clip_factor: The largest ratio of a gradient's norm to that of its weights, at least 0.
+        eps: The least norm of weights that counts, at least 0: units that start at zero could not move.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2, 4))
+        >>> weight.grad = torch.tensor([[1.0, 0, 0, 0], [0.01, 0, 0, 0]])
+        >>> adaptive_clip_([weight], 0.1)
+        >>> [round(float(norm), 4) for norm in weight.grad.norm(dim=1)]
+        [0.2, 0.01]
+
+    References:
+        Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, arXiv 2102.06171.
+    """
+    found = [each for each in ([parameters] if isinstance(parameters, Tensor) else parameters) if each.grad is not None]
+    gradients = [each.grad.detach() for each in found if each.grad is not None]
+    _clip(
+        [each.detach() for each in found], gradients, clip_factor, eps, lambda vectors: [*torch._foreach_norm(vectors)]
+    )
+
+
+def _clip(weights: list[Tensor], gradients: list[Tensor], clip_factor: float, eps: float, norms: Norms) -> None:
+    """``norms`` gives those of whole vectors, of which a rank may have slices; it has whole rows."""
+    both = [*weights, *gradients]
+    vectors = [each for each in both if each.ndim <= 1]
+    of_vectors = iter(norms(vectors) if vectors else [])
+    units = [next(of_vectors) if each.ndim <= 1 else _norms_of_rows(each) for each in both]
+    places: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
+    for place, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+        places.setdefault((gradient.device, weight.dtype, gradient.dtype), []).append(place)
+    for alike in places.values():  # all units in one tensor: they are many and small
+        sizes = [units[place].numel() for place in alike]
+        limit = torch.cat([units[place].reshape(-1) for place in alike]).clamp_(min=eps).mul_(clip_factor)
+        norm = torch.cat([units[len(weights) + place].reshape(-1) for place in alike])
+        scale = torch.where(norm < limit, 1.0, limit / norm.clamp(min=1e-6)).split(sizes)
+        shaped = [part.view(units[place].shape) for place, part in zip(alike, scale, strict=True)]
+        torch._foreach_mul_([gradients[place] for place in alike], shaped)
+
+
+def _norms_of_rows(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+
+
+@final
+class AdaptiveClip(GradientCallback):
+    """Adaptive gradient clipping (AGC): a unit's gradient is at most ``clip_factor`` times as large as its weights.
+
+    ``g_i <- g_i * m_i / ||g_i||`` where ``||g_i|| >= m_i = clip_factor * max(||w_i||, eps)``, once an optimizer step,
+    on accumulated and unscaled gradients. A unit i is a row along the first dimension of a weight, and the whole of a
+    vector or scalar. Under FSDP2 each rank clips its rows; only the norms of vectors are summed over the ranks.
+    ``gradient_clip_val`` of the Trainer, if given, clips what this leaves.
+
+    Args:
+        clip_factor: The largest ratio of a gradient's norm to that of its weights, at least 0. The paper has 0.01 for
+            batches of 4096 and larger ones for smaller batches.
+        eps: The least norm of weights that counts, at least 0.
+        exclude: Regexes searched in parameters' names; what they are found in is not clipped. The paper leaves the last
+            linear layer out, for example ``["^model.head"]``.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range.
+        MisconfigurationException: At setup, under a strategy that owns the gradients (DeepSpeed, FSDP1); when training
+            starts, if a regex is found in no name; in the first step, for a fused optimizer under fp16 and for weights
+            that are cut along another dimension than the first.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[AdaptiveClip(0.02)], accelerator="cpu", logger=False)
+
+    References:
+        Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, arXiv 2102.06171.
+    """
+
+    def __init__(self, clip_factor: float = 0.01, *, eps: float = 1e-3, exclude: Sequence[str] = ()) -> None:
+        check_range("clip_factor", clip_factor, 0.0)
+        check_range("eps", eps, 0.0)
+        if isinstance(exclude, str) or not isinstance(exclude, Sequence):
+            raise TypeError(f'exclude must be a list of regexes, for example ["^model.head"], got {exclude!r}.')
+        for pattern in exclude:
+            compiled("exclude", pattern)
+        self.clip_factor = clip_factor
+        self.eps = eps
+        self.exclude = exclude
+        super().__init__()
+        self._excluded: set[int] = set()  # ids of parameters
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._weights is not None, "set in setup"
+        self._weights.settle()
+        self._excluded, names = set(), dict(pl_module.named_parameters())
+        for pattern in self.exclude:
+            found = {id(parameter) for name, parameter in names.items() if compiled("exclude", pattern).search(name)}
+            if not found:
+                raise MisconfigurationException(
+                    f"AdaptiveClip(exclude=...): each regex must be found in a parameter's name, {pattern!r} is in"
+                    f" none: correct it, or leave it out. {examples(names)}"
+                )
+            self._excluded |= found
+
+    @override
+    def _change(
+        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+    ) -> None:
+        clipped = [parameter for parameter in parameters if id(parameter) not in self._excluded]
+        for parameter in clipped:
+            _require_whole_rows(parameter)
+        gradients = [parameter.grad for parameter in clipped if parameter.grad is not None]
+        wholes = [each for each in (*clipped, *gradients) if each.ndim <= 1]
+        with torch.no_grad():
+            ours, slopes = _local(weights, clipped), _local(weights, gradients)
+            _clip(ours, slopes, self.clip_factor, self.eps, lambda vectors: weights.norms(vectors, of=wholes))
+
+
+def _local(weights: LocalWeights, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [part for each in tensors if (part := weights.local(each.detach())) is not None]
+
+
+def _require_whole_rows(parameter: Tensor) -> None:
+    if not isinstance(parameter, DTensor) or parameter.ndim <= 1:
+        return
+    if not all(placement.is_replicate() or placement.is_shard(0) for placement in parameter.placements):
+        raise MisconfigurationException(
+            "AdaptiveClip needs whole rows on each rank, of weights that are cut along their first dimension, got"
+            f" placements {parameter.placements}: shard with Shard(0), as fully_shard does by default."
+        )

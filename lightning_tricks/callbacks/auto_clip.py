@@ -1,0 +1,126 @@
+"""Gradients clipped at a percentile of the norms that they have had."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.gradients import GradientCallback
+from lightning_tricks.core.shards import LocalWeights
+from lightning_tricks.core.trainer import log_now_and_then
+
+
+def clip_value(history: Tensor, percentile: float) -> Tensor:
+    """The percentile of the norms in the history, with linear interpolation, as numpy's; NaN of none.
+
+    Args:
+        history: Gradient norms; NaN for those that do not count.
+        percentile: In [0, 100].
+
+    Example:
+        >>> clip_value(torch.tensor([4.0, 1.0, float("nan"), 2.0]), 50)
+        tensor(2.)
+    """
+    return torch.nanquantile(history, percentile / 100)
+
+
+@torch.no_grad()
+def scale_down_(gradients: list[Tensor], norm: Tensor, limit: Tensor) -> None:
+    """Multiply gradients of this norm by ``min(1, limit / norm)``; with a norm that is not finite they stay.
+
+    Example:
+        >>> gradient = torch.tensor([3.0, 4.0])
+        >>> scale_down_([gradient], torch.tensor(5.0), torch.tensor(2.5))
+        >>> gradient
+        tensor([1.5000, 2.0000])
+    """
+    factor = torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0)  # without asking what it is: no CUDA sync
+    torch._foreach_mul_(gradients, factor)
+
+
+@final
+class AutoClip(GradientCallback):
+    """Gradient clipping that finds its own threshold: a percentile of the gradient norms so far.
+
+    ``g <- g * min(1, c_t / ||g||)`` with ``c_t`` the percentile of ``||g_1||, ..., ||g_t||``, the norms of all
+    optimizer steps up to this one, before clipping. Norms that are not finite do not count, and such gradients stay as
+    they are. The norm is that over all parameters of the optimizer, accumulated, unscaled and over the shards of all
+    ranks; each optimizer has its own history, which is saved in the checkpoint. ``gradient_clip_val`` of the Trainer,
+    if given, clips what this leaves. ``tricks/grad_norm`` and ``tricks/clip_value`` are logged every
+    ``log_every_n_steps``, with the optimizer's number if it is not the first.
+
+    Args:
+        percentile: Which, in [0, 100]; at 100 nothing is clipped.
+        history: How many steps it goes back; None for all of them, as in the paper, which takes longer with each.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range.
+        MisconfigurationException: At setup, under a strategy that owns the gradients (DeepSpeed, FSDP1); in the first
+            step, for a fused optimizer under fp16.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[AutoClip(percentile=10)], accelerator="cpu", logger=False)
+
+    References:
+        Seetharaman et al., AutoClip: Adaptive Gradient Clipping for Source Separation Networks, arXiv 2007.14469.
+    """
+
+    def __init__(self, percentile: float = 10, *, history: int | None = 1000) -> None:
+        check_range("percentile", percentile, 0, 100)
+        if history is not None:
+            check_count("history", history)
+        self.percentile = percentile
+        self.history = history
+        super().__init__()
+        self._norms: dict[int, Tensor] = {}  # by the optimizer's number, the oldest first
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # norm and clip value
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._norms, self._last = {}, {}
+
+    @override
+    def _change(
+        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+    ) -> None:
+        number = next(n for n, each in enumerate(trainer.optimizers) if each is optimizer)
+        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
+        parts = [part for each in gradients if (part := weights.local(each)) is not None]
+        norm = weights.norm(parts, of=gradients)
+        known = torch.where(norm.isfinite(), norm, torch.nan).reshape(1)
+        if number in self._norms:
+            known = torch.cat([self._norms[number].to(known), known])
+        self._norms[number] = known if self.history is None else known[-self.history :]
+        limit = clip_value(self._norms[number], self.percentile)
+        self._last[number] = norm, limit
+        scale_down_(parts, norm, limit)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._last:
+            log_now_and_then(trainer, self._metrics)
+
+    def _metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for number, (norm, limit) in self._last.items():
+            suffix = f"_{number}" if number else ""
+            metrics |= {f"tricks/grad_norm{suffix}": float(norm), f"tricks/clip_value{suffix}": float(limit)}
+        return metrics
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": {number: norms.to("cpu", copy=True) for number, norms in self._norms.items()}}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._norms = dict(state_dict["norms"])

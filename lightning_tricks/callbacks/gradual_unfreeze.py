@@ -1,0 +1,248 @@
+"""A pretrained model unfrozen part by part, from the head to the stem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise, takewhile
+from typing import Any, Literal, final
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from typing_extensions import override
+
+from lightning_tricks.callbacks.stages import Stages, unfreeze_order
+from lightning_tricks.core.checks import check_choice, check_duration, check_range, compiled, examples
+from lightning_tricks.core.gradients import gradients_held
+from lightning_tricks.core.shards import LocalWeights
+from lightning_tricks.core.trainer import has_comm_state, is_fitting
+from lightning_tricks.core.weights import trainable
+from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.schedules.split_groups import split_groups
+from lightning_tricks.schedules.steps import steps_of
+
+
+@final
+class GradualUnfreeze(Callback):
+    r"""Gradual unfreezing: the head trains from the start, the parts below it join one by one, down to the stem.
+
+    The k-th group, k = 1, 2, ..., gets gradients from ``at[k-1]`` on; its learning rate is that of your optimizer times
+    ``lr_factor**k``, and follows the schedule from the first step, as if the group had always been there. What is
+    frozen is not touched by momentum or weight decay, its BatchNorm layers are in eval mode, and it costs no gradients.
+    Give the optimizer all parameters, in whatever groups (``self.parameters()``): they are trainable while
+    ``configure_optimizers`` runs, and a group of which a part is frozen is split, so no group is added later and a
+    checkpoint fits at any time. What you froze yourself stays frozen. After training everything is trainable again.
+
+    Under DDP the module is wrapped anew whenever a group joins, so that each wrapper knows exactly what trains, and
+    ``find_unused_parameters`` is not needed. Compared with Lightning's BackboneFinetuning: several groups, any
+    schedule, steps as well as epochs, and groups of the optimizer that do not depend on when it was saved.
+
+    Args:
+        at: When the groups join, in order: ints count ``unit``, floats are fractions of training in [0, 1].
+        groups: A list of regexes, as many as ``at``, searched in parameters' names: a parameter belongs to the first
+            that is found, and trains from the start if none is. Or one regex whose first group is a layer's number, as
+            ``r"blocks\.(\d+)"``, or None for a timm or Hugging Face model: the layers below the head in as many groups.
+        unit: What an int counts, "step" (optimizer steps) or "epoch".
+        lr_factor: Factor of the learning rate from a group to the next, above 0 (ULMFiT has 1/2.6).
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range, or times that go back.
+        MisconfigurationException: At setup, under a strategy that owns the optimizer (DeepSpeed, FSDP1) or with a
+            communication hook that has a state (PowerSGD); when training starts, if the groups are not found, nothing
+            would train or an optimizer lacks a frozen parameter, if the scheduler is neither torch's nor of this
+            package (with an ``lr_factor``), for a fraction of an unknown length, or a resume with other groups.
+
+    Example:
+        >>> callback = GradualUnfreeze([1, 2], groups=["^net.layer4", "^net"], unit="epoch", lr_factor=0.3)
+        >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+
+    References:
+        Howard and Ruder, ULMFiT, arXiv 1801.06146.
+    """
+
+    def __init__(
+        self,
+        at: Sequence[int | float],
+        *,
+        groups: str | Sequence[str] | None = None,
+        unit: Literal["step", "epoch"] = "step",
+        lr_factor: float = 1.0,
+    ) -> None:
+        _check_times(at)
+        if groups is not None and not isinstance(groups, str) and len(groups) != len(at):
+            raise ValueError(f"groups must be as many as at, {len(at)}, got {len(groups)}: {list(groups)!r}.")
+        for pattern in [groups] if isinstance(groups, str) else groups or []:
+            compiled("groups", pattern)
+        check_choice("unit", unit, ("step", "epoch"))
+        check_range("lr_factor", lr_factor, 0.0)
+        if lr_factor == 0:
+            raise ValueError(
+                "lr_factor must be above 0, got 0: leave a group that is never to train out, and freeze it."
+            )
+        self.at = at
+        self.groups = groups
+        self.unit = unit
+        self.lr_factor = lr_factor
+        self._steps: list[float] = []  # of each group, when it joins
+        self._stages: Stages | None = None  # while a fit runs
+        self._frozen: list[str] | None = None  # of the checkpoint, or when the fit was left
+        self._undo: list[Callable[[], None]] = []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not is_fitting(trainer):
+            return
+        self._leave()
+        weights = gradients_held(trainer, pl_module, "GradualUnfreeze")
+        if has_comm_state(trainer):
+            raise MisconfigurationException(
+                "GradualUnfreeze changes what DDP communicates, and a communication hook with a state (PowerSGD, local"
+                f" SGD) remembers what it was, got {type(trainer.strategy).__name__} with one: leave that out."
+            )
+        self._frozen = None
+        # configure_model has run by then, and neither is the module wrapped nor does it have its optimizers
+        self._undo.append(wrap_method(trainer.strategy, "setup", partial(self._set_up, weights)))
+        if weights.sharded:
+            self._undo.append(wrap_method(trainer.strategy, "load_checkpoint", partial(self._load, trainer)))
+
+    def _set_up(self, weights: LocalWeights, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
+        try:
+            self._stages = Stages(weights, unfreeze_order(weights.module, self.groups, len(self.at)))
+        except ValueError as error:
+            raise MisconfigurationException(f"GradualUnfreeze: {error}") from error
+        self._stages.join(sum(1 for _ in takewhile(lambda time: time == 0, self.at)))
+        self._restore()
+        if not trainable(weights.module):
+            raise MisconfigurationException(
+                "GradualUnfreeze needs something that trains from the start, got groups that hold every parameter:"
+                f" leave the head out of groups={self.groups!r}, or let the first group join at 0."
+            )
+        undo = wrap_method(trainer.strategy, "setup_optimizers", partial(self._set_up_optimizers, self._stages))
+        try:
+            set_up(trainer)
+        finally:
+            undo()
+        self._stages.hold()
+
+    def _set_up_optimizers(self, stages: Stages, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
+        stages.train(stages.frozen(), True)
+        try:
+            set_up(trainer)
+        finally:
+            stages.train(stages.frozen(), False)
+        named = stages.named()
+        held = {id(each) for optimizer in trainer.optimizers for g in optimizer.param_groups for each in g["params"]}
+        if lost := [name for name in stages.names() if id(named[name]) not in held]:
+            raise MisconfigurationException(
+                f"GradualUnfreeze: the optimizer must hold every parameter that is to train, {len(lost)} are in none:"
+                f" give it self.parameters(), also those that are frozen at first. {examples(lost)}"
+            )
+        if self.lr_factor != 1:
+            self._split(trainer, [[named[name] for name in names] for names in stages.order])
+
+    def _split(self, trainer: pl.Trainer, order: list[list[nn.Parameter]]) -> None:
+        parts = [(parameters, self.lr_factor**k) for k, parameters in enumerate(order, 1)]
+        for optimizer in trainer.optimizers:
+            schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+            try:
+                split_groups(optimizer, [each for each in schedulers if each.optimizer is optimizer], parts)
+            except TypeError as error:
+                raise MisconfigurationException(f"GradualUnfreeze(lr_factor={self.lr_factor}): {error}") from error
+
+    def _load(self, trainer: pl.Trainer, load: Callable[..., dict[str, Any]], *args: Any, **kw: Any) -> dict[str, Any]:
+        """Load, and once more with what trained then: torch leaves out the optimizer's state of what is frozen now."""
+        checkpoint, stages = load(*args, **kw), self._stages
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if stages is None or not state:
+            return checkpoint
+        before = stages.joined
+        self.load_state_dict(state)
+        if stages.joined == before:
+            return checkpoint
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()  # a state without entries is what torch fills anew
+        return load(*args, **kw)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps = [
+            time if self._in_epochs(time) else steps_of(trainer, time, "GradualUnfreeze", "at") for time in self.at
+        ]
+        assert self._stages is not None, "set with the strategy"
+        self._stages.find_norms()
+        self._proceed(trainer, pl_module, self._stages)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._stages is not None, "set with the strategy"
+        self._proceed(trainer, pl_module, self._stages)  # the step changes between accumulation windows only
+
+    def _proceed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stages: Stages) -> None:
+        due = stages.joined
+        while due < len(self.at) and self._is_due(trainer, due):
+            due += 1
+        if due > stages.joined:
+            stages.join(due)
+            strategy = trainer.strategy
+            if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
+                strategy.model = pl_module
+                strategy.configure_ddp()
+        stages.silence()
+
+    def _is_due(self, trainer: pl.Trainer, group: int) -> bool:
+        now = trainer.current_epoch if self._in_epochs(self.at[group]) else trainer.global_step
+        return now >= self._steps[group]
+
+    def _in_epochs(self, time: int | float) -> bool:
+        return self.unit == "epoch" and isinstance(time, int)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"frozen": (self._frozen or []) if self._stages is None else self._stages.frozen()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._frozen = list(state_dict["frozen"])
+        self._restore()  # of shards: the others are restored before the setup of the strategy
+
+    def _restore(self) -> None:
+        if self._stages is not None and self._frozen is not None and not self._stages.restore(self._frozen):
+            raise MisconfigurationException(
+                f"GradualUnfreeze(groups={self.groups!r}) cannot go on where other groups were frozen, got a checkpoint"
+                f" with {len(self._frozen)} frozen parameters that are not the last of its groups: resume with the"
+                " groups of that run."
+            )
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Everything trains again; a checkpoint may still be saved."""
+        while self._undo:
+            self._undo.pop()()
+        if self._stages is not None:
+            self._frozen = self._stages.frozen()
+            self._stages.join(len(self.at))
+            self._stages = None
+
+
+def _check_times(at: Sequence[int | float]) -> None:
+    if isinstance(at, str) or not isinstance(at, Sequence) or not at:
+        raise TypeError(f"at must be a list of times, one for each group, as [1, 2, 0.5], got {at!r}.")
+    for place, time in enumerate(at):
+        check_duration(f"at[{place}]", time)
+    for kind in (int, float):
+        times = [time for time in at if isinstance(time, kind)]
+        if any(later < earlier for earlier, later in pairwise(times)):
+            raise ValueError(f"at must not go back, from the head to the stem, got {list(at)!r}: sort it.")

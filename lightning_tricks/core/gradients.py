@@ -1,0 +1,78 @@
+"""Callbacks that change the gradients of an optimizer just before it steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.shards import FSDP2, LocalWeights
+from lightning_tricks.core.trainer import is_fitting
+
+
+class GradientCallback(Callback):
+    """Changes gradients that are accumulated, summed over the ranks and free of the GradScaler's factor.
+
+    Lightning calls the hook once an optimizer step, in manual optimization too, and clips by itself afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._weights: LocalWeights | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if is_fitting(trainer):
+            self._weights = gradients_held(trainer, pl_module, type(self).__name__)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        _require_unscaled(trainer, optimizer, type(self).__name__)
+        assert self._weights is not None, "set in setup"
+        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if found := [parameter for parameter in everything if parameter.grad is not None]:
+            self._change(trainer, optimizer, found, self._weights)
+
+    @abstractmethod
+    def _change(
+        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+    ) -> None:
+        """Change the gradients of an optimizer's parameters, of those that have one."""
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._weights = None
+
+
+def gradients_held(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> LocalWeights:
+    """Where ``.grad`` of this process is found, by the Trainer's strategy.
+
+    Raises:
+        MisconfigurationException: For strategies that keep gradients to themselves.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        return FSDP2(module)
+    if isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
+        return LocalWeights(module)  # DeepSpeedStrategy is a DDPStrategy by inheritance
+    raise MisconfigurationException(
+        f"{trick} works under the single-device and DDP strategies and ModelParallelStrategy (FSDP2), where gradients"
+        f" and optimizers are torch's own, got {type(strategy).__name__}. Use such a strategy, or leave {trick} out."
+    )
+
+
+def _require_unscaled(trainer: pl.Trainer, optimizer: Optimizer, trick: str) -> None:
+    # torch has no public name for it either; Lightning refuses gradient_clip_val for the same reason
+    if getattr(trainer.precision_plugin, "scaler", None) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise MisconfigurationException(
+            f"{trick} needs unscaled gradients, got {type(optimizer).__name__}(fused=True) under"
+            f" precision={trainer.precision!r}, which unscales them in its own step: leave fused=True out, or use"
+            " precision='bf16-mixed'."
+        )

@@ -1,0 +1,138 @@
+"""Biases that a following BatchNorm takes away again, taken out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Pair(NamedTuple):
+    """A layer with a bias and the BatchNorm that alone takes what it gives, in the forward pass of ``owner``."""
+
+    name: str
+    layer: Any
+    norm: Any
+    owner: nn.Module
+
+
+@torch.no_grad()
+def drop_bias_before_batchnorm(model: nn.Module, *example: Any) -> list[str]:
+    """Take out the biases of layers in front of a BatchNorm, which subtracts them again: fewer weights, same function.
+
+    ``((x + b) - mean) / std = (x - (mean - b)) / std``: the running mean becomes ``mean - b``, so the outputs in eval
+    mode stay up to rounding; in training the mean of the batch takes b away by itself. Convolutions and linear layers
+    are found by tracing the model with ``torch.fx``, in training and in eval mode: only the BatchNorm may use what they
+    give. The parts of a model that as a whole cannot be traced are traced, and an example run shows that they are run
+    as they were traced. Call it before the optimizer is made; older checkpoints then have keys too many.
+
+    Args:
+        model: The model, or the LightningModule. It is changed.
+        *example: Inputs of ``model``, run once in eval mode. Needed for a model that cannot be traced, and for linear
+            layers: only a run tells that what they give has two dimensions, so that BatchNorm's are theirs.
+
+    Returns:
+        The names of the biases that are gone.
+
+    Raises:
+        ValueError: If the model cannot be traced and there is no example.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        >>> drop_bias_before_batchnorm(model)
+        ['0.bias']
+        >>> model[0].bias is None, model[3].bias is None
+        (True, False)
+    """
+    pairs = list(_pairs(model, "", bool(example)))
+    pairs = _run(model, pairs, example) if example else [p for p in pairs if not isinstance(p.layer, nn.Linear)]
+    for pair in pairs:
+        if pair.norm.running_mean is not None:
+            pair.norm.running_mean -= pair.layer.bias.to(pair.norm.running_mean.dtype)
+        pair.layer.bias = None
+    return [f"{pair.name}.bias" for pair in pairs]
+
+
+def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:
+    """Those of a module, or of the parts of it that can be traced."""
+    try:
+        named = _in_both_modes(module)
+    except Exception as error:  # a forward pass that is only traced can raise anything
+        if not in_parts:
+            raise ValueError(
+                f"{type(module).__name__} cannot be traced ({type(error).__name__}: {error}): give an example input,"
+                " drop_bias_before_batchnorm(model, x), to find its biases in a run."
+            ) from error
+        for name, child in module.named_children():
+            yield from _pairs(child, f"{path}{name}.", in_parts)
+        return
+    for layer, norm in named:
+        yield Pair(f"{path}{layer}", module.get_submodule(layer), module.get_submodule(norm), module)
+
+
+def _in_both_modes(module: nn.Module) -> list[tuple[str, str]]:
+    """Names of layer and norm that follow each other whether the module trains or not."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))
+    finally:
+        _put_back(modes)
+    return [pair for pair in trained if pair in evaluated]
+
+
+def _put_back(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, mode in modes:
+        module.training = mode
+
+
+def _named(traced: fx.GraphModule, module: nn.Module) -> list[tuple[str, str]]:
+    nodes, modules = list(traced.graph.nodes), dict(module.named_modules())
+    calls = Counter(id(modules.get(node.target)) for node in nodes if node.op == "call_module")
+    read = {node.target for node in nodes if node.op == "get_attr"}
+    found = []
+    for norm in nodes:
+        layer = norm.args[0] if norm.op == "call_module" and len(norm.args) == 1 else None
+        if not isinstance(layer, fx.Node) or layer.op != "call_module" or len(layer.users) > 1:
+            continue
+        pair = modules[str(layer.target)], modules[norm.target]
+        alone = all(calls[id(each)] == 1 for each in pair) and f"{layer.target}.bias" not in read
+        if alone and _match(*pair):
+            found.append((str(layer.target), norm.target))
+    return found
+
+
+def _match(layer: Any, norm: Any) -> bool:
+    """Of these very classes, whose subclasses may do anything, and with nobody looking at what lies between them."""
+    watched = layer._forward_hooks or norm._forward_pre_hooks  # of which torch has no public list
+    return type(layer) in _LAYERS and type(norm) in _NORMS and layer.bias is not None and not watched
+
+
+def _run(model: nn.Module, pairs: list[Pair], example: tuple[Any, ...]) -> list[Pair]:
+    """Those pairs whose layers run as often as the forward pass that was traced, and which have the dimensions."""
+    calls: Counter[int] = Counter()
+    dimensions: dict[int, set[int]] = {}
+
+    def count(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        calls[id(module)] += 1
+        if inputs and isinstance(inputs[0], Tensor):
+            dimensions.setdefault(id(module), set()).add(inputs[0].ndim)
+
+    modes = [(each, each.training) for each in model.modules()]
+    with ExitStack() as undo:
+        for each in {each for pair in pairs for each in (pair.layer, pair.norm, pair.owner)}:
+            undo.callback(each.register_forward_pre_hook(count).remove)
+        undo.callback(_put_back, modes)
+        model.eval()(*example)
+    return [
+        pair
+        for pair in pairs
+        if calls[id(pair.owner)] == calls[id(pair.layer)] == calls[id(pair.norm)] > 0
+        and (not isinstance(pair.layer, nn.Linear) or dimensions[id(pair.norm)] == {2})
+    ]

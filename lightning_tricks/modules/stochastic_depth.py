@@ -1,0 +1,90 @@
+"""Stochastic depth for a network that comes without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_tricks.core.checks import check_range, compiled
+
+
+def drop_path(x: Tensor, rate: float) -> Tensor:
+    """Zero for each sample with probability ``rate``, divided by ``1 - rate`` otherwise; timm's, bit for bit.
+
+    Example:
+        >>> import torch
+        >>> torch.manual_seed(0) and drop_path(torch.ones(4, 2), 0.5).sum(1)
+        tensor([0., 0., 4., 0.])
+    """
+    keep = x.new_empty((len(x),) + (1,) * (x.ndim - 1)).bernoulli_(1 - rate)
+    return x * keep.div_(1 - rate)
+
+
+def add_stochastic_depth(model: nn.Module, rate: float, *, branches: str) -> dict[str, float]:
+    r"""Stochastic depth for residual blocks: while training, ``x + f(x)`` is ``x + b f(x) / (1-p)`` with random b.
+
+    b is drawn for each sample, 0 with probability ``p_l = rate * l / L`` in the l-th of L blocks (linear rule), so the
+    expectation stays. In eval mode nothing changes. Forward hooks do it: names in the ``state_dict`` stay as they are.
+    Name what a block adds to its input; the module can hold several such branches in a block, which share the rate but
+    not b. A copy or a pickle of the model keeps it, weights loaded into another one do not bring it.
+
+    Args:
+        model: The model, or the LightningModule.
+        rate: p of the last block, in [0, 1).
+        branches: Regex searched in the names of modules: those whose output is added to a skip connection and to
+            nothing else, the samples along the first dimension. For torchvision's ResNet-18 ``r"layer\d\.\d\.bn2$"``,
+            for its ViT ``r"layers\.encoder_layer_\d+\.(dropout|mlp)$"``. A block is the module that holds them.
+
+    Returns:
+        The rate of each branch, by name.
+
+    Raises:
+        TypeError: If ``rate`` is no number.
+        ValueError: For a rate out of range, a pattern found nowhere, in a module and one inside it, or in a module that
+            has stochastic depth already.
+
+    Example:
+        >>> from torchvision.models import resnet18
+        >>> rates = add_stochastic_depth(resnet18(), 0.2, branches=r"layer\d\.\d\.bn2$")
+        >>> rates["layer1.0.bn2"], rates["layer4.1.bn2"]
+        (0.025, 0.2)
+
+    References:
+        Huang et al., Deep Networks with Stochastic Depth, arXiv 1603.09382.
+    """
+    check_range("rate", rate, 0.0, 1.0, below=True)
+    regex = compiled("branches", branches)
+    found = {name: module for name, module in model.named_modules() if name and regex.search(name)}
+    if not found:
+        names = [name for name, _ in model.named_modules() if name]
+        raise ValueError(f"branches must be found in a module's name, {branches!r} is in none of {', '.join(names)}.")
+    for name, module in found.items():
+        if inside := [other for other in found if other.startswith(f"{name}.")]:
+            raise ValueError(
+                f"branches must not lie in each other, {branches!r} finds {name} and {inside[0]}: end in $."
+            )
+        if any(isinstance(hook, StochasticDepth) for hook in module._forward_hooks.values()):  # no public list
+            raise ValueError(
+                f"branches must not have stochastic depth yet, {name} has: call add_stochastic_depth once."
+            )
+    blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+    rates = {name: rate * (blocks.index(name.rpartition(".")[0]) + 1) / len(blocks) for name in found}
+    for name, module in found.items():
+        module.register_forward_hook(StochasticDepth(rates[name]))
+    return rates
+
+
+class StochasticDepth:
+    """A forward hook that drops what a module gives, for some samples, while that trains; it can be pickled."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """What the module gives instead."""
+        if not module.training or not self.rate:
+            return output
+        if isinstance(output, tuple):  # an attention layer gives its weights as well
+            return (drop_path(output[0], self.rate), *output[1:])
+        return drop_path(output, self.rate)

@@ -1,0 +1,203 @@
+"""AutoClip equals its formula, written with numpy, and goes on exactly after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import lightning_tricks as lt
+from lightning_tricks.callbacks.auto_clip import clip_value, scale_down_
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("percentile", [0, 10, 33.3, 50, 99, 100])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_the_clip_value_is_numpys_percentile(percentile: float, size: int) -> None:
+    history = torch.rand(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    np.testing.assert_allclose(clip_value(history, percentile), np.percentile(history, percentile), rtol=1e-12)
+    holes = torch.cat([history, torch.tensor([torch.nan])])
+    assert torch.equal(clip_value(holes, percentile), clip_value(history, percentile))
+
+
+def test_at_its_limit_a_gradient_stays_bit_for_bit() -> None:
+    gradient = torch.rand(100)
+    before, norm = gradient.clone(), torch.linalg.vector_norm(gradient)
+    scale_down_([gradient], norm, norm)
+    assert torch.equal(gradient, before)
+    for odd in (torch.tensor(torch.inf), torch.tensor(torch.nan)):
+        scale_down_([gradient], odd, norm)
+        scale_down_([gradient], norm, torch.tensor(torch.nan))
+        assert torch.equal(gradient, before)
+
+
+class ByHand(Callback):
+    """The formula, in numpy."""
+
+    def __init__(self, percentile: float, history: int | None) -> None:
+        self.percentile, self.history = percentile, history
+        self.norms: list[float] = []
+        self.clipped = 0
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        gradients = [each.grad for each in pl_module.parameters()]
+        norm = float(np.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients)))
+        self.norms.append(norm)
+        limit = float(np.percentile(self.norms[-self.history :] if self.history else self.norms, self.percentile))
+        if norm > limit:
+            self.clipped += 1
+            for gradient in gradients:
+                gradient.mul_(limit / norm)
+
+
+def fp16() -> dict[str, Any]:
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]}
+
+
+@pytest.mark.parametrize("history", [None, 4])
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, fp16()], ids=["plain", "accumulate", "fp16"])
+def test_training_is_that_by_the_formula(history: int | None, settings: dict[str, Any]) -> None:
+    ours, theirs, reference = build(NormNet), build(NormNet), ByHand(20, history)
+    fit(ours, callbacks=[lt.AutoClip(20, history=history)], max_epochs=4, **settings)
+    fit(theirs, callbacks=[reference], max_epochs=4, **settings)
+    assert reference.clipped > 3
+    assert_close(weights(ours), weights(theirs), 1e-5)
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_not_waited_for() -> None:
+    gradients = [torch.rand(100, device="cuda") for _ in range(3)]
+    history, norm = torch.rand(50, device="cuda"), torch.tensor(3.0, device="cuda")
+    expected = [gradient * (clip_value(history, 10) / norm) for gradient in gradients]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scale_down_(gradients, norm, clip_value(history, 10))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(gradients, expected)
+
+
+class Keep(Callback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_norm_and_clip_value_are_logged() -> None:
+    keep, reference = Keep(), ByHand(20, None)
+    fit(build(NormNet), callbacks=[reference], max_epochs=1)
+    fit(build(NormNet), callbacks=[lt.AutoClip(100), keep], log_every_n_steps=1, max_epochs=1)
+    norms = [metrics["tricks/grad_norm"] for metrics in keep.seen]
+    assert norms[0] == pytest.approx(reference.norms[0])
+    assert [metrics["tricks/clip_value"] for metrics in keep.seen] == pytest.approx([*np.maximum.accumulate(norms)])
+
+
+class Odd(NormNet):
+    """Has a gradient of nan in the third step, and no loss in the fourth."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 3 else loss * float("nan") if batch_idx == 2 else loss
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        for parameter in self.parameters():
+            parameter.data.nan_to_num_(0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
+def test_norms_that_are_not_finite_do_not_count() -> None:
+    clip, module = lt.AutoClip(10), build(Odd)
+    fit(module, callbacks=[clip], max_epochs=1)
+    norms = clip.state_dict()["norms"][0]
+    assert norms.isnan().tolist() == [False, False, True, False, False]
+    assert clip_value(norms, 10).isfinite()
+
+
+class Two(NormNet):
+    """Two optimizers, which step by themselves."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:
+            optimizer.step()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layers[n].parameters(), lr=0.1) for n in (0, 3)]
+
+
+def test_each_optimizer_has_its_own_history() -> None:
+    clip, keep = lt.AutoClip(50), Keep()
+    run = fit(build(Two), callbacks=[clip, keep], max_epochs=1, log_every_n_steps=1)
+    assert {number: len(norms) for number, norms in clip.state_dict()["norms"].items()} == {0: 6, 1: 3}
+    assert run.callback_metrics["tricks/grad_norm"] != run.callback_metrics["tricks/grad_norm_1"]
+
+
+def test_a_resume_goes_on_exactly_with_the_history(tmp_path: Path) -> None:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    whole, clip = build(NormNet), lt.AutoClip(30, history=5)
+    fit(whole, callbacks=[clip, Save()], max_epochs=4)
+    resumed, other = build(NormNet), lt.AutoClip(30, history=5)
+    fit(resumed, callbacks=[other], max_epochs=4, ckpt_path=tmp_path / "half.ckpt")
+    assert torch.equal(other.state_dict()["norms"][0], clip.state_dict()["norms"][0])
+    assert len(clip.state_dict()["norms"][0]) == 5
+    assert_equal(weights(resumed), weights(whole))
+
+
+class Sharded(PlainNet):
+    def configure_model(self) -> None:
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def on_two_ranks() -> tuple[list[float], list[float]]:
+    histories = []
+    for strategy in ("ddp", ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
+        clip = lt.AutoClip(20)
+        module = build(PlainNet if strategy == "ddp" else Sharded)
+        settings = {"devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
+        fit(module, train=rank_loader(), callbacks=[clip], strategy=strategy, **settings)
+        histories.append(clip.state_dict()["norms"][0].tolist())
+    return histories[0], histories[1]
+
+
+def test_ranks_have_the_norm_of_all() -> None:
+    clip = lt.AutoClip(20)
+    fit(build(PlainNet), train=loader(48, batch_size=16), callbacks=[clip], max_epochs=4)
+    expected = pytest.approx(clip.state_dict()["norms"][0].tolist(), rel=1e-4)
+    for whole, sharded in run_ranks(on_two_ranks):
+        assert whole == expected
+        assert sharded == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"percentile": 101}, ValueError, r"percentile must be in \[0, 100\], got 101"),
+        ({"percentile": None}, TypeError, "percentile must be a number"),
+        ({"history": 0}, ValueError, "history must be at least 1"),
+        ({"history": 1.5}, TypeError, "history must be a whole number"),
+    ],
+)
+def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        lt.AutoClip(**arguments)
