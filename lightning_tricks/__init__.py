@@ -2,6 +2,7 @@
 
 from lightning_tricks.advisor import (
     BatchSizeResult,
+    Doctor,
     EnvironmentReport,
     Hardware,
     MemoryEstimate,
@@ -93,6 +94,7 @@ __all__ = [
     "CurveLR",
     "CutMix",
     "DDPPreset",
+    "Doctor",
     "EnvironmentReport",
     "FSDP2Preset",
     "GradualUnfreeze",

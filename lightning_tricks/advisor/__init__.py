@@ -2,6 +2,7 @@
 
 from lightning_tricks.advisor.batch_size import BatchSizeResult, find_batch_size
 from lightning_tricks.advisor.choose import Suggestion, suggest_strategy
+from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import EnvironmentReport, environment_report
 from lightning_tricks.advisor.estimate import MemoryEstimate
 from lightning_tricks.advisor.hardware import Hardware
@@ -9,6 +10,7 @@ from lightning_tricks.advisor.memory import estimate_memory
 
 __all__ = [
     "BatchSizeResult",
+    "Doctor",
     "EnvironmentReport",
     "Hardware",
     "MemoryEstimate",

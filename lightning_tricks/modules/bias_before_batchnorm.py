@@ -51,13 +51,21 @@ def drop_bias_before_batchnorm(model: nn.Module, *example: Any) -> list[str]:
         >>> model[0].bias is None, model[3].bias is None
         (True, False)
     """
-    pairs = list(_pairs(model, "", bool(example)))
-    pairs = _run(model, pairs, example) if example else [p for p in pairs if not isinstance(p.layer, nn.Linear)]
+    pairs = _run(model, list(_pairs(model, "", True)), example) if example else _proven(model, in_parts=False)
     for pair in pairs:
         if pair.norm.running_mean is not None:
             pair.norm.running_mean -= pair.layer.bias.to(pair.norm.running_mean.dtype)
         pair.layer.bias = None
     return [f"{pair.name}.bias" for pair in pairs]
+
+
+def biases_before_batchnorm(model: nn.Module) -> list[str]:
+    """The names of the biases in front of a BatchNorm, as far as tracing the model or its parts shows them."""
+    return [f"{pair.name}.bias" for pair in _proven(model, in_parts=True)]
+
+
+def _proven(model: nn.Module, *, in_parts: bool) -> list[Pair]:
+    return [pair for pair in _pairs(model, "", in_parts) if not isinstance(pair.layer, nn.Linear)]
 
 
 def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:

@@ -86,6 +86,7 @@ SETTINGS: dict[str, Trick] = {
         images=True,
         by_batches=True,
     ),
+    "Doctor": guard(lt.Doctor),
     "EMA": Trick(
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},

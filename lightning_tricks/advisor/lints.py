@@ -1,0 +1,142 @@
+"""What is probably not meant, in a module and in how it is trained: each finding with its remedy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.utils.data import DataLoader
+
+from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
+from lightning_tricks.schedules.steps import UnknownTotalSteps, optimizer_steps
+
+
+class Finding(NamedTuple):
+    """A rule that a module or its training breaks, where, and what to do."""
+
+    rule: str
+    text: str
+
+
+def reused_modules(module: nn.Module) -> Iterator[str]:
+    """One module without weights (dropout, an activation) that stands at several places."""
+    places: dict[nn.Module, list[str]] = {}
+    for name, each in module.named_modules(remove_duplicate=False):
+        stateless = not any(True for _ in each.parameters()) and not any(True for _ in each.buffers())
+        if name and stateless and not any(each.children()):
+            places.setdefault(each, []).append(name)
+    for each, names in places.items():
+        if len(names) > 1:
+            yield (
+                f"one {type(each).__name__} stands at {_some(names)}: a hook, a replacement or quantization of one of"
+                " them reaches all. Make one for each place."
+            )
+
+
+def redundant_biases(module: nn.Module) -> Iterator[str]:
+    """Biases that a following BatchNorm takes away again."""
+    if names := biases_before_batchnorm(module):
+        yield (
+            f"BatchNorm takes {_some(names)} away again: pass bias=False, or call"
+            " lightning_tricks.drop_bias_before_batchnorm(model)."
+        )
+
+
+def bf16_weights_in_fp16(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+    """Weights that were pretrained in bf16, whose range fp16 has not."""
+    if not str(trainer.precision).startswith("16"):
+        return
+    held = [name for name, weight in module.named_parameters() if weight.dtype == torch.bfloat16]
+    told = [name for name, each in module.named_modules() if _dtype_of_config(each) in (torch.bfloat16, "bfloat16")]
+    if held or told:
+        yield (
+            f"{_some(held or [name or type(module).__name__ for name in told])} comes from bf16, and trains with"
+            f" precision={trainer.precision!r}, in which its activations overflow. Use 'bf16-mixed', or '32-true'."
+        )
+
+
+def _dtype_of_config(module: nn.Module) -> object:
+    config = getattr(module, "config", None)  # of transformers
+    return getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+
+
+def loader_workers(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+    """More loader workers than cores, all processes of this machine together."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for loader in _loaders(trainer):
+        if loader.num_workers * trainer.num_devices > cores:
+            yield (
+                f"num_workers={loader.num_workers} in each of {trainer.num_devices} processes on {cores} cores: the"
+                f" workers wait for each other. Pass num_workers={max(1, cores // trainer.num_devices)} or less."
+            )
+
+
+def pinned_memory(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+    """``pin_memory`` without a GPU, and a GPU without it."""
+    for loader in _loaders(trainer):
+        if loader.pin_memory and isinstance(trainer.accelerator, CPUAccelerator):
+            yield "pin_memory=True copies each batch once more for a GPU that is not used. Leave it out."
+        elif not loader.pin_memory and isinstance(trainer.accelerator, CUDAAccelerator):
+            yield "a training loader without pin_memory=True: batches reach the GPU late. Pass it."
+
+
+def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+    """A schedule of torch that is longer or shorter than the training, for example since batches are accumulated."""
+    for config in trainer.lr_scheduler_configs:
+        scheduler = config.scheduler
+        if isinstance(scheduler, OneCycleLR):
+            planned = scheduler.total_steps
+        elif isinstance(scheduler, CosineAnnealingLR):
+            planned = scheduler.T_max
+        else:
+            continue
+        try:
+            steps = optimizer_steps(trainer) if config.interval == "step" else trainer.max_epochs
+        except UnknownTotalSteps:
+            continue
+        if config.frequency == 1 and planned != steps:
+            yield (
+                f"{type(scheduler).__name__} is made for {planned} steps, and interval={config.interval!r} gives it"
+                f" {steps}. Pass lightning_tricks.optimizer_steps(self.trainer) with interval='step', or return"
+                " lightning_tricks.one_cycle(optimizer, self)."
+            )
+
+
+MODULE_RULES: dict[str, Callable[[nn.Module], Iterator[str]]] = {
+    "reused-modules": reused_modules,
+    "redundant-biases": redundant_biases,
+}
+TRAINER_RULES: dict[str, Callable[[nn.Module, pl.Trainer], Iterator[str]]] = {
+    "bf16-weights-in-fp16": bf16_weights_in_fp16,
+    "loader-workers": loader_workers,
+    "pinned-memory": pinned_memory,
+    "schedule-length": schedule_length,
+}
+SYNC_DIST = "sync-dist"
+RULES = (*MODULE_RULES, *TRAINER_RULES, SYNC_DIST)
+
+
+def lint(module: nn.Module, trainer: pl.Trainer | None = None) -> list[Finding]:
+    """What is probably not meant in a module and, with a Trainer that is about to train it, in the training."""
+    found = [Finding(name, text) for name, rule in MODULE_RULES.items() for text in rule(module)]
+    if trainer is not None:
+        found += [Finding(name, text) for name, rule in TRAINER_RULES.items() for text in rule(module, trainer)]
+    return found
+
+
+def _loaders(trainer: pl.Trainer) -> list[DataLoader[object]]:
+    found: list[DataLoader[object]] = []
+    apply_to_collection(trainer.train_dataloader, DataLoader, found.append)
+    return found
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

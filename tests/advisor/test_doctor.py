@@ -1,0 +1,78 @@
+"""Doctor warns once, and can be silenced rule by rule."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import lightning_tricks as lt
+from tests.nets import PlainNet, build, fit, rank_loader
+from tests.ranks import run_ranks
+
+
+class Reused(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        tanh = nn.Tanh()
+        self.layers = nn.Sequential(nn.Linear(8, 16), tanh, nn.Linear(16, 16), tanh, nn.Linear(16, 2))
+
+
+def test_it_warns_with_the_rule_and_the_remedy() -> None:
+    with pytest.warns(UserWarning, match=r"Doctor, reused-modules: one Tanh stands at layers.1, layers.3.* Make one"):
+        fit(build(Reused), callbacks=[lt.Doctor()], max_epochs=1)
+
+
+def test_a_silenced_rule_is_not_heard() -> None:
+    fit(build(Reused), callbacks=[lt.Doctor(silence=["reused-modules"])], max_epochs=1)  # warnings are errors
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"silence must be one of 'reused-modules', .* Did you mean 'sync-dist'\?"):
+        lt.Doctor(silence=["sync_dist"])
+
+
+class Synced(PlainNet):
+    settings: dict[str, Any] = {}  # noqa: RUF012
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("synced", loss, **self.settings)
+        return loss
+
+
+def heard(settings: dict[str, Any], silence: tuple[str, ...]) -> list[str]:
+    module = build(type("Logs", (Synced,), {"settings": settings}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(
+            module,
+            train=rank_loader(),
+            callbacks=[lt.Doctor(silence)],
+            strategy="ddp",
+            devices=2,
+            use_distributed_sampler=False,
+        )
+    assert "log" not in vars(module)
+    return [str(each.message) for each in caught if "Doctor" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "silence", "count"),
+    [
+        ({"sync_dist": True}, (), 1),
+        ({"sync_dist": True}, ("sync-dist",), 0),
+        ({"sync_dist": True, "on_step": False, "on_epoch": True}, (), 0),
+        ({}, (), 0),
+    ],
+)
+def test_synchronized_logging_in_the_step_is_heard_once_on_rank_zero(
+    settings: dict[str, Any], silence: tuple[str, ...], count: int
+) -> None:
+    first, second = run_ranks(heard, settings, silence)
+    assert len(first) == count
+    assert second == []
+    if count:
+        assert "Doctor, sync-dist: self.log('synced', sync_dist=True) in training_step" in first[0]

@@ -1,0 +1,114 @@
+"""Each lint finds what it is for, says what to do, and is silent where all is well."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_tricks.advisor.lints import lint
+from tests.nets import Net, PlainNet, build, data, fit, loader
+
+
+def found(module: Any, **settings: Any) -> dict[str, str]:
+    """The findings when training starts."""
+    findings: dict[str, str] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            findings.update(lint(pl_module, trainer))
+
+    fit(module, callbacks=[Look()], max_epochs=1, limit_val_batches=0, **settings)
+    return findings
+
+
+@pytest.mark.parametrize("module", [Net, PlainNet])
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 4}, {"precision": "bf16-mixed"}], ids=str)
+def test_nothing_is_found_where_all_is_well(module: Any, settings: dict[str, Any]) -> None:
+    assert found(build(module), **settings) == {}
+
+
+def test_a_dropout_at_two_places() -> None:
+    dropout = nn.Dropout(0.1)
+    model = nn.Sequential(nn.Linear(2, 2), dropout, nn.Sequential(nn.Linear(2, 2), dropout), nn.ReLU())
+    ((rule, text),) = lint(model)
+    assert rule == "reused-modules"
+    assert "one Dropout stands at 1, 2.1:" in text
+    assert lint(nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout())) == []
+    tied = nn.Linear(2, 2)
+    assert lint(nn.Sequential(tied, nn.ReLU(), tied)) == []  # shared weights are meant
+
+
+def test_biases_before_batchnorm() -> None:
+    ((rule, text),) = lint(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)))
+    assert rule == "redundant-biases"
+    assert "takes 0.bias away again" in text
+    assert lint(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))) == []
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_bf16_model_in_fp16(name: str) -> None:
+    def fp16() -> dict[str, Any]:
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))]}
+
+    module = build(PlainNet)
+    assert found(module, **fp16()) == {}
+    module.layers.config = SimpleNamespace(**{name: torch.bfloat16})
+    assert (
+        "layers comes from bf16, and trains with precision='16-mixed'"
+        in found(module, **fp16())["bf16-weights-in-fp16"]
+    )
+    assert found(build(PlainNet), precision="bf16-mixed") == {}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_workers_and_pinned_memory() -> None:
+    findings: dict[str, str] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.train_dataloader.num_workers = 500  # none is started
+            findings.update(lint(pl_module, trainer))
+            trainer.train_dataloader.num_workers = 0
+
+    train = DataLoader(data(), 8, pin_memory=True)
+    fit(build(PlainNet), train=train, callbacks=[Look()], max_epochs=1)
+    assert "num_workers=500 in each of 1 processes" in findings["loader-workers"]
+    assert "Leave it out" in findings["pinned-memory"]
+
+
+class Cycle(PlainNet):
+    total, interval = 6, "step"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+@pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using 'interval'")  # Lightning sees that one, too
+@pytest.mark.parametrize(
+    ("interval", "settings", "given"),
+    [("step", {}, None), ("step", {"accumulate_grad_batches": 4}, 2), ("epoch", {}, 1), ("step", {"max_steps": 3}, 3)],
+)
+def test_a_schedule_of_another_length(interval: str, settings: dict[str, Any], given: int | None) -> None:
+    module = build(type("Once", (Cycle,), {"interval": interval}))
+    findings = found(module, train=loader(), **settings)
+    if given is None:
+        assert findings == {}
+    else:
+        assert (
+            f"OneCycleLR is made for 6 steps, and interval='{interval}' gives it {given}."
+            in findings["schedule-length"]
+        )
+
+
+def test_a_training_of_unknown_length_is_not_judged() -> None:
+    assert found(build(Cycle), train=iter(list(loader()))) == {}
