@@ -1,6 +1,8 @@
 """What goes into ``Trainer(callbacks=[...])``."""
 
+from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
+from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.ema import EMA, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
@@ -12,7 +14,9 @@ from lightning_tricks.callbacks.swa import SWA
 __all__ = [
     "EMA",
     "SWA",
+    "ActivationCheckpointing",
     "BatchSizeWarmup",
+    "ChannelsLast",
     "CutMix",
     "HardExampleFilter",
     "HiddenMixup",

@@ -1,0 +1,357 @@
+"""Activations are computed again: the same gradients and the same state, with less memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import spectral_norm
+
+import lightning_tricks as lt
+from lightning_tricks.callbacks.activation_checkpointing import recompute
+from lightning_tricks.core.blocks import chosen_blocks
+from lightning_tricks.core.wrapping import wrap_method
+from tests.conformance.engines import cpu_deepspeed
+from tests.nets import Net, assert_close, assert_equal, build, fit, rank_loader, weights
+from tests.ranks import run_ranks
+
+policies = pytest.mark.parametrize("policy", ["full", "selective"])
+
+
+def block(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, 2 * width), nn.BatchNorm1d(2 * width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(2 * width, width)
+    )
+
+
+class Deep(Net):
+    """Repeated blocks with BatchNorm and dropout."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.Sequential(nn.Linear(8, 16), *(block() for _ in range(3)), nn.Linear(16, 2))
+
+
+def wrapped(model: nn.Module, policy: Any) -> nn.Module:
+    """A copy of the model whose blocks are recomputed."""
+    model = copy.deepcopy(model)
+    for each in chosen_blocks(model).values():
+        wrap_method(each, "forward", partial(recompute, each, policy))
+    return model
+
+
+def resnet() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    timm = pytest.importorskip("timm")
+    x = torch.randn(4, 3, 32, 32)
+    return timm.create_model("resnet18", drop_path_rate=0.2), lambda model: model(x).square().mean()
+
+
+def bert() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, **sizes))
+    ids, mask = torch.randint(50, (4, 12)), torch.ones(4, 12).long()
+    mask[:, 9:] = 0
+    return model, lambda model: model(input_ids=ids, attention_mask=mask, labels=torch.arange(4) % 2).loss
+
+
+def descend(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """What a training step leaves: gradients, state and random numbers."""
+    model.train().zero_grad()
+    torch.manual_seed(5)
+    random.seed(5)
+    loss(model).backward()
+    gradients = {f"{name}.grad": weight.grad.clone() for name, weight in model.named_parameters()}
+    return {**gradients, **weights(model), "random": torch.get_rng_state()}
+
+
+@policies
+@pytest.mark.parametrize("made", [resnet, bert])
+def test_gradients_and_state_are_bit_equal(made: Any, policy: str) -> None:
+    torch.manual_seed(0)
+    model, loss = made()
+    again = wrapped(model, policy)
+    for _ in range(2):
+        assert_equal(descend(again, loss), descend(model, loss))
+
+
+@policies
+def test_gradients_are_equal_under_autocast(policy: str) -> None:
+    torch.manual_seed(0)
+    model, loss = resnet()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(descend(wrapped(model, policy), loss), descend(model, loss))
+
+
+class Odd(nn.Module):
+    """All that a forward may change or draw from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.seen = spectral_norm(nn.Linear(4, 4)), 0, []
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.scale *= 1.5
+        x = x * self.calls * self.scale.clone() * random.random()
+        return torch.tanh(self.linear(x)).sin()
+
+
+@policies
+def test_state_is_that_of_the_first_run(policy: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(Odd()), nn.Sequential(Odd())), torch.randn(3, 4)
+    again = wrapped(model, policy)
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(model(x)).square().sum()  # each block twice
+
+    for _ in range(2):
+        assert_equal(descend(again, loss), descend(model, loss))
+    assert [again[0][0].calls, again[0][0].seen] == [4, [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(("made", "share"), [(resnet, 0.6), (bert, 0.6)])
+def test_fewer_bytes_are_kept_for_the_backward_pass(made: Any, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "benchmarks")
+    from machine import NewStorages
+
+    model, loss = made()
+    kept = {}
+    for name, each in [("plain", model), *((policy, wrapped(model, policy)) for policy in ("selective", "full"))]:
+        with NewStorages() as count:
+            value = loss(each.train())
+        kept[name] = count.alive
+        value.backward()
+    assert kept["full"] < share * kept["plain"]
+    assert kept["full"] < kept["selective"] < 0.95 * kept["plain"]
+
+
+def test_saved_tensors_are_fewer() -> None:
+    model, loss = bert()
+    bytes_saved = []
+    for each in (model, wrapped(model, "full")):
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.nbytes) or x, lambda x: x):
+            loss(each)
+        bytes_saved.append(sum(saved))
+    assert bytes_saved[1] < 0.4 * bytes_saved[0]
+
+
+def test_selective_runs_the_products_once() -> None:
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls = getattr(self, "calls", 0) + (function is torch.ops.aten.convolution.default)
+            return function(*args, **(kwargs or {}))
+
+    model, loss = resnet()
+    calls = []
+    for each in (model, wrapped(model, "selective"), wrapped(model, "full")):
+        with Count() as count:
+            loss(each).backward()
+        calls.append(count.calls)
+    assert calls[0] == calls[1] < calls[2]
+
+
+def test_a_kept_result_that_is_written_raises() -> None:
+    layers = [nn.Sequential(nn.Conv2d(2, 2, 3), nn.Hardtanh(inplace=True)) for _ in range(2)]
+    model = wrapped(nn.Sequential(*layers), "selective")
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        model(torch.randn(1, 2, 8, 8)).sum().backward()
+
+
+# -- in a fit ---------------------------------------------------------------------------------------------------------
+
+
+class Gather(Callback):
+    """The whole weights at the end, put together from their shards."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        whole: Callable[[Tensor], Tensor] = Tensor.clone
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            pl_module.layers.reshard()
+            whole = lambda weight: weight.full_tensor()  # noqa: E731
+        elif "DeepSpeed" in type(trainer.strategy).__name__:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            whole = safe_get_full_fp32_param
+        self.weights = {name: whole(weight).detach().clone() for name, weight in pl_module.named_parameters()}
+
+
+def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> dict[str, Tensor]:
+    module, gather = build(kind), Gather()
+    fit(module, callbacks=[gather, *callbacks], **settings)
+    return gather.weights
+
+
+@policies
+def test_a_fit_is_bit_equal_to_one_without(policy: Any) -> None:
+    plain, module = build(Deep), build(Deep)
+    fit(plain)
+    trainer = fit(module, callbacks=[lt.ActivationCheckpointing(policy=policy)])
+    assert_equal(weights(module), weights(plain))
+    assert_equal(trainer.callback_metrics, fit(build(Deep)).callback_metrics)
+    assert not any("forward" in each.__dict__ for each in module.modules())
+
+
+def test_blocks_are_wrapped_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    real = lt.callbacks.activation_checkpointing.checkpoint
+    monkeypatch.setattr(
+        lt.callbacks.activation_checkpointing,
+        "checkpoint",
+        lambda *args, **kwargs: calls.append(torch.is_grad_enabled()) or real(*args, **kwargs),
+    )
+    fit(build(Deep), callbacks=[lt.ActivationCheckpointing()], max_epochs=1)
+    assert calls == [True] * 3 * 6  # blocks, batches
+
+
+def test_an_exception_leaves_the_module_as_it_was() -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            assert "forward" in pl_module.layers[1].__dict__
+            raise RuntimeError("planned")
+
+    module = build(Deep)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(module, callbacks=[lt.ActivationCheckpointing(), Stop()])
+    assert not any("forward" in each.__dict__ for each in module.modules())
+
+
+class Sharp(lt.SAMMixin, Deep):
+    sam = lt.SAM(rho=0.1)
+
+
+@policies
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda: [lt.EMA(0.9)],
+        lambda: [lt.HiddenMixup("layers.2.4", alpha=1.0)],  # a layer within a block
+        lambda: [lt.HiddenMixup("layers.2", alpha=1.0), lt.HardExampleFilter()],
+        lambda: [lt.Mixup(alpha=1.0), lt.HardExampleFilter(0.5, mode="loss")],
+        lambda: [lt.SWA(start=0.5)],
+    ],
+    ids=["EMA", "HiddenMixup", "outside", "Mixup", "SWA"],
+)
+@pytest.mark.parametrize("kind", [Deep, Sharp])
+def test_it_changes_nothing_beside_other_tricks(kind: type[Net], others: Any, policy: Any) -> None:
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
+    with_it = trained(kind, lt.ActivationCheckpointing(policy=policy), *others(), **settings)
+    assert_equal(with_it, trained(kind, *others(), **settings))
+
+
+class Compiled(Deep):
+    """The network runs compiled, in one graph."""
+
+    def setup(self, stage: str) -> None:
+        self.run = torch.compile(self.layers, backend="aot_eager", fullgraph=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+@policies
+def test_a_compiled_network_is_recomputed_too(policy: Any) -> None:
+    plain, module = build(Compiled), build(Compiled)
+    fit(plain)
+    fit(module, callbacks=[lt.ActivationCheckpointing(policy=policy)])
+    assert_close(weights(module), weights(plain))
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+
+class Sharded(Deep):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        for each in self.layers[1:4]:
+            each[1] = nn.Identity()
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for each in (self.layers[1], self.layers[2], self.layers):
+                fully_shard(each, mesh=self.device_mesh["data_parallel"])
+
+
+ENGINES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "unused": lambda: DDPStrategy(find_unused_parameters=True),
+    "static": lambda: DDPStrategy(static_graph=True),
+    "FSDP2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    "ZeRO-1": lambda: cpu_deepspeed(1),
+    "ZeRO-3": lambda: cpu_deepspeed(3),
+}
+
+
+def two_ranks(engines: list[str]) -> None:
+    for name in engines:
+        settings = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+        kind = Deep if name in ("ddp", "static") else Sharded
+        plain = trained(kind, strategy=ENGINES[name](), **settings)
+        for policy in ("full", "selective"):
+            callback = lt.ActivationCheckpointing(policy=policy)
+            assert_equal(trained(kind, callback, strategy=ENGINES[name](), **settings), plain)
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [["ddp", "unused", "static", "FSDP2"], pytest.param(["ZeRO-1", "ZeRO-3"], marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_two_ranks_are_bit_equal_to_two_ranks_without(engines: list[str]) -> None:
+    run_ranks(two_ranks, engines)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"blocks": [nn.Linear]}, "names of submodules or classes"),
+        ({"blocks": 0}, "at least 1"),
+        ({"policy": "some"}, "must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        lt.ActivationCheckpointing(**arguments)
+
+
+def test_no_block_is_an_error() -> None:
+    with pytest.raises(MisconfigurationException, match=r"finds nothing in Net: there are no repeated blocks"):
+        fit(build(Net), callbacks=[lt.ActivationCheckpointing()])
+    with pytest.raises(MisconfigurationException, match=r"called 'Bert'; name submodules such as 'layers'"):
+        fit(build(Net), callbacks=[lt.ActivationCheckpointing("Bert")])
+
+
+@pytest.mark.gpu
+@policies
+def test_a_gpu_keeps_fewer_bytes(policy: str) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet18").cuda()
+    x, peaks = torch.randn(32, 3, 128, 128, device="cuda"), []
+    for each in (model, wrapped(model, policy)):
+        F.cross_entropy(each(x), torch.zeros(32, device="cuda").long()).backward()  # workspaces are made
+        each.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        value = F.cross_entropy(each(x), torch.zeros(32, device="cuda").long())
+        peaks.append(torch.cuda.memory_allocated() - before)
+        value.backward()
+    assert peaks[1] < (0.5 if policy == "full" else 0.9) * peaks[0]
