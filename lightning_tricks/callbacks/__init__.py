@@ -3,6 +3,7 @@
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.callbacks.channels_last import ChannelsLast
+from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.ema import EMA, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
@@ -17,6 +18,7 @@ __all__ = [
     "ActivationCheckpointing",
     "BatchSizeWarmup",
     "ChannelsLast",
+    "Compile",
     "CutMix",
     "HardExampleFilter",
     "HiddenMixup",

@@ -40,10 +40,10 @@ class ChannelsLast(Callback):
 
     An image (N, C, H, W) gets the strides (HWC, 1, WC, C). The input of every convolution is brought into this format,
     which its output and what follows keep, so that one copy at the first convolution is all. Shapes and values are the
-    same and results equal but for rounding. Weights keep their own format: checkpoints, optimizers, averages and sharded
-    weights do not notice. A module that calls ``view`` where it flattens images must call ``flatten`` or ``reshape``.
+    same and results equal but for rounding. Weights keep their own format: checkpoints, optimizers, averages and
+    sharded weights do not notice. A module that calls ``view`` where it flattens images must call ``flatten``.
 
-    It pays on GPUs with 16-bit precision, and with depthwise convolutions on CPUs; measure it (``benchmarks/speed.py``).
+    What it gains depends on network, precision and device; ``benchmarks/speed.py`` measures it.
 
     Raises:
         MisconfigurationException: When a fit or an evaluation starts, if the module has no 2-D convolution.

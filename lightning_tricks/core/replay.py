@@ -30,7 +30,8 @@ def random_state(device: torch.device) -> RandomState:
     return state
 
 
-def _set_random_state(state: RandomState, device: torch.device) -> None:
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Have the generators go on from what ``random_state`` gave."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state:
@@ -43,11 +44,11 @@ def _set_random_state(state: RandomState, device: torch.device) -> None:
 def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None]:
     """Draw from ``state`` inside the block; the generators go on afterwards as if it had not run."""
     outside = random_state(device)
-    _set_random_state(state, device)
+    set_random_state(state, device)
     try:
         yield
     finally:
-        _set_random_state(outside, device)
+        set_random_state(outside, device)
 
 
 _again = ContextVar("_again", default=False)
