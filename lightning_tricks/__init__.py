@@ -16,6 +16,7 @@ from lightning_tricks.callbacks import (
     mixup,
     ohem_loss,
     scale_ema_decay,
+    speed_preset,
 )
 from lightning_tricks.checkpoints import average_checkpoints, export_weights, greedy_soup
 from lightning_tricks.modules import SAM, SAMMixin, Sharpness, sharpness
@@ -101,6 +102,7 @@ __all__ = [
     "scale_ema_decay",
     "scale_lr",
     "sharpness",
+    "speed_preset",
     "step_decay",
     "swa_tail",
     "wsd",

@@ -10,6 +10,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_los
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
+from lightning_tricks.callbacks.speed import speed_preset
 from lightning_tricks.callbacks.swa import SWA
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "mixup",
     "ohem_loss",
     "scale_ema_decay",
+    "speed_preset",
 ]

@@ -51,19 +51,29 @@ def recompute(
         >>> int(layer[1].num_batches_tracked)
         1
     """
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    selective = partial(create_selective_checkpoint_contexts, _policy)
-    if torch.compiler.is_compiling():  # the compiler takes care of state and random numbers
-        how: dict[str, Any] = {} if policy == "full" else {"context_fn": selective}
-        return checkpoint(forward, *args, use_reentrant=False, **how, **kwargs)
-    contexts = partial(_contexts, _Start(block), selective if policy == "selective" else _no_contexts)
+    return _in_eager(block, policy, forward, args, kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+
+@partial(torch.compiler.disable, recursive=False)  # what is compiled within the block stays so
+def _in_eager(block: nn.Module, policy: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    contexts = partial(_contexts, _Start(block), _SELECTIVE if policy == "selective" else _no_contexts)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+
+# Where the graph breaks in the block, the compiler calls the original. A condition on is_compiling() would then leave
+# the block with a checkpoint that forgets its state.
+@torch.compiler.substitute_in_graph(_in_eager)
+def _in_graph(block: nn.Module, policy: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The compiler takes care of state and random numbers."""
+    if policy == "full":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_SELECTIVE, **kwargs)
 
 
 class _Start:
     """What a block started from."""
 
+    @torch.compiler.disable
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.device = next(block.parameters(), torch.empty(0)).device
@@ -99,6 +109,9 @@ def _kept() -> frozenset[Any]:
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
 
 
 @final

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.blocks import chosen_blocks
@@ -122,7 +122,10 @@ class Compile(Callback):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if torch.compiler.is_compiling() or self._eager:
+        if torch.compiler.is_compiling():
+            self._called = True  # by a function that is compiled
+            return forward(*args, **kwargs)
+        if self._eager:
             return forward(*args, **kwargs)
         if not self._called:
             self._first(name)
@@ -213,7 +216,9 @@ def _networks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """What torch mostly compiles anew for."""
-    inputs = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors_in((args, kwargs)))
+    given = (*args, *kwargs.values())
+    found = [x for each in given for x in ([each] if isinstance(each, Tensor) else tensors_in(each))]
+    inputs = tuple((x.shape, x.dtype, x.requires_grad) for x in found)
     return inputs, module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 

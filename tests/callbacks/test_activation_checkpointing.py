@@ -273,6 +273,49 @@ def test_a_compiled_network_is_recomputed_too(policy: Any) -> None:
     assert_close(weights(module), weights(plain))
 
 
+class Breaks(nn.Module):
+    """A block that cannot be one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x))
+        y = y + 1 if y.sum().item() < 1e9 else y
+        return x + self.drop(torch.tanh(y))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@policies
+def test_state_is_right_where_a_compiled_graph_breaks(policy: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Breaks(), Breaks()), torch.randn(4, 8)
+    again = wrapped(model, policy)
+    runs = {each: torch.compile(each, backend="aot_eager") for each in (model, again)}
+    for _ in range(2):
+        ended = [descend(each, lambda each: runs[each](x).square().sum()) for each in (again, model)]
+        assert_close(*ended)
+    assert again[0].norm.num_batches_tracked == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@policies
+def test_a_compiled_part_of_a_block_stays_compiled(policy: str) -> None:
+    torch.compiler.reset()
+    graphs: list[Any] = []
+    torch.manual_seed(0)
+    part = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))  # noqa: E731
+    model, x = nn.Sequential(*(nn.Sequential(part(), nn.BatchNorm1d(4)) for _ in range(2))), torch.randn(6, 4)
+    again = wrapped(model, policy)
+    compiled = torch.compile(lambda forward, x: forward(x), backend=lambda graph, _: graphs.append(graph) or graph)
+    for each in again:
+        wrap_method(each[0], "forward", compiled)
+    assert_close(descend(again, lambda m: m(x).square().sum()), descend(model, lambda m: m(x).square().sum()))
+    assert graphs
+
+
 # -- several processes ------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ class Trick:
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         accumulates: Whether it sets the accumulation itself.
         yaml: What a user adds to a LightningCLI configuration for it; None where there is nothing to add.
+        saves: Whether it only saves memory or time: trained weights are those without it, and it has no no-op limit.
         refused: The engines, of FSDP2 and DeepSpeed, where it raises an error that names the strategy.
     """
 
@@ -35,6 +36,7 @@ class Trick:
     by_batches: bool = False
     accumulates: bool = False
     yaml: dict[str, Any] | None = None
+    saves: bool = False
     refused: tuple[str, ...] = ()
 
     def module(self, base: type[Net], state: str) -> type[Net]:
@@ -55,11 +57,27 @@ class Trick:
         return self.callbacks[state]() if self.callbacks else []
 
 
+def saver(make: Callable[[], list[Callback]], **settings: Any) -> Trick:
+    return Trick(callbacks={"on": make, "off": make}, saves=True, **settings)
+
+
 def schedule(factory: Callable[..., Any], **off: float) -> Trick:
     return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
 
 
 SETTINGS: dict[str, Trick] = {
+    "ActivationCheckpointing": saver(
+        lambda: [lt.ActivationCheckpointing("layers")],
+        yaml={"trainer": {"callbacks": [{"class_path": "ActivationCheckpointing", "init_args": {"blocks": "layers"}}]}},
+    ),
+    "Compile": saver(
+        lambda: [lt.Compile("layers", backend="aot_eager")],
+        yaml={
+            "trainer": {
+                "callbacks": [{"class_path": "Compile", "init_args": {"modules": "layers", "backend": "aot_eager"}}]
+            }
+        },
+    ),
     "CutMix": Trick(
         callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
         images=True,
@@ -148,6 +166,7 @@ SETTINGS: dict[str, Trick] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "ChannelsLast": "needs convolutions; tests/callbacks/test_channels_last.py has its regimes",
     "CurveLR": "what the factories return; tests/schedules/test_scheduler.py",
     "SAM": "the settings of SAMMixin",
     "Sharpness": "what sharpness gives",
@@ -171,6 +190,7 @@ EXEMPT: dict[str, str] = {
     "mixup": "a pure function; tests/callbacks/test_mixup.py",
     "ohem_loss": "a pure function; tests/callbacks/test_hard_examples.py",
     "scale_ema_decay": "a formula; tests/callbacks/test_ema.py",
+    "speed_preset": "arguments of the Trainer; tests/callbacks/test_speed.py",
     "optimizer_steps": "counts and changes nothing; tests/schedules/test_steps.py has its regimes",
     "preset": "a strategy, so itself a regime; tests/strategies/test_presets.py",
     "presets": "a list",
