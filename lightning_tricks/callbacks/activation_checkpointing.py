@@ -125,8 +125,9 @@ class ActivationCheckpointing(Callback):
     under DDP, FSDP2 and DeepSpeed, and inside code that the module compiles.
 
     ``policy="selective"`` keeps the results of matrix products, convolutions and attention, and computes again what is
-    between them: about half of the memory for a few per cent of time. A layer that writes into such a result (an
-    in-place activation right behind a convolution) makes torch raise in the backward pass: make it
+    between them. It keeps more and computes less, which pays where those products are long; torch takes its time to
+    sort the operations, unless they are compiled. ``benchmarks/speed.py`` measures both. A layer that writes into such
+    a result (an in-place activation right behind a convolution) makes torch raise in the backward pass: make it
     ``inplace=False``, or use "full".
 
     Args:

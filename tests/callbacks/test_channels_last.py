@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,7 +35,8 @@ class Conv(Net):
             layer.register_forward_hook(self.note)
 
     def note(self, layer: Any, inputs: Any, output: Tensor) -> None:
-        both = [each.is_contiguous(memory_format=torch.channels_last) for each in (*inputs, output)]
+        tensors = (*inputs, output, *(weight for weight in layer.parameters() if weight.ndim == 4))
+        both = [each.is_contiguous(memory_format=torch.channels_last) for each in tensors]
         self.formats.append((str(self.trainer.state.stage.value), all(both)))
 
 
@@ -58,6 +60,22 @@ def test_a_fit_gives_close_weights_in_their_own_format(settings: dict[str, Any])
     assert_close(weights(module), weights(plain), 1e-6 if not settings else 2e-2)
     assert all(weight.is_contiguous() for weight in module.state_dict().values())
     assert not any(layer._forward_pre_hooks for layer in module.modules())
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_checkpoint_is_contiguous_and_resumes(weights_only: bool, tmp_path: Any) -> None:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            assert not pl_module.layers[0].weight.is_contiguous()
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt", weights_only)
+
+    whole = fitted(lt.ChannelsLast(), Save())
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert all(each.is_contiguous() for each in state.values())
+    if not weights_only:
+        again = fitted(lt.ChannelsLast(), ckpt_path=tmp_path / "half.ckpt")
+        assert_close(weights(again), weights(whole))
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -115,8 +133,9 @@ def test_a_compiled_network_gives_the_same() -> None:
 
 
 def two_ranks() -> dict[str, Any]:
-    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    plain, module = fitted(**settings), fitted(lt.ChannelsLast(), **settings)
+    settings: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False}
+    plain = fitted(strategy=DDPStrategy(gradient_as_bucket_view=True), **settings)
+    module = fitted(lt.ChannelsLast(), strategy=DDPStrategy(gradient_as_bucket_view=True), **settings)
     assert all(last for _, last in module.formats)
     assert_close(weights(module), weights(plain))
     return {name: value.numpy() for name, value in weights(module).items()}
