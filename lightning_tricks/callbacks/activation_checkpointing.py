@@ -77,13 +77,15 @@ class _Start:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.device = next(block.parameters(), torch.empty(0)).device
-        self.state = ModuleState(block)
+        # layers of torch without buffers have nothing that a forward changes
+        own = [each for each in block.modules() if each._buffers or not type(each).__module__.startswith("torch.nn.m")]
+        self.owners, self.state = own, ModuleState(block, own)
         self.numbers = random_state(self.device)
 
     @contextmanager
     def again(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
         """Run the block again inside; afterwards state and random numbers are as if it had not run."""
-        now = ModuleState(self.block)
+        now = ModuleState(self.block, self.owners)
         self.state.restore()
         try:
             with random_numbers_of(self.numbers, self.device), inner:

@@ -128,14 +128,14 @@ def test_state_is_that_of_the_first_run(policy: str) -> None:
 @pytest.mark.parametrize(("made", "share"), [(resnet, 0.6), (bert, 0.6)])
 def test_fewer_bytes_are_kept_for_the_backward_pass(made: Any, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "benchmarks")
-    from machine import NewStorages
+    from machine import memory
 
     model, loss = made()
     kept = {}
     for name, each in [("plain", model), *((policy, wrapped(model, policy)) for policy in ("selective", "full"))]:
-        with NewStorages() as count:
-            value = loss(each.train())
-        kept[name] = count.alive
+        figures, value = memory(lambda each=each: loss(each.train()), "cpu", 1)
+        kept[name] = figures["kept"]
+        assert isinstance(value, Tensor)
         value.backward()
     assert kept["full"] < share * kept["plain"]
     assert kept["full"] < kept["selective"] < 0.95 * kept["plain"]
@@ -265,7 +265,7 @@ class Compiled(Deep):
         return self.run(x)
 
 
-@policies
+@pytest.mark.parametrize("policy", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_compiled_network_is_recomputed_too(policy: Any) -> None:
     plain, module = build(Compiled), build(Compiled)
     fit(plain)
