@@ -18,8 +18,8 @@ def speed_preset(
     TensorFloat32 ("high", 10 bits of mantissa) or bfloat16 ("medium"). The arguments are ``benchmark`` (cuDNN tries its
     convolutions for each new size of input and keeps the fastest: pays for inputs of few sizes), and, which matters
     for steps of about a millisecond, no progress bar and a log every 500 steps: 0.14 of 1.06 ms on a CPU, where
-    ``self.log`` takes 0.44 (``benchmarks/speed.py``). Checkpoints, the logger and ``self.log`` stay: call that once for several
-    values, or not in every step. (``Trainer(barebones=True)`` drops what it logs.)
+    ``self.log`` takes 0.44 (``benchmarks/speed.py``). Checkpoints, the logger and ``self.log`` stay;
+    ``Trainer(barebones=True)`` drops what is logged.
 
     Args:
         matmul: Precision of fp32 matrix products, "highest", "high" or "medium".
