@@ -15,9 +15,12 @@ from lightning_tricks.advisor import (
 from lightning_tricks.callbacks import (
     EMA,
     SWA,
+    ActivationCheckpointing,
     AdaptiveClip,
     AutoClip,
     BatchSizeWarmup,
+    ChannelsLast,
+    Compile,
     CutMix,
     GradualUnfreeze,
     HardExampleFilter,
@@ -33,6 +36,7 @@ from lightning_tricks.callbacks import (
     mixup,
     ohem_loss,
     scale_ema_decay,
+    speed_preset,
 )
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
 from lightning_tricks.modules import (
@@ -87,10 +91,13 @@ __all__ = [
     "EMA",
     "SAM",
     "SWA",
+    "ActivationCheckpointing",
     "AdaptiveClip",
     "AutoClip",
     "BatchSizeResult",
     "BatchSizeWarmup",
+    "ChannelsLast",
+    "Compile",
     "CurveLR",
     "CutMix",
     "DDPPreset",
@@ -153,6 +160,7 @@ __all__ = [
     "scale_ema_decay",
     "scale_lr",
     "sharpness",
+    "speed_preset",
     "step_decay",
     "suggest_strategy",
     "swa_tail",

@@ -96,7 +96,7 @@ def test_the_lowest_floor_needs_the_standard_library_only(file: str) -> None:
 
 TORCH_FLOOR = {
     *("averages", "checks", "exchange", "functions", "history", "losses", "offload", "shards", "structure", "targets"),
-    *("owners", "plan", "weights", "zero"),
+    *("blocks", "finite", "owners", "plan", "weights", "zero"),
 }
 
 

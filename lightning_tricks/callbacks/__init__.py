@@ -1,8 +1,11 @@
 """What goes into ``Trainer(callbacks=[...])``."""
 
+from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip, adaptive_clip_
 from lightning_tricks.callbacks.auto_clip import AutoClip
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
+from lightning_tricks.callbacks.channels_last import ChannelsLast
+from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.ema import EMA, scale_ema_decay
 from lightning_tricks.callbacks.freeze import freeze
@@ -13,15 +16,19 @@ from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
+from lightning_tricks.callbacks.speed import speed_preset
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 
 __all__ = [
     "EMA",
     "SWA",
+    "ActivationCheckpointing",
     "AdaptiveClip",
     "AutoClip",
     "BatchSizeWarmup",
+    "ChannelsLast",
+    "Compile",
     "CutMix",
     "GradualUnfreeze",
     "HardExampleFilter",
@@ -37,4 +44,5 @@ __all__ = [
     "mixup",
     "ohem_loss",
     "scale_ema_decay",
+    "speed_preset",
 ]

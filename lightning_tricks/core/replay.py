@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -88,8 +88,9 @@ class ModuleState:
     dictionaries, sets and deques within each other. Objects of other kinds are not looked into.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        spaces = [s for owner in module.modules() for s in (owner.__dict__, owner._buffers, owner._modules)]
+    def __init__(self, module: nn.Module, owners: Iterable[nn.Module] | None = None) -> None:
+        owners = module.modules() if owners is None else owners  # those of them that may change
+        spaces = [s for owner in owners for s in (owner.__dict__, owner._buffers, owner._modules)]
         self._spaces = [(space, dict(space)) for space in spaces]
         self._restore: list[Callable[[], object]] = []
         seen: set[int] = set()

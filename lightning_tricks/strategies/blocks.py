@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 
+from lightning_tricks.core.blocks import repeated_blocks
+from lightning_tricks.core.recompute import recompute
 from lightning_tricks.core.wrapping import wrap_method
 
 LARGE = 20_000_000  # parameters: an embedding of 26,000 tokens in 768 dimensions
@@ -52,17 +53,7 @@ def sharding_groups(module: nn.Module, blocks: Sequence[str] | None = None, larg
     return [each for each in found if each not in sharded and each is not module and not _shares(each, module)]
 
 
-def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks of a module, in their order."""
-    repeats = _siblings(module) if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) else set()
-    for child in module.children():
-        if child in repeats:
-            yield child
-        else:
-            yield from repeated_blocks(child)
-
-
-def recompute(module: nn.Module, names: Sequence[str] | None = None) -> list[Callable[[], None]]:
+def run_again(module: nn.Module, names: Sequence[str] | None = None) -> list[Callable[[], None]]:
     """Have the repeated blocks, or those named, run again in the backward pass, which saves what they compute.
 
     Returns:
@@ -77,18 +68,7 @@ def recompute(module: nn.Module, names: Sequence[str] | None = None) -> list[Cal
             "activation_checkpointing=True runs blocks again, and finds no repeated ones: pass blocks=[...], their"
             " class names, or leave it out."
         )
-    return [wrap_method(block, "forward", _run_again) for block in blocks]
-
-
-def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _siblings(container: nn.Module) -> set[nn.Module]:
-    """The children of a container that are blocks, and of one class with another of them."""
-    blocks = [child for child in container.children() if _runs(child) and any(child.children()) and _trained(child)]
-    classes = [type(block) for block in blocks]
-    return {block for block in blocks if classes.count(type(block)) > 1}
+    return [wrap_method(block, "forward", partial(recompute, block, "full")) for block in blocks]
 
 
 def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:

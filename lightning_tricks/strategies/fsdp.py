@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool
 from lightning_tricks.core.trainer import is_fitting
-from lightning_tricks.strategies.blocks import recompute, sharding_groups
+from lightning_tricks.strategies.blocks import run_again, sharding_groups
 from lightning_tricks.strategies.folders import WholeFolders
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
 from lightning_tricks.strategies.prepare import prepare, require_untied
@@ -134,7 +134,7 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
         groups = sharding_groups(module, self.blocks)
         require_untied(module)
         if self.activation_checkpointing:
-            self._undo += recompute(module, self.blocks)
+            self._undo += run_again(module, self.blocks)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
             prepare(group, self.root_device)
             fully_shard(group, mesh=self.device_mesh["data_parallel"], offload_policy=offload)

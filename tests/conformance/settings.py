@@ -24,8 +24,8 @@ class Trick:
         images: Whether it needs images.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         accumulates: Whether it sets the accumulation itself.
-        guards: Whether it does nothing as long as nothing is wrong.
         yaml: What a user adds to a LightningCLI configuration for it; None where there is nothing to add.
+        neutral: Whether trained weights are those without it: it saves memory or time, or waits for bad batches.
         refused: The engines, of FSDP2 and DeepSpeed, where it raises an error that names the strategy.
     """
 
@@ -35,8 +35,8 @@ class Trick:
     images: bool = False
     by_batches: bool = False
     accumulates: bool = False
-    guards: bool = False
     yaml: dict[str, Any] | None = None
+    neutral: bool = False
     refused: tuple[str, ...] = ()
 
     def module(self, base: type[Net], state: str) -> type[Net]:
@@ -61,11 +61,11 @@ def schedule(factory: Callable[..., Any], **off: float) -> Trick:
     return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
 
 
-def guard(callback: Callable[[], Callback], *refused: str) -> Trick:
+def neutral(callback: Callable[[], Callback], yaml: Any, *refused: str) -> Trick:
     return Trick(
         callbacks={"on": lambda: [callback()], "off": lambda: [callback()]},
-        guards=True,
-        yaml={"trainer": {"callbacks": [callback().__class__.__name__]}},
+        neutral=True,
+        yaml={"trainer": {"callbacks": [yaml]}},
         refused=refused,
     )
 
@@ -81,12 +81,20 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": ["AutoClip"]}},
         refused=("DeepSpeed",),
     ),
+    "ActivationCheckpointing": neutral(
+        lambda: lt.ActivationCheckpointing("layers"),
+        {"class_path": "ActivationCheckpointing", "init_args": {"blocks": "layers"}},
+    ),
+    "Compile": neutral(
+        lambda: lt.Compile("layers", backend="aot_eager"),
+        {"class_path": "Compile", "init_args": {"modules": "layers", "backend": "aot_eager"}},
+    ),
     "CutMix": Trick(
         callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
         images=True,
         by_batches=True,
     ),
-    "Doctor": guard(lt.Doctor),
+    "Doctor": neutral(lt.Doctor, "Doctor"),
     "EMA": Trick(
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
@@ -147,7 +155,7 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
-    "RewindOnSpike": guard(lt.RewindOnSpike, "DeepSpeed"),
+    "RewindOnSpike": neutral(lt.RewindOnSpike, "RewindOnSpike", "DeepSpeed"),
     "SAMMixin": Trick(
         sam={"on": 0.1, "off": 0.0},
         yaml={"model": {"class_path": "tests.conformance.test_regimes.YamlSAMNet", "init_args": {"sam": {"rho": 0.1}}}},
@@ -169,8 +177,8 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "BatchSizeWarmup", "init_args": {"end": 2, "over": 1}}]}},
         refused=("DeepSpeed",),
     ),
-    "SkipNonFinite": guard(lt.SkipNonFinite, "DeepSpeed"),
-    "TerminateOnNonFinite": guard(lt.TerminateOnNonFinite),
+    "SkipNonFinite": neutral(lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed"),
+    "TerminateOnNonFinite": neutral(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
     "constant": Trick(schedule={"on": lambda o, m: lt.constant(o, m, warmup=3), "off": lt.constant}),
     "cosine": schedule(lt.cosine),
     "cosine_restarts": schedule(lt.cosine_restarts),
@@ -190,6 +198,7 @@ SETTINGS: dict[str, Trick] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "ChannelsLast": "needs convolutions; tests/callbacks/test_channels_last.py has its regimes",
     "CurveLR": "what the factories return; tests/schedules/test_scheduler.py",
     "SAM": "the settings of SAMMixin",
     "Sharpness": "what sharpness gives",
@@ -233,6 +242,7 @@ EXEMPT: dict[str, str] = {
     "mixup": "a pure function; tests/callbacks/test_mixup.py",
     "ohem_loss": "a pure function; tests/callbacks/test_hard_examples.py",
     "scale_ema_decay": "a formula; tests/callbacks/test_ema.py",
+    "speed_preset": "arguments of the Trainer; tests/callbacks/test_speed.py",
     "optimizer_steps": "counts and changes nothing; tests/schedules/test_steps.py has its regimes",
     "preset": "a strategy, so itself a regime; tests/strategies/test_presets.py",
     "presets": "a list",

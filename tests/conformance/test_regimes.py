@@ -59,11 +59,11 @@ def fp16() -> dict[str, Any]:
 
 
 @tricks
-def test_the_trick_does_something_unless_it_guards(trick: Trick) -> None:
+def test_the_trick_does_something_unless_it_is_to_be_neutral(trick: Trick) -> None:
     plain = build(NormNet)
     fit(plain)
     same = all(torch.equal(a, b) for a, b in zip(run(trick).values(), weights(plain).values(), strict=True))
-    assert same == trick.guards
+    assert same == trick.neutral
 
 
 regimes = pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.strategies.blocks import LARGE, recompute, repeated_blocks, sharding_groups
+from lightning_tricks.core.blocks import repeated_blocks
+from lightning_tricks.strategies.blocks import LARGE, run_again, sharding_groups
 from tests.nets import build
 from tests.strategies.sharded import Block, ConvBlock, Transformer
 
@@ -77,7 +78,7 @@ def test_blocks_that_run_again_give_the_same_gradients_until_that_is_undone() ->
     model = build(Transformer)
     for again in (False, True, False):
         Block.calls = 0
-        undo = recompute(model) if again else []
+        undo = run_again(model) if again else []
         model(x).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         calls.append(Block.calls)

@@ -1,0 +1,142 @@
+"""Convolutions on images whose channels lie together in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from lightning_tricks.core.wrapping import wrap_method
+
+
+def to_channels_last(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of a layer, the 4-D ones in the memory format ``torch.channels_last``; nothing is copied if it is so.
+
+    A forward pre-hook: ``layer.register_forward_pre_hook(to_channels_last)``.
+
+    Args:
+        layer: Whose inputs they are.
+        inputs: Of shape (N, C, H, W), others are left alone.
+
+    Example:
+        >>> (x,) = to_channels_last(nn.Identity(), (torch.zeros(2, 3, 4, 4),))
+        >>> x.shape, x.stride()
+        (torch.Size([2, 3, 4, 4]), (48, 1, 12, 3))
+    """
+    return tuple(
+        x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.ndim == 4 else x for x in inputs
+    )
+
+
+def contiguous(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a ``state_dict``, those that are in another memory format copied.
+
+    Example:
+        >>> weight = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+        >>> contiguous({"weight": weight})["weight"].stride()
+        (48, 16, 4, 1)
+    """
+    return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+@final
+class ChannelsLast(Callback):
+    """Runs 2-D convolutions in ``torch.channels_last``, which many kernels are faster in, in fit and evaluation.
+
+    An image (N, C, H, W) gets the strides (HWC, 1, WC, C), as do the weights of convolutions. The input of every
+    convolution is brought into this format, which its output and what follows keep, so that one copy at the first
+    convolution is all. Shapes and values are the same and results equal but for rounding. The ``state_dict`` of a
+    checkpoint is contiguous as always, and so are the weights when a fit or an evaluation ends or fails. A module that
+    calls ``view`` where it flattens images must call ``flatten``. Under FSDP2 and DeepSpeed, which flatten weights, and
+    for layers that ``configure_model`` makes, only the images are converted.
+
+    What it gains depends on network, precision and device; ``benchmarks/speed.py`` measures it.
+
+    Raises:
+        MisconfigurationException: When a fit or an evaluation starts, if the module has no 2-D convolution.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[ChannelsLast()], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._begun = False
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave()
+        strategy = trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+            return
+        # now, since DDP lays its gradients out as the weights are when it starts
+        for layer in _convolutions(pl_module):
+            weight = dict(layer.named_parameters(recurse=False)).get("weight")
+            if weight is not None and not is_lazy(weight) and weight.is_contiguous():
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+                self._undo.append(partial(_restore, weight))
+        saved = wrap_method(strategy, "lightning_module_state_dict", _contiguous_state)
+        self._undo.append(saved)
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._begun:
+            return  # validation in a fit
+        layers = _convolutions(pl_module)
+        if not layers:
+            raise MisconfigurationException(
+                f"ChannelsLast is for 2-D convolutions, {type(pl_module).__name__} has none: leave ChannelsLast out."
+            )
+        torch.compiler.reset()  # code that was compiled without the hooks would go on without them
+        self._undo += [layer.register_forward_pre_hook(to_channels_last).remove for layer in layers]
+        self._begun = True
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module)  # after configure_model
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._begun = False
+        while self._undo:
+            self._undo.pop()()
+
+
+def _convolutions(module: nn.Module) -> list[nn.Module]:
+    return [layer for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)]
+
+
+def _contiguous_state(state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return contiguous(state_dict())
+
+
+def _restore(weight: nn.Parameter) -> None:
+    weight.data = weight.data.contiguous()

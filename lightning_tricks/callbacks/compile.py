@@ -1,0 +1,230 @@
+"""torch.compile for the modules that a training step calls, with a way back to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tricks.core.blocks import chosen_blocks
+from lightning_tricks.core.checks import check_bool, check_choice
+from lightning_tricks.core.replay import ModuleState, random_state, set_random_state, tensors_in
+from lightning_tricks.core.wrapping import wrap_method
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # one function for all modules: equal ones share their code. And torch does not trace Sequential.forward itself
+    return forward(*args, **kwargs)
+
+
+@final
+class Compile(Callback):
+    """Trains with compiled modules: ``torch.compile`` in place, back to eager where it fails.
+
+    The forward of each module is compiled at its first call, from training start on, and of repeated blocks only once.
+    Names in ``state_dict`` stay the same; when the fit ends or fails the module is as before. The training step itself
+    stays eager, so it may log, and what cannot be traced (``.item()``, other libraries) runs eagerly between compiled
+    parts.
+
+    If the compiler fails (an error of the backend, no C++ compiler), state and random numbers are put back to what they
+    were before the call, the same batch goes through the eager module, and so does everything from then on; one warning
+    names module and error. That holds for each new shape of the inputs. What a forward does to objects outside of its
+    module it does twice then.
+
+    Args:
+        modules: Names of submodules or of their classes ("encoder", "BertLayer"). None for the network: the module's
+            own ``forward`` if the training step calls that first, else each submodule that it calls.
+        mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+        fallback: Go on in eager when the compiler fails; False lets its error through.
+        backend: Of ``torch.compile``, such as "inductor" or "aot_eager".
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range.
+        MisconfigurationException: When training starts, if there is no such module; after the first optimizer step, if
+            nothing that is compiled was called.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[Compile("model.encoder")], accelerator="cpu", logger=False)
+
+    References:
+        Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
+        Compilation".
+    """
+
+    def __init__(
+        self,
+        modules: str | Sequence[str] | None = None,
+        *,
+        mode: str = "default",
+        fallback: bool = True,
+        backend: str = "inductor",
+    ) -> None:
+        if modules is not None and not all(isinstance(name, str) for name in modules):
+            raise TypeError(f"modules must be names of submodules or of their classes, got {modules!r}.")
+        check_choice("mode", mode, MODES)
+        check_bool("fallback", fallback)
+        check_choice("backend", backend, torch.compiler.list_backends(exclude_tags=()))
+        if mode != "default" and backend != "inductor":
+            raise ValueError(f"mode is of backend='inductor', got mode={mode!r}, backend={backend!r}: leave mode out.")
+        self.modules = modules
+        self.mode = mode
+        self.fallback = fallback
+        self.backend = backend
+        self._undo: dict[str, Callable[[], None]] = {}
+        self._called = self._eager = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._called = self._eager = False
+        run = torch.compile(_run, mode=self.mode, backend=self.backend)
+        # on_fit_start is over: what others have wrapped or hooked is compiled, too
+        for name, module in self._found(pl_module).items():
+            self._undo[name] = wrap_method(module, "forward", partial(self._forward, run, name, module, set()))
+
+    def _found(self, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
+        error: object = "it has neither submodules with parameters nor a forward"
+        if self.modules is None:
+            found: dict[str, nn.Module] = dict(_networks(pl_module))
+            if type(pl_module).forward is not pl.LightningModule.forward:
+                found[""] = pl_module
+        else:
+            names = [self.modules] if isinstance(self.modules, str) else self.modules
+            try:
+                found = chosen_blocks(pl_module, names)
+            except ValueError as unknown:
+                found, error = {}, unknown
+        if not found:
+            raise MisconfigurationException(
+                f"Compile(modules={self.modules!r}) finds nothing in {type(pl_module).__name__}: {error}"
+            )
+        return found
+
+    def _forward(
+        self,
+        run: Callable[..., Any],
+        name: str,
+        module: nn.Module,
+        seen: set[Any],
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            self._called = True  # by a function that is compiled
+            return forward(*args, **kwargs)
+        if self._eager:
+            return forward(*args, **kwargs)
+        if not self._called:
+            self._first(name)
+        key = _signature(module, args, kwargs)
+        if not self.fallback or key in seen:
+            return self._again(run, name, module, forward, *args, **kwargs)
+        device = next(module.parameters(), torch.empty(0)).device
+        state, numbers = ModuleState(module), random_state(device)
+        try:
+            with _backward_too():
+                result = run(forward, *args, **kwargs)
+        except Exception as error:
+            state.restore()
+            set_random_state(numbers, device)
+            result = forward(*args, **kwargs)  # an error of the module's own comes again
+            self._give_up(name, module, error)
+        seen.add(key)
+        return result
+
+    def _again(
+        self,
+        run: Callable[..., Any],
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A call like one before, which may be compiled again all the same: for another value of an attribute."""
+        from torch._dynamo.exc import TorchDynamoException  # has no public name
+
+        try:
+            return run(forward, *args, **kwargs)
+        except TorchDynamoException as error:
+            if not self.fallback:
+                raise
+            self._give_up(name, module, error)
+            return forward(*args, **kwargs)
+
+    def _first(self, name: str) -> None:
+        """What is called first is the network: the module's own forward, or its submodules."""
+        self._called = True
+        for other in [each for each in self._undo if (each == "") != (name == "")]:
+            self._undo.pop(other)()
+
+    def _give_up(self, name: str, module: nn.Module, error: Exception) -> None:
+        self._eager = True
+        said = " ".join(str(error).split())[:400]
+        rank_zero_warn(
+            f"Compile: {name or 'forward'} ({type(module).__name__}) does not compile with backend={self.backend!r}:"
+            f" {type(error).__name__}: {said}. Training goes on in eager, with the same batch. Name modules that do"
+            " compile, as in Compile(modules=[...]), or leave Compile out."
+        )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step and not self._called:
+            raise MisconfigurationException(
+                f"Compile did nothing: {type(pl_module).__name__}.training_step called none of"
+                f" {', '.join(repr(name or 'forward') for name in self._undo)}. Name modules that it calls."
+            )
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._undo:
+            self._undo.popitem()[1]()
+
+
+def _networks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost submodules with parameters that can be called."""
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue  # a metric, a loss
+        if type(child).forward is nn.Module.forward:  # a ModuleList
+            yield from ((f"{name}.{inner}", each) for inner, each in _networks(child))
+        else:
+            yield name, child
+
+
+def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What torch mostly compiles anew for."""
+    given = (*args, *kwargs.values())
+    found = [x for each in given for x in ([each] if isinstance(each, Tensor) else tensors_in(each))]
+    inputs = tuple((x.shape, x.dtype, x.requires_grad) for x in found)
+    return inputs, module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _backward_too() -> Any:
+    """Compile the backward pass with the forward, so that its errors come while there is a way back."""
+    from torch._functorch import config  # has no public name
+
+    name = "force_non_lazy_backward_lowering"  # not in older versions, which compile it in the first backward pass
+    return config.patch(name, True) if hasattr(config, name) else nullcontext()

@@ -1,0 +1,346 @@
+"""Compiled modules train as eager ones do, and where the compiler fails training goes on in eager."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+import lightning_tricks as lt
+from tests.conformance.engines import cpu_deepspeed
+from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, rank_loader, weights
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent.parent
+FAST = "aot_eager"
+pytestmark = [  # torch's own: when inductor is imported, and when a graph starts behind another one
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A backend by the name "broken" that fails from its nth graph on."""
+    from torch._dynamo import register_backend
+    from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
+
+    compiled, fails_from = [], [0]
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        if len(compiled) > fails_from[0]:
+            raise NotImplementedError("no such operation here")
+        return graph
+
+    monkeypatch.setattr("torch._dynamo.backends.registry._BACKENDS", dict(_BACKENDS))
+    monkeypatch.setattr("torch._dynamo.backends.registry._COMPILER_FNS", dict(_COMPILER_FNS))
+    register_backend(broken)
+    return fails_from
+
+
+class Deep(Net):
+    """Blocks of one class, in a list."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        block = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))  # noqa: E731
+        self.layers = nn.ModuleList([block() for _ in range(9)])
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Inner(Deep):
+    """Whose training step does not call ``forward``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(Deep.forward(self, batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        Deep.forward(self, batch[0])
+
+
+def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> dict[str, Tensor]:
+    module = build(kind)
+    fit(module, callbacks=list(callbacks), **settings)
+    assert not any("forward" in each.__dict__ for each in module.modules())
+    return weights(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "graphs"),
+    [
+        (Net, None, 1),
+        (Net, "layers", 1),
+        (Deep, None, 1),
+        (Inner, None, 3),  # the blocks share theirs, but for the one whose input needs no gradient
+        (Deep, "Sequential", 2),
+        (Deep, ["layers.1", "head"], 2),
+    ],
+)
+def test_compiled_modules_train_as_eager_ones(kind: type[Net], modules: Any, graphs: int) -> None:
+    compiled = trained(kind, lt.Compile(modules, backend=FAST), limit_val_batches=0)
+    assert counters["stats"]["unique_graphs"] in (graphs, 2 * graphs)  # again for the last batch, of another size
+    assert not counters["graph_break"]
+    assert_close(compiled, trained(kind, limit_val_batches=0))
+
+
+def test_validation_runs_compiled_and_metrics_are_the_same() -> None:
+    compiled, eager = build(NormNet), build(NormNet)
+    runs = [fit(compiled, callbacks=[lt.Compile(backend=FAST)]), fit(eager)]
+    assert_close(runs[0].callback_metrics, runs[1].callback_metrics)
+    assert list(compiled.state_dict()) == list(eager.state_dict())
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_eager() -> None:
+    assert_close(trained(NormNet, lt.Compile()), trained(NormNet), 1e-5)
+
+
+class Opaque:
+    """Not for torch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.seen.append(float(x.detach().numpy().sum()))  # a C extension
+        return x * 2 if self.seen[-1] > 0 else x
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.opaque = nn.BatchNorm1d(16), nn.Dropout(0.3), Opaque()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(x))
+        if x.sum().item() > 0:
+            x = x + 1
+        return self.opaque(x)
+
+
+class Hard(Net):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers.insert(1, Untraceable())
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize("modules", [None, "layers", "Untraceable"])
+def test_what_cannot_be_traced_still_trains(modules: Any) -> None:
+    compiled = trained(Hard, lt.Compile(modules, backend=FAST, fallback=False))
+    assert counters["graph_break"]
+    assert_close(compiled, trained(Hard), 1e-5)
+
+
+# -- fallback ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails_from", [0, 1, 2])
+@pytest.mark.parametrize("modules", [None, "layers"])
+def test_a_compiler_that_fails_costs_no_step(broken: list[int], fails_from: int, modules: Any) -> None:
+    broken[0] = fails_from  # with a graph in two parts, of which the first has run; for the last batch's size
+    kind = Hard if fails_from == 1 else Net
+    with pytest.warns(UserWarning, match="no such operation here") as caught:
+        compiled = trained(kind, lt.Compile(modules, backend="broken"))
+    ours = [str(each.message) for each in caught if "Compile" in str(each.message)]
+    assert len(ours) == 1
+    assert ours[0].startswith(
+        f"Compile: {modules or 'forward'} ({'Sequential' if modules else kind.__name__}) does not"
+    )
+    assert_equal(compiled, trained(kind))
+
+
+def test_without_fallback_the_error_comes_through(broken: list[int]) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such operation"):
+        trained(Net, lt.Compile(backend="broken", fallback=False))
+
+
+def test_an_error_of_the_backward_compiler_comes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import register_backend
+    from torch._dynamo.backends import common, registry
+
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no backward here")
+
+    backend = common.aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=fails)
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    monkeypatch.setattr(registry, "_COMPILER_FNS", dict(registry._COMPILER_FNS))
+    register_backend(lambda graph, inputs: backend(graph, inputs), name="halfway")
+    with pytest.warns(UserWarning, match="no backward here"):
+        compiled = trained(Net, lt.Compile(backend="halfway"))
+    assert_equal(compiled, trained(Net))
+
+
+WITHOUT_COMPILER = """
+import warnings, torch, lightning_tricks as lt
+from tests.nets import Net, assert_equal, build, fit, weights
+compiled, eager = build(Net), build(Net)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    fit(compiled, callbacks=[lt.Compile()])
+fit(eager)
+assert_equal(weights(compiled), weights(eager))
+print([str(each.message) for each in caught if "Compile" in str(each.message)])
+"""
+
+
+@pytest.mark.slow
+def test_a_missing_cpp_compiler_is_named(tmp_path: Any) -> None:
+    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    (warning,) = ast.literal_eval(run.stdout.strip().splitlines()[-1])
+    assert warning.startswith("Compile: forward (Net) does not compile with backend='inductor'")
+    assert "compiler" in warning
+
+
+def test_an_error_of_the_module_is_its_own() -> None:
+    class Wrong(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fit(build(Wrong), callbacks=[lt.Compile(backend=FAST)])
+
+
+# -- beside others ----------------------------------------------------------------------------------------------------
+
+
+class Sharp(lt.SAMMixin, Deep):
+    sam = lt.SAM(rho=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("modules", [None, "Sequential"])
+@pytest.mark.parametrize("kind", [Deep, Sharp])
+def test_it_works_beside_other_tricks(kind: type[Net], modules: Any) -> None:
+    def others() -> list[Callback]:
+        return [lt.EMA(0.9), lt.Mixup(), lt.ActivationCheckpointing()]
+
+    compiled = trained(kind, lt.Compile(modules, backend=FAST), *others())
+    assert_close(compiled, trained(kind, *others()), 1e-5)
+
+
+def test_resume_is_exact(tmp_path: Any) -> None:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    whole = trained(NormNet, lt.Compile(backend=FAST), Save())
+    assert_equal(trained(NormNet, lt.Compile(backend=FAST), ckpt_path=tmp_path / "half.ckpt"), whole)
+
+
+class Sharded(Deep):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        for layer in self.layers:
+            layer[1] = nn.Identity()
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for each in (*self.layers, self):
+                fully_shard(each, mesh=self.device_mesh["data_parallel"])
+
+
+ENGINES: dict[str, Any] = {
+    "ddp": lambda: DDPStrategy(),
+    "static": lambda: DDPStrategy(static_graph=True),
+    "FSDP2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    "ZeRO-1": lambda: cpu_deepspeed(1),
+    "ZeRO-3": lambda: cpu_deepspeed(3),
+}
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].clone())
+
+
+def two_ranks(engines: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for name in engines:
+        losses = []
+        others = [], [lt.Compile(backend=FAST)], [lt.Compile("Sequential", backend=FAST)]
+        both = [lt.Compile("Sequential", backend=FAST), lt.ActivationCheckpointing()]
+        for callbacks in (*others, both):
+            noted, settings = Losses(), {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+            fit(build(Sharded), callbacks=[noted, *callbacks], strategy=ENGINES[name](), **settings)
+            losses.append(torch.stack(noted.losses))
+            assert not any(getattr(each, "_eager", False) for each in callbacks), (name, callbacks)
+        for each in losses[1:]:
+            torch.testing.assert_close(each, losses[0], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        ["ddp"],
+        pytest.param(["static", "FSDP2"], marks=pytest.mark.slow),
+        pytest.param(["ZeRO-1"], marks=pytest.mark.slow),
+        pytest.param(["ZeRO-3"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_ranks_train_as_two_eager_ones(engines: list[str]) -> None:
+    run_ranks(two_ranks, engines, timeout=300)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"modules": [nn.Linear]}, "names of submodules"),
+        ({"mode": "fast"}, "must be one of"),
+        ({"backend": "inductr"}, "Did you mean 'inductor'"),
+        ({"mode": "max-autotune", "backend": "eager"}, "leave mode out"),
+        ({"fallback": 1}, "True or False"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        lt.Compile(**arguments)
+
+
+def test_a_module_that_is_not_there_or_not_called_is_an_error() -> None:
+    with pytest.raises(MisconfigurationException, match="called 'encoder'; name submodules such as 'layers'"):
+        trained(Net, lt.Compile("encoder"))
+
+    class Idle(Net):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.idle = nn.Linear(2, 2)
+
+    with pytest.raises(MisconfigurationException, match=r"did nothing.*called none of 'idle'"):
+        trained(Idle, lt.Compile("idle", backend=FAST))
