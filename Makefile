@@ -22,10 +22,10 @@ demo: $(VENV)/.demo ## train small models with and without the tricks and draw a
 	$(BIN)/lightning-tricks demo
 
 test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
 check: $(VENV)/.test
 	$(BIN)/ruff check
