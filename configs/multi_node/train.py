@@ -8,4 +8,4 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_tricks  # noqa: F401  registers the presets' names
 
 if __name__ == "__main__":
-    LightningCLI()
+    LightningCLI(save_config_kwargs={"overwrite": True})  # a job that was queued again has the same folder

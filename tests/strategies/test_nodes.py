@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +87,14 @@ def test_local_sgd_averages_gradients_within_a_node_and_weights_between_nodes() 
 # -- the scripts of configs/multi_node --------------------------------------------------------------------------------
 
 
-def started(command: list[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
+def started(command: list[str], folder: Path, scripts: Path = FOLDER, **variables: str) -> subprocess.Popen[str]:
     path = f"{Path(sys.executable).parent}:{folder}:{os.environ['PATH']}"  # torchrun and python; srun
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(FOLDER.parent.parent), **variables}
     options = [*QUIET, f"--trainer.max_steps={STEPS}", f"--trainer.default_root_dir={folder}"]
     return subprocess.Popen(
-        ["bash", *command, *options],
+        ["bash", command[0], *options, *command[1:]],
         env=environment,
-        cwd=FOLDER,
+        cwd=scripts,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -138,27 +141,63 @@ def test_two_agents_of_torchrun_train_as_one_machine(expected: dict[str, Any], t
     assert_close(found["state_dict"], expected["state_dict"], 1e-6)
 
 
-# There is no SLURM here: its part is a task a node, each told who it is.
+# There is no SLURM here: its part is a task a node, each told who it is, and to end them when the job is queued again.
 SRUN = """#!/usr/bin/env bash
 for task in 0 1; do
     SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" &
     tasks+=($!)
 done
+echo "${tasks[@]}" > "$TASKS"
 for task in "${tasks[@]}"; do wait "$task" || exit 1; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "requeue $SLURM_JOB_ID" ] && kill -KILL $(cat "$TASKS")
 """
 
 
-@pytest.mark.slow
-def test_the_script_for_slurm_trains_as_one_machine(expected: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The variables of a job, its commands and a copy of the folder in which it writes."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    shutil.copytree(FOLDER, tmp_path / "here")
     variables = {"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "digits"}
     variables |= {"SLURM_JOB_ID": str(_free_port()), "SLURM_NODELIST": "localhost"}
-    (output,) = finished([started(["slurm.sh"], tmp_path, **variables)])
+    return {**variables, "TASKS": str(tmp_path / "tasks")}
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_trains_as_one_machine(
+    expected: dict[str, Any], tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    (output,) = finished([started(["slurm.sh"], tmp_path, tmp_path / "here", **slurm)])
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in output
-    found = checkpoint_of(tmp_path)
+    found = torch.load(tmp_path / "here/checkpoints" / slurm["SLURM_JOB_ID"] / "last.ckpt", weights_only=True)
     assert found["global_step"] == STEPS
     assert_close(found["state_dict"], expected["state_dict"], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_bf16", "fsdp2_bf16"])
+def test_a_slurm_job_at_its_time_limit_goes_on_from_the_last_checkpoint(
+    name: str, tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    options = ["slurm.sh", f"--trainer.strategy={name}", "--trainer.max_epochs=-1"]
+    job = started([*options, "--trainer.max_steps=100000"], tmp_path, tmp_path / "here", **slurm)
+    last = tmp_path / "here/checkpoints" / slurm["SLURM_JOB_ID"] / "last.ckpt"
+    deadline = time.monotonic() + 120
+    while not last.exists() and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    output = job.communicate(timeout=60)[0]
+    assert last.exists(), output
+    saved = torch.load(last / "meta.pt" if last.is_dir() else last, weights_only=True)["global_step"]
+    again = started([*options, f"--trainer.max_steps={saved + STEPS}"], tmp_path, tmp_path / "here", **slurm)
+    (output,) = finished([again])
+    assert f"Restored all states from the checkpoint at {last}" in output
+    found = torch.load(last / "meta.pt" if last.is_dir() else last, weights_only=True)
+    assert found["global_step"] == saved + STEPS
 
 
 def test_the_page_names_what_there_is() -> None:
