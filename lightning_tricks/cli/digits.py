@@ -46,7 +46,7 @@ class Digits(pl.LightningModule):
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_accuracy", accuracy(self.network, *batch))
+        self.log("val_accuracy", accuracy(self.network, *batch), sync_dist=True)
 
     @override
     def configure_optimizers(self) -> Any:

@@ -100,25 +100,16 @@ class DDPPreset(FixedPrecision, DDPStrategy):
             )
         super().__init__(precision=precision, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
 
-    @property
-    def _alone(self) -> bool:
-        return self.num_nodes * self.num_processes == 1
-
-    @property
-    @override
-    def launcher(self) -> Any:
-        return None if self._alone else super().launcher  # there is nothing to launch, in a notebook either
-
     @override
     def setup_distributed(self) -> None:
-        if not self._alone:
+        if not self.alone:
             super().setup_distributed()
         elif self.lightning_module is not None:
             keep_samplers(self.lightning_module.trainer)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self._alone:
+        if self.alone:
             Strategy.setup(self, trainer)  # that of DDP needs a process group
         else:
             super().setup(trainer)
@@ -127,7 +118,7 @@ class DDPPreset(FixedPrecision, DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:  # Strategy.setup wraps by it, and there is no public name
-        return model if self._alone else super()._setup_model(model)
+        return model if self.alone else super()._setup_model(model)
 
     @override
     def configure_ddp(self) -> None:

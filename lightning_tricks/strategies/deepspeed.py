@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -133,6 +134,8 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         for written in ("gradient_accumulation_steps", "gradient_clipping"):  # by Lightning, in an earlier run
             self.config.pop(written, None)
         self._config_initialized = False  # so that it writes them anew, from the Trainer of this run
+        # torch's, for each of DeepSpeed's collectives in each step: nothing that a user can do
+        warnings.filterwarnings("ignore", r"`torch\.distributed\..*_tensor` is deprecated", FutureWarning)
         if isinstance(self.accelerator, CPUAccelerator):
             import deepspeed
 

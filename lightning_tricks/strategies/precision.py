@@ -62,6 +62,16 @@ class FixedPrecision(Strategy):
                 )
         self._precision_plugin = plugin
 
+    @property
+    @override
+    def launcher(self) -> Any:
+        return None if self.alone else super().launcher  # nothing to launch, in a notebook either
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one process only."""
+        return getattr(self, "num_nodes", 1) * getattr(self, "num_processes", 1) == 1
+
     def make_precision_plugin(self) -> Precision:
         """The plugin for this precision on the accelerator of the Trainer."""
         if self.precision == "32-true":

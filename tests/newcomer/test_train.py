@@ -39,9 +39,9 @@ def trained(name: str, devices: int, epochs: int, folder: Path, *ckpt_path: str)
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(devices)]
 
 
-def exported(checkpoint: Path, output: Path) -> torch.nn.Module:
+def exported(checkpoint: Path, output: Path, *more: str) -> torch.nn.Module:
     """The plain network, with the weights that ``lightning-tricks export`` writes."""
-    options = ("export", checkpoint, "-o", output, "--strip-prefix", "net.")
+    options = ("export", checkpoint, "-o", output, "--strip-prefix", "net.", *more)
     done = python("-m", "lightning_tricks.cli.main", *options)
     assert done.returncode == 0, done.stderr
     net = network()
@@ -77,6 +77,9 @@ def test_a_plain_script(row: dict[str, Any], tmp_path: Path) -> None:
     assert first["test"] == pytest.approx(accuracy, abs=0.01)  # 16 bits there, 32 here
     for number, rank in enumerate(ranks):
         torch.testing.assert_close(torch.tensor(rank["logits"]), logits[number::devices], atol=0.05, rtol=0.02)
+    if not last.is_dir():  # folders keep the raw weights apart, each rank its own
+        raw, _ = logits_and_accuracy(exported(last, tmp_path / "raw.safetensors", "--which", "raw"))
+        assert (raw - logits).abs().max() > 0.1
     best = exported(Path(first["best_path"]), tmp_path / "best.safetensors")
     assert first["best"] == pytest.approx(logits_and_accuracy(best)[1], abs=0.01)
 

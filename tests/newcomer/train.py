@@ -49,7 +49,7 @@ class Net(L.LightningModule):
         return (self.net(x).argmax(-1) == y).float().mean()
 
     def configure_optimizers(self):
-        return lt.cosine(lt.adamw(self, lr=5e-3), self, warmup=0.1)
+        return lt.cosine(lt.adamw(self, lr=5e-3), self, warmup=0.1, floor=0.5)
 
 
 def main(strategy, devices, epochs, folder, ckpt_path=None):
@@ -60,7 +60,10 @@ def main(strategy, devices, epochs, folder, ckpt_path=None):
         accelerator="cpu",
         devices=int(devices),
         max_epochs=int(epochs),
-        callbacks=[lt.EMA(decay=0.98), ModelCheckpoint(folder, monitor="val_accuracy", mode="max", save_last=True)],
+        callbacks=[
+            lt.EMA(decay=0.98, warmup=False),
+            ModelCheckpoint(folder, monitor="val_accuracy", mode="max", save_last=True),
+        ],
         log_every_n_steps=1,
         default_root_dir=folder,
         enable_progress_bar=False,
