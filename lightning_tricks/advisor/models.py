@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", re.IGNORECASE)
+COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e1?\d)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 
 
@@ -65,7 +65,10 @@ def _transformers(path: Path, sequence_length: int | None) -> Target:
         import transformers
     except ImportError as error:
         raise ImportError(f"{path} needs transformers: pip install 'lightning-tricks[text]'") from error
-    values = json.loads(path.read_text())
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"{path} is no configuration of transformers: it has no model_type.")
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
