@@ -102,8 +102,12 @@ def _run(model: nn.Module, batch: Any, samples: int, regime: Regime) -> _Run:
         scaled = tensor.ndim and len(tensor) == before
         return fake(tensor, (samples, *tensor.shape[1:]) if scaled else None, regime.held)
 
-    # not in the threads of the backward pass either: modes are of one thread
-    with fake_mode(), LiveBytes(on_cpu=not regime.cuda) as live, torch.autograd.set_multithreading_enabled(False):
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes are of one thread
+        # a fake tensor does not say what its LSTM keeps
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=None))
+        stack.enter_context(fake_mode())
+        live = stack.enter_context(LiveBytes(on_cpu=not regime.cuda))
         buffers = {name: fake(buffer, dtype=regime.held) for name, buffer in step.named_buffers()}
         weights = {
             name: nn.Parameter(fake(p, dtype=regime.held), p.requires_grad) for name, p in step.named_parameters()
@@ -136,23 +140,8 @@ def _autocast(device: str, regime: Regime) -> Iterator[None]:
 
 
 def _lines(samples: int, once: list[int], twice: list[int], casts: int) -> tuple[tuple[float, float], ...]:
-    """The lines that are the highest for some batch size."""
+    """The line of each moment; of those with the same slope the highest."""
     if len(once) != len(twice):  # a step that goes other ways with more samples
         once, twice = [max(once)], [max(twice)]
     pairs = {(2 * a - b - casts, (b - a) / samples) for a, b in zip(once, twice, strict=True)}
-    return tuple(_highest(sorted(pairs, key=lambda line: (line[1], line[0]))))
-
-
-def _highest(lines: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The upper envelope for positive batch sizes, of lines by rising slope."""
-    hull: list[tuple[float, float]] = []
-    for line in lines:
-        while hull and (hull[-1][0] <= line[0] or (len(hull) > 1 and _below(hull[-2], hull[-1], line))):
-            hull.pop()
-        hull.append(line)
-    return hull
-
-
-def _below(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether ``middle`` is nowhere above both others."""
-    return (first[0] - last[0]) * (middle[1] - first[1]) <= (first[0] - middle[0]) * (last[1] - first[1])
+    return tuple({slope: (fixed, slope) for fixed, slope in sorted(pairs)}.values())

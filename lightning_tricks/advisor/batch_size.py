@@ -173,6 +173,8 @@ def find_batch_size(
     share = math.inf if effective is None else math.ceil(effective / trainer.world_size)
     tried = sizes_tried(fits, start, min(share, max_size or math.inf))
     largest = max((size for size, fit in tried.items() if fit), default=0)
+    if 0 in tried:
+        raise MisconfigurationException("find_batch_size needs samples to train on, and a device has none.")
     if not largest:
         raise MisconfigurationException(
             f"find_batch_size found that one sample does not fit into the memory of {device}, {margin:.0%} of it left"

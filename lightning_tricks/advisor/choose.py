@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -93,12 +94,12 @@ def suggest_strategy(
         model: A module or a plain count of parameters, as for ``estimate_memory``.
         hardware: What to train on; None: this machine.
         batch: An example batch for activations; without one they are not counted, and the margin must hold them.
-        batch_size: Samples of an optimizer step, over all devices; None: as many as fit at a time.
+        batch_size: Samples of an optimizer step, over all devices; None: as many as fit at a time. It needs ``batch``.
         optimizer: As for ``estimate_memory``.
         margin: The part of the memory to leave free, in [0, 1): for kernels and what an allocator leaves in pieces.
 
     Raises:
-        ValueError: If nothing fits; says what is missing.
+        ValueError: If nothing fits; says what is missing. As ``estimate_memory`` does.
 
     Example:
         >>> suggestion = suggest_strategy(7_000_000_000, hardware=Hardware(80e9, devices=8, host_memory=1e12))
@@ -109,23 +110,29 @@ def suggest_strategy(
     check_range("margin", margin, 0.0, 1.0, below=True)
     if batch_size is not None:
         check_count("batch_size", batch_size)
+        if batch is None:
+            raise ValueError(f"batch_size={batch_size} needs batch=: an example batch, of any size.")
+
+    def least(name: str, optimizer: OptimizerLike) -> MemoryEstimate:
+        """With one sample at a time; not measured if it does not fit without any."""
+        estimated = partial(
+            estimate_memory, model, strategy=name, optimizer=optimizer, devices=hardware.devices, nodes=hardware.nodes
+        )
+        bare = estimated()
+        return bare if batch is None or shortage(bare, hardware, margin) else estimated(batch=batch).with_batch(1)
+
     failed: list[MemoryEstimate] = []
     for name in candidates(hardware):
-        estimate = estimate_memory(
-            model, strategy=name, optimizer=optimizer, devices=hardware.devices, nodes=hardware.nodes, batch=batch
-        )
-        smallest = estimate if estimate.measured is None else estimate.with_batch(1)
-        if shortage(smallest, hardware, margin):
-            failed.append(smallest)
+        estimate = least(name, optimizer)
+        if shortage(estimate, hardware, margin):
+            failed.append(estimate)
             continue
         micro, accumulate = _batches(estimate, hardware, batch_size, margin)
         estimate = estimate if micro is None else estimate.with_batch(micro)
         reasons = [*(why_not(each, hardware, margin) for each in failed), why_it_fits(estimate, hardware, margin)]
-        return Suggestion(
-            *(name, hardware, micro, accumulate, tuple(reasons)),
-            advice(estimate, hardware, margin, failed, batch_size, accumulate),
-            estimate,
-        )
+        narrow = least(failed[0].strategy, "adamw_8bit") if failed else None
+        said = advice(estimate, hardware, margin, failed, batch_size, accumulate, narrow)
+        return Suggestion(name, hardware, micro, accumulate, tuple(reasons), said, estimate)
     raise ValueError(_nothing_fits(failed, hardware, margin))
 
 
@@ -164,7 +171,10 @@ def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: floa
     lacking = min(shortages, key=lambda missing: (missing.get(DEVICE, 0), sum(missing.values())))
     last = failed[shortages.index(lacking)]
     missing = " and ".join(f"{readable(size)} {where}" for where, size in lacking.items())
-    remedy = "Use more devices, or an optimizer with smaller states (adamw_8bit)"
+    remedy = "Use more devices"
+    if DEVICE not in lacking:
+        remedy += ", more host memory, or an NVMe disk (nvme=)" if last.nvme == 0 else ", or a larger disk"
+    remedy += ", or train fewer of the weights (LoRA)"
     if last.activations > hardware.device_memory / 4:
         remedy += ", or activation checkpointing"
     if last.largest_layer > hardware.device_memory / 4:

@@ -111,7 +111,7 @@ def environment() -> Environment:
             broken[package] = error
     backends = ("gloo", "nccl") if torch.distributed.is_available() else ()
     have = tuple(each for each in backends if getattr(torch.distributed, f"is_{each}_available")())
-    return Environment(versions, _devices(), have, _tools(versions["deepspeed"] is not None), broken)
+    return Environment(versions, devices_here(), have, _tools(versions["deepspeed"] is not None), broken)
 
 
 def _imported(package: str) -> tuple[str | None, str | None]:
@@ -132,12 +132,17 @@ def _only_errors() -> Iterator[None]:
         yield
 
 
-def _devices() -> tuple[Device, ...]:
+def devices_here() -> tuple[Device, ...]:
+    """The CUDA devices that this process sees, or the CPU if there are none."""
     if torch.cuda.is_available():
         native = partial(torch.cuda.is_bf16_supported, including_emulation=False)
         return tuple(_cuda_device(index, native) for index in range(torch.cuda.device_count()))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return (Device("cpu", f"{platform.machine()}, {os.cpu_count()} cores", memory, True),)
+    return (Device("cpu", f"{platform.machine()}, {os.cpu_count()} cores", host_memory(), True),)
+
+
+def host_memory() -> int:
+    """The bytes of this machine's memory, 0 where that cannot be asked."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
 def _cuda_device(index: int, native: Any) -> Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, final
 
 from lightning_tricks.advisor.activations import Activations
@@ -79,7 +79,7 @@ class MemoryEstimate:
     host: int
     nvme: int
     largest_layer: int
-    measured: Activations | None = None
+    measured: Activations | None = field(default=None, repr=False)
 
     @property
     def total(self) -> int:
@@ -110,7 +110,7 @@ class MemoryEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, for JSON."""
-        numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "measured"}
+        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "measured"}
         return {**numbers, "total": self.total}
 
     def rows(self) -> list[tuple[str, int]]:

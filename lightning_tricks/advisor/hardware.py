@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-import torch
-
+from lightning_tricks.advisor.environment import devices_here, host_memory
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
 
 
@@ -64,13 +62,12 @@ class Hardware:
         Raises:
             ValueError: If the memory of a device is not known: without CUDA.
         """
-        found: dict[str, Any] = {"host_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-        if torch.cuda.is_available():
-            found["devices"] = torch.cuda.device_count()
-            found["device_memory"] = min(
-                torch.cuda.get_device_properties(index).total_memory for index in range(found["devices"])
-            )
-            found["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+        devices = devices_here()
+        found: dict[str, Any] = {"host_memory": host_memory()}
+        if devices[0].kind == "cuda":
+            found["devices"] = len(devices)
+            found["device_memory"] = min(device.memory for device in devices)
+            found["bf16"] = all(device.bf16 for device in devices)
         elif "device_memory" not in known:
             raise ValueError("No CUDA device is seen here: pass device_memory= in bytes, of the devices to train on.")
         return cls(**{**found, **known})

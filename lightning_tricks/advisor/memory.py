@@ -15,8 +15,8 @@ from lightning_tricks.advisor.parameters import Parameters, parameters_of
 from lightning_tricks.advisor.states import OptimizerLike, States, states_of
 from lightning_tricks.core.checks import check_choice, check_count
 
-# Elements that DeepSpeed sends at a time, as Lightning's DeepSpeedStrategy sets it, and that it keeps gathered since
-# they are used again within max_reuse_distance: the last ones of the forward pass.
+# Elements that DeepSpeed sends at a time, as the presets set it, and that it keeps gathered since they are used again
+# within max_reuse_distance: the last ones of the forward pass.
 BUCKET = 200_000_000
 REUSED = 500_000_000
 
@@ -43,7 +43,8 @@ def estimate_memory(
     slices the last, 2 the last two, 3 all; FSDP2 slices ``4 + 4 + states``. States are 8 for AdamW. Activations are
     those of a training step on tensors without memory, in this precision, on a batch of the size asked for (that one
     exactly) and on twice as many samples, which together give any other: see ``MemoryEstimate.with_batch``. What
-    kernels and libraries take inside of them, and what an allocator leaves in pieces, is not seen.
+    kernels and libraries take inside of them (as much again in an LSTM of oneDNN, on the CPU), and what an allocator
+    leaves in pieces, is not seen.
 
     Args:
         model: A LightningModule, of which ``training_step`` runs; another module, called with the batch (a loss is
@@ -150,9 +151,9 @@ def _on_the_way(layout: Layout, parameters: Parameters) -> dict[str, int]:
     gathered = communication = 0
     if layout.engine == "ddp" and not layout.bucket_view:
         communication = parameters.bytes(layout.held, trained=True)
-    if layout.engine == "fsdp2":  # a block that computes, the next one, and what is in no block; a block's gradients
-        gathered = _computed(layout, parameters, 2 * parameters.largest_block + parameters.outside_blocks)
-        communication = 2 * _computed(layout, parameters, parameters.largest_block)
+    if layout.engine == "fsdp2":  # a group that computes, the next one, and what is in none; a group's gradients
+        gathered = _computed(layout, parameters, 2 * parameters.largest_group + parameters.outside_groups)
+        communication = 2 * _computed(layout, parameters, parameters.largest_group)
     if layout.engine == "zero" and layout.stage == 3:
         gathered = _computed(layout, parameters, parameters.largest_layer + REUSED)
     if layout.engine == "zero":  # two buckets, to fill one while the other is sent, below stage 3

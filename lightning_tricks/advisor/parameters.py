@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from lightning_tricks.strategies.blocks import sharding_groups
 
 BLOCKS = 32  # of a plain count nothing else is known: as many as a language model of 7 billion parameters has
 
@@ -37,8 +38,8 @@ class Parameters:
     weights: tuple[Weight, ...]
     buffer_bytes: int
     largest_layer: int  # the numbers of the module with the most parameters of its own
-    largest_block: int  # of the largest of the repeated blocks that FSDP2 shards one by one
-    outside_blocks: int  # of the rest, which it keeps whole
+    largest_group: int  # of the largest of the groups that FSDP2 gathers one by one
+    outside_groups: int  # of the rest, which it keeps whole for the step
 
     def bytes(self, dtype: torch.dtype | None = None, *, trained: bool = False) -> int:
         """The bytes of all, or of those that are ``trained``."""
@@ -56,26 +57,12 @@ def parameters_of(model: nn.Module | int) -> Parameters:
         return Parameters((Weight((model,), torch.float32, True),), 0, part, part, 0)
     weights = tuple(Weight(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters())
     layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
-    blocks = [sum(p.numel() for p in block.parameters()) for block in repeated_blocks(model)]
+    groups = [sum(p.numel() for p in group.parameters()) for group in sharding_groups(model)]
     everything = sum(weight.numel for weight in weights)
     return Parameters(
         weights,
         sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         max(layers),
-        max(blocks, default=everything),
-        everything - sum(blocks) if blocks else 0,
+        max(groups, default=0),
+        everything - sum(groups),
     )
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules with parameters of which a list of the model holds several of one class."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            kinds = Counter(type(each) for each in child if next(each.parameters(), None) is not None)
-            several = [each for each in child if kinds[type(each)] > 1]
-            if several and any(next(each.children(), None) is not None for each in several):
-                found += several
-                continue
-        found += repeated_blocks(child)
-    return found

@@ -8,7 +8,6 @@ from lightning_tricks.advisor.estimate import MemoryEstimate, readable
 from lightning_tricks.advisor.hardware import Hardware
 
 DEVICE = "on each device"
-SAVED = 1 - 2.04 / 8  # of AdamW's states, by 8-bit ones
 
 
 def shortage(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> dict[str, float]:
@@ -28,15 +27,14 @@ def why_not(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> str:
     missing = " and ".join(
         f"{readable(size)} more {where}" for where, size in shortage(estimate, hardware, margin).items()
     )
-    least = "" if estimate.batch_size is None else " even with one sample at a time"
-    return f"{estimate.strategy} needs {missing}{least}."
+    least = "without activations" if estimate.batch_size is None else "with one sample at a time"
+    return f"{estimate.strategy} needs {missing}, even {least}."
 
 
 def why_it_fits(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> str:
     """How much of the memory the strategy takes."""
-    with_what = (
-        "without activations" if estimate.batch_size is None else f"with {estimate.batch_size} samples at a time"
-    )
+    samples = estimate.batch_size
+    with_what = "without activations" if samples is None else f"with {samples} sample{'s' * (samples > 1)} at a time"
     said = (
         f"{estimate.strategy} takes {readable(estimate.total)} of {readable(hardware.device_memory)} on each device"
         f" {with_what}, and {margin:.0%} is to stay free"
@@ -55,15 +53,22 @@ def advice(
     failed: Sequence[MemoryEstimate],
     batch_size: int | None,
     accumulate: int,
+    narrow: MemoryEstimate | None,
 ) -> tuple[str, ...]:
-    """What else to mind with the strategy that fits."""
+    """What else to mind with the strategy that fits; ``narrow`` is the first that failed with 8-bit states."""
     said, micro = [], estimate.batch_size
     if estimate.measured is None:
         said.append("Activations were not counted: pass an example batch.")
-    if failed and failed[0].total - SAVED * failed[0].optimizer <= hardware.device_memory * (1 - margin):
+    if narrow is not None and not shortage(narrow, hardware, margin):
         said.append(
-            f"Optimizer states are {readable(failed[0].optimizer)} of what {failed[0].strategy} needs: with an 8-bit"
+            f"Optimizer states are {readable(failed[0].optimizer)} of what {narrow.strategy} needs: with an 8-bit"
             " optimizer (optimizer='adamw_8bit') it fits."
+        )
+    sliced = estimate.strategy.startswith(("fsdp2", "zero3"))
+    if sliced and hardware.links == "slow" and hardware.world > 1:
+        said.append(
+            "Over slow links the weights travel in every forward and backward pass: let a step have many samples, or"
+            " keep slices within a node (HSDP) or layers on their device (pipeline), for which there is no preset."
         )
     if micro is not None and estimate.activations > estimate.total / 2 and (accumulate > 1 or failed):
         said.append(
@@ -80,11 +85,13 @@ def advice(
     if estimate.strategy.startswith("zero"):
         said.append("It needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'.")
     effective = None if micro is None else micro * accumulate * hardware.world
-    if effective is not None and batch_size is not None and effective != batch_size:
-        said.append(f"The devices share {effective} samples a step evenly, not {batch_size}.")
-    if effective is not None and (hardware.world > 1 or accumulate > 1):
-        said.append(
-            f"An optimizer step sees {effective} samples: scale the learning rate by it, linearly for SGD, by the"
-            " square root for Adam (scale_lr)."
-        )
+    if effective is None or effective == batch_size:
+        return tuple(said)
+    if batch_size is not None:
+        fewer = f": {batch_size} devices are enough" if batch_size < hardware.world else ""
+        said.append(f"The devices share {effective} samples a step evenly, not {batch_size}{fewer}.")
+    said.append(
+        f"An optimizer step sees {effective} sample{'s' * (effective > 1)}: scale the learning rate by it, linearly for"
+        " SGD, by the square root for Adam (scale_lr)."
+    )
     return tuple(said)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_tricks.advisor.models import Target, target
+import torch
+from torch import nn
 
-UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e1?\d)?)([kmbt]?)", re.IGNORECASE)
+THOUSANDS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
+UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Target(NamedTuple):
+    """A module or a plain count of parameters, and a batch of two samples; None: without one."""
+
+    model: nn.Module | int
+    batch: Any
 
 
 def add_target(command: argparse.ArgumentParser) -> None:
@@ -24,18 +35,38 @@ def add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("--optimizer", default="adamw", metavar="NAME", help="sgd, adamw, adamw_8bit, ... (adamw)")
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
     command.add_argument(
-        "--sequence-length", type=int, metavar="N", help="tokens of a text (default: what the model takes, at most 512)"
+        "--sequence-length",
+        type=at_least_one,
+        metavar="N",
+        help="tokens of a text (default: what the model takes, at most 512)",
     )
     command.add_argument("--json", action="store_true", help="print the numbers")
 
 
 def read_target(options: argparse.Namespace) -> Target:
-    """The model that a command line names, and an example batch."""
-    path = Path(options.target)
-    if path.suffix not in (".yaml", ".yml"):
-        return target(options.target, sequence_length=options.sequence_length)
+    """The model that a command line names, without memory where that can be, and an example batch.
+
+    Raises:
+        ValueError: If it is nothing of what TARGET can be, or there is no such model.
+        FileNotFoundError: If there is no such file.
+        ImportError: If timm or transformers is missing.
+    """
+    name, path = options.target, Path(options.target)
+    if name.startswith("timm:"):
+        return _timm(name.removeprefix("timm:"))
+    if match := COUNT.fullmatch(name):
+        return Target(round(float(match[1]) * 10 ** THOUSANDS[match[2].lower()]), None)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ValueError(
+            f"{name!r} is no model: name a configuration of LightningCLI (.yaml), of transformers (.json), timm:NAME,"
+            " or a count of parameters such as 7B or 7e9."
+        )
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
+    return _transformers(path, options.sequence_length) if path.suffix == ".json" else _lightning(path)
+
+
+def _lightning(path: Path) -> Target:
     if os.getcwd() not in sys.path:  # a configuration may name classes of the files here, as beside a script
         sys.path.insert(0, os.getcwd())
     from lightning_tricks.cli.find_lr import read_config
@@ -54,9 +85,63 @@ def _first_batch(cli: Any) -> Any:
     return next(iter(loader))
 
 
+def _timm(name: str) -> Target:
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError(f"timm:{name} needs timm: pip install 'lightning-tricks[vision]'") from error
+    if not timm.is_model(name):
+        near = ", ".join(timm.list_models(f"*{name.split('_')[0]}*")[:5])
+        raise ValueError(f"timm has no model {name!r}." + (f" It has {near}." if near else ""))
+    with torch.device("meta"):
+        model = timm.create_model(name)
+        return Target(model, torch.empty(2, *timm.data.resolve_model_data_config(model)["input_size"]))
+
+
+def _transformers(path: Path, sequence_length: int | None) -> Target:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{path} needs transformers: pip install 'lightning-tricks[text]'") from error
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{path} is no configuration of transformers: it has no model_type.")
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+        return Target(model, _example(config, kind, sequence_length))
+
+
+def _example(config: Any, kind: type[nn.Module] | None, sequence_length: int | None) -> dict[str, Any]:
+    """Two samples, with labels if the model computes a loss from them."""
+    name = "" if kind is None else kind.__name__
+    if (size := getattr(config, "image_size", None)) is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        batch = {"pixel_values": torch.empty(2, getattr(config, "num_channels", 3), height, width)}
+        return {**batch, "labels": torch.empty(2, dtype=torch.long)} if name.endswith("Classification") else batch
+    length = sequence_length or min(getattr(config, "max_position_embeddings", 512), 512)
+    tokens = torch.empty(2, length, dtype=torch.long)
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")):
+        return {"input_ids": tokens, "labels": tokens}
+    if name.endswith("ForSequenceClassification"):
+        return {"input_ids": tokens, "labels": torch.empty(2, dtype=torch.long)}
+    return {"input_ids": tokens}
+
+
 def size(text: str) -> float:
-    """Bytes: "24GB", "80GiB", "1.5e12"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in UNITS:
+    """Bytes: "24GB", "80GiB", "1.5T"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b?", text.strip().lower())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write for example 24GB")
     return float(match[1]) * UNITS[match[2]]
+
+
+def at_least_one(text: str) -> int:
+    """A count."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)

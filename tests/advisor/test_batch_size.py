@@ -490,6 +490,12 @@ def test_one_sample_that_does_not_fit() -> None:
         find(module, start=4)
 
 
+@pytest.mark.filterwarnings("ignore:Total length of")  # Lightning says it twice
+def test_a_loader_without_samples_is_no_lack_of_memory() -> None:
+    with pytest.raises(MisconfigurationException, match="needs samples to train on"):
+        find_batch_size(trainer(), build(Net), loader(0), max_size=8)
+
+
 @pytest.mark.parametrize(
     ("callback", "match"),
     [

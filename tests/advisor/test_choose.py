@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.advisor import Hardware, estimate_memory, suggest_strategy
+from lightning_tricks.advisor import Hardware, estimate_memory, memory, suggest_strategy
+from lightning_tricks.advisor.activations import measure
 from lightning_tricks.strategies import presets
 
-GB = 1e9
+MB, GB = 1e6, 1e9
 SMALL, MIDDLE, LARGE, HUGE = 10**8, 7 * 10**9, 30 * 10**9, 10**13
 
 
@@ -79,9 +80,50 @@ def test_a_layer_that_fits_nowhere_is_to_be_tiled() -> None:
 def test_what_was_passed_over_is_told_with_numbers() -> None:
     suggestion = suggest_strategy(2 * 10**9, hardware=Hardware(33 * GB, devices=2))
     plain = estimate_memory(2 * 10**9, strategy="ddp_bf16", devices=2)
-    assert suggestion.reasons[0] == f"ddp_bf16 needs {(plain.total - 0.9 * 33 * GB) / GB:.3g} GB more on each device."
+    more = f"{(plain.total - 0.9 * 33 * GB) / GB:.3g} GB more on each device"
+    assert suggestion.reasons[0] == f"ddp_bf16 needs {more}, even without activations."
     assert "with an 8-bit optimizer (optimizer='adamw_8bit') it fits." in " ".join(suggestion.advice)
     assert suggest_strategy(2 * 10**9, hardware=suggestion.hardware, optimizer="adamw_8bit").preset == "ddp_bf16"
+
+
+def test_an_8_bit_optimizer_is_advised_only_if_it_fits() -> None:
+    count = 10**9  # 8.08 GB of states, gradients and weights, and 2 GB of casts; plain SGD with momentum takes 12 and 2
+    advised = suggest_strategy(count, hardware=Hardware(14 * GB, host_memory=100 * GB)).advice
+    assert "adamw_8bit" in " ".join(advised)
+    advised = suggest_strategy(count, hardware=Hardware(13 * GB, host_memory=100 * GB), optimizer="sgd_momentum").advice
+    assert "adamw_8bit" not in " ".join(advised)
+
+
+def test_weights_over_slow_links_are_warned_of() -> None:
+    hardware = Hardware(80 * GB, devices=8, nodes=4, links="slow")
+    assert "Over slow links the weights travel" in " ".join(suggest_strategy(70 * 10**9, hardware=hardware).advice)
+    whole = suggest_strategy(SMALL, hardware=hardware)
+    assert "slow links" not in " ".join(whole.advice)
+
+
+def test_host_memory_that_is_missing_is_what_to_add() -> None:
+    with pytest.raises(ValueError, match=r"54.4 GB of host memory .* more host memory, or an NVMe disk"):
+        suggest_strategy(MIDDLE, hardware=Hardware(24 * GB, host_memory=64 * GB))
+
+
+def test_a_batch_that_is_asked_for_is_made_or_said() -> None:
+    net, batch = nn.Linear(10, 10), torch.zeros(2, 10)
+    made = suggest_strategy(net, hardware=Hardware(GB, devices=4), batch=batch, batch_size=64)
+    assert (made.effective_batch_size, made.advice) == (64, ())
+    more = suggest_strategy(net, hardware=Hardware(GB, devices=4), batch=batch, batch_size=2)
+    assert "share 4 samples a step evenly, not 2: 2 devices are enough." in more.advice[0]
+    assert "with 1 sample at a time" in more.reasons[0]
+    with pytest.raises(ValueError, match="batch_size=64 needs batch="):
+        suggest_strategy(SMALL, hardware=Hardware(24 * GB), batch_size=64)
+
+
+def test_what_cannot_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(memory, "measure", lambda *args: measured.append(1) or measure(*args))
+    net, batch = nn.Linear(1000, 1000), torch.zeros(2, 1000)
+    hardware = Hardware(12 * MB, devices=8)
+    assert suggest_strategy(net, hardware=hardware, batch=batch).preset == "fsdp2_bf16"
+    assert len(measured) == 1
 
 
 @pytest.mark.parametrize(("batch_size", "devices"), [(256, 1), (256, 4), (100, 3), (2, 4), (None, 2)])

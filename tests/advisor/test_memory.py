@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_tricks.advisor import estimate_memory
+from lightning_tricks.advisor.memory import BUCKET
 from lightning_tricks.advisor.states import TABLE, TORCH
+from lightning_tricks.strategies.zero_config import zero_config
 from tests.nets import Net, assert_equal, build, weights
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -82,6 +84,24 @@ def test_gradients_that_stay_are_added_to() -> None:
     assert estimate.activations == pytest.approx(
         sum(each.nbytes for each in example) + max(accumulate(changes)), rel=0.01
     )
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrent_network_keeps_what_its_steps_compute(script: dict[str, Any], kind: type[nn.RNNBase]) -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = kind(8, 64, 2, batch_first=True), nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers(x)[0][:, -1])
+
+    module, example = Recurrent(), (torch.randn(32, 20, 8), torch.randint(2, (32,)))
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # whose LSTM takes about twice as much
+        meter = script["trained"](module, example, "32-true", "cpu")
+    estimate = estimate_memory(module, precision="32-true", batch=example, device="cpu")
+    assert estimate.activations == pytest.approx(meter.activations, rel=0.05)
 
 
 @pytest.mark.slow
@@ -176,6 +196,19 @@ def test_bytes_of_a_parameter(strategy: str, device_bytes: float, host: float, n
     lasting = estimate.weights + estimate.gradients + estimate.optimizer
     assert lasting == pytest.approx(device_bytes * COUNT, abs=20)
     assert (estimate.host, estimate.nvme) == (pytest.approx(host * COUNT, abs=20), pytest.approx(nvme * COUNT, abs=20))
+
+
+def test_fsdp2_gathers_what_the_strategy_groups() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(5000, 5000, bias=False) for _ in range(3)), nn.Linear(5000, 2, bias=False))
+    estimate = estimate_memory(net, strategy="fsdp2_bf16", devices=8)
+    assert estimate.gathered == 2 * (2 * 25_000_000 + 10_000)  # two of the large layers, and what is in no group
+    assert estimate.communication == 2 * 2 * 25_000_000
+
+
+def test_the_bucket_is_that_of_the_presets() -> None:
+    config = zero_config(stage=2)
+    assert config["zero_optimization"]["reduce_bucket_size"] == BUCKET
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", sys.path[:])
     Path("bert.json").write_text(json.dumps(BERT))
     Path("other.json").write_text("{}")
+    Path("broken.json").write_text("{x")
     return tmp_path
 
 
@@ -79,6 +80,8 @@ def test_a_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["none.json"], "There is no file none.json."),
         (["other.json"], "other.json is no configuration of transformers"),
         (["timm:resnet5000"], "timm has no model 'resnet5000'"),
+        (["broken.json"], "broken.json is no JSON: Expecting property name"),
+        (["1e400"], "'1e400' is no model"),
         (["7B", "--strategy", "zero"], "strategy must be one of"),
         (["7B", "--batch-size", "8"], "batch_size=8 needs batch="),
         (["7B", "--optimizer", "adamww"], "optimizer must be one of"),
@@ -90,6 +93,17 @@ def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest
     assert out == ""
     assert err.startswith(f"lightning-tricks: {message}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("length", ["0", "-4", "many"])
+def test_a_length_that_is_none_is_wrong_usage(length: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["memory", "bert.json", f"--sequence-length={length}"])
+    assert f"'{length}' is no whole number above 0" in capsys.readouterr().err
+
+
+def test_extras_come_before_the_model_or_after(capsys: pytest.CaptureFixture[str]) -> None:
+    assert numbers(capsys, "--extras", "ema,sam", "1m")["extras"] == numbers(capsys, "1m", "--extras=ema,sam")["extras"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_without_a_device_its_memory_is_asked_for(
     assert "pass device_memory=" in capsys.readouterr().err
     assert run("7B", "--device-memory", "8GB", "--host-memory", "1GB") == 1
     assert "Nothing fits." in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        run("7B", "--device-memory", "8 apples")
-    assert "'8 apples' is no size: write for example 24GB" in capsys.readouterr().err
+    for wrong in ("8 apples", "24"):
+        with pytest.raises(SystemExit, match="2"):
+            run("7B", "--device-memory", wrong)
+        assert f"{wrong!r} is no size: write for example 24GB" in capsys.readouterr().err

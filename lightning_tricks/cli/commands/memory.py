@@ -24,7 +24,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     memory.add_argument("--strategy", metavar="NAME", help="a preset, or ddp (default: one whole model a device)")
     memory.add_argument("--precision", metavar="NAME", help="of Lightning (default: the preset's, or bf16-mixed)")
     memory.add_argument("--devices", type=int, default=1, metavar="N", help="of each node (default: 1)")
-    memory.add_argument("--extras", nargs="+", default=(), metavar="NAME", help="copies of the weights: ema, swa, sam")
+    memory.add_argument("--extras", type=_names, default=(), metavar="NAMES", help="copies of the weights: ema,swa,sam")
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def run(options: argparse.Namespace) -> None:
