@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from torch.torch_version import TorchVersion
 
+from lightning_tricks.strategies.deepspeed import OLDEST
 from lightning_tricks.strategies.presets import presets
 
 Status = Literal["runs", "slower", "cannot run"]
@@ -42,6 +44,7 @@ class Environment:
         backends: Of ``torch.distributed``.
         tools: Path of the C++ compiler, ninja, nvcc and libaio, with which DeepSpeed compiles its operators.
         broken: Why a package cannot be imported.
+        deepspeed_fp16: Whether DeepSpeed computes in fp16 on these devices.
     """
 
     versions: dict[str, str | None]
@@ -49,6 +52,7 @@ class Environment:
     backends: tuple[str, ...]
     tools: dict[str, str | None]
     broken: dict[str, str] = field(default_factory=dict)
+    deepspeed_fp16: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,15 @@ def environment() -> Environment:
             broken[package] = error
     backends = ("gloo", "nccl") if torch.distributed.is_available() else ()
     have = tuple(each for each in backends if getattr(torch.distributed, f"is_{each}_available")())
-    return Environment(versions, devices_here(), have, _tools(versions["deepspeed"] is not None), broken)
+    there = versions["deepspeed"] is not None
+    return Environment(versions, devices_here(), have, _tools(there), broken, there and _deepspeed_fp16())
+
+
+def _deepspeed_fp16() -> bool:
+    with _only_errors():
+        from deepspeed.accelerator import get_accelerator
+
+        return bool(get_accelerator().is_fp16_supported())
 
 
 def _imported(package: str) -> tuple[str | None, str | None]:
@@ -191,6 +203,10 @@ def _required(preset: dict[str, Any], found: Environment) -> dict[str, str]:
         reasons[f"deepspeed cannot be imported ({found.broken['deepspeed']})"] = "pip install -U deepspeed"
     elif found.versions["deepspeed"] is None:
         reasons["deepspeed is not installed"] = "pip install 'lightning-tricks[deepspeed]'"
+    elif TorchVersion(found.versions["deepspeed"]) < OLDEST:
+        reasons[f"deepspeed {found.versions['deepspeed']} is older than {OLDEST}"] = "pip install -U deepspeed"
+    elif preset["precision"] == "16-mixed" and not found.deepspeed_fp16:
+        reasons[f"DeepSpeed has no fp16 on this {found.devices[0].kind}"] = "take the form in bf16"
     if preset["arguments"].get("offload") == "nvme":
         reasons |= {f"{tool}, for DeepSpeed's async_io": remedy for tool, remedy in _compiles_not(found).items()}
         if found.tools["libaio"] is None and found.tools["compiler"]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,13 +65,9 @@ def read_target(options: argparse.Namespace) -> Target:
 
 
 def _lightning(path: Path) -> Target:
-    if os.getcwd() not in sys.path:  # a configuration may name classes of the files here, as beside a script
-        sys.path.insert(0, os.getcwd())
-    from lightning_tricks.cli.find_lr import read_config
+    from lightning_tricks.cli.find_lr import read_model
 
-    # its Trainer may be for other machines than this one
-    places = ("accelerator=cpu", "devices=1", "num_nodes=1", "strategy=auto", "precision=null", "plugins=null")
-    cli = read_config([path], *(f"--trainer.{place}" for place in places), "--trainer.logger=false")
+    cli = read_model([path])
     return Target(cli.model, _first_batch(cli))
 
 

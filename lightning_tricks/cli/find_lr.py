@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +74,16 @@ def _draw(result: LRFinderResult, plot: Path) -> None:
     figure.savefig(plot)
 
 
+def read_model(configs: Sequence[Path]) -> Any:
+    """``read_config`` for what is asked of model and data; its Trainer may be for other machines than this one."""
+    places = ("accelerator=cpu", "devices=1", "num_nodes=1", "strategy=auto", "precision=null", "plugins=null")
+    return read_config(configs, *(f"--trainer.{place}" for place in places), "--trainer.logger=false")
+
+
 def read_config(configs: Sequence[Path], *arguments: str) -> Any:
     """A LightningCLI that has built everything and run nothing; arguments win over the files."""
+    if os.getcwd() not in sys.path:  # a configuration may name classes of the files here, as beside a script
+        sys.path.insert(0, os.getcwd())
     try:
         import jsonargparse  # noqa: F401  LightningCLI names no extra of ours
     except ImportError as error:

@@ -28,7 +28,7 @@ A100 = Device("cuda", "A100", 80 * 2**30, True)
 T4 = Device("cuda", "T4", 16 * 2**30, False)
 CPU = Device("cpu", "x86_64", 64 * 2**30, True)
 FULL = Environment(
-    versions={"python": "3.12", "torch": "2.8", "lightning": "2.6", "deepspeed": "0.18", "ray": None},
+    versions={"python": "3.12", "torch": "2.8", "lightning": "2.6", "deepspeed": "0.19.8", "ray": None},
     devices=(A100, A100),
     backends=("gloo", "nccl"),
     tools={"compiler": "/usr/bin/g++", "ninja": "/usr/bin/ninja", "nvcc": "/usr/local/cuda/bin/nvcc", "libaio": "yes"},
@@ -80,6 +80,9 @@ def status(name: str, found: Environment) -> tuple[str, str, tuple[str, ...], tu
         ("zero3_nvme_bf16", without("ninja"), "cannot run", "no ninja, for DeepSpeed's async_io", "ninja"),
         ("ddp_bf16", without("compiler", "ninja", "nvcc", "libaio"), "runs", "", ""),
         ("zero1_bf16", without(versions=versions(deepspeed=None)), "cannot run", "not installed", "pip install 'light"),
+        ("zero1_bf16", without(versions=versions(deepspeed="0.18.9")), "cannot run", "older than 0.19.0", "install -U"),
+        ("zero2_fp16", without(deepspeed_fp16=False), "cannot run", "no fp16 on this cuda", "the form in bf16"),
+        ("zero2_bf16", without(deepspeed_fp16=False), "runs", "", ""),
         (
             "zero1_bf16",
             without(versions=versions(deepspeed=None), broken={"deepspeed": "MissingCUDAException: no CUDA_HOME"}),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import lightning_tricks as lt
 from lightning_tricks.cli.main import main
+from tests.nets import PlainNet
 
 
 def test_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +38,36 @@ def test_without_deepspeed_it_says_what_to_do(
     assert "pip install 'lightning-tricks[deepspeed]' for zero1_bf16, zero2_bf16" in words
     assert max(len(line) for line in out.splitlines() if "zero1" in line and "cannot" in line) <= 80
     assert ("┃" in out) == rich
+
+
+CONFIG = """
+seed_everything: 0
+trainer: {strategy: zero3_bf16, devices: 8, accelerator: cuda}
+model: {class_path: tests.cli.test_doctor.Reused}
+data: {class_path: lightning_tricks.cli.digits.DigitsData}
+"""
+
+
+class Reused(PlainNet):
+    """One activation at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(self.layers[1])
+
+
+def test_the_model_of_a_configuration_is_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert main(["doctor", "-c", str(tmp_path / "config.yaml"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (finding,) = report["findings"]
+    assert finding["rule"] == "reused-modules"
+    assert "layers.1, layers.3" in finding["text"]
+    assert report["presets"]
+    assert main(["doctor", "-c", str(tmp_path / "config.yaml")]) == 0
+    assert "reused-modules: one Tanh stands at layers.1, layers.3" in capsys.readouterr().out
+
+
+def test_a_missing_configuration_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "-c", "nowhere.yaml"]) == 1
+    assert "nowhere.yaml" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,10 +17,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "doctor",
         help="report what this machine has, and which presets run on it",
         description="Report versions, devices and compilers of this machine; and for each strategy preset whether it"
-        " runs here, runs slower, or cannot run, why, and what to do about it.",
-        epilog="example: lightning-tricks doctor",
+        " runs here, runs slower, or cannot run, why, and what to do about it. Of the model in a"
+        " configuration of LightningCLI: what is probably not meant, each with the remedy.",
+        epilog="example: lightning-tricks doctor -c config.yaml",
     )
     doctor.set_defaults(run=run)
+    doctor.add_argument(
+        *("-c", "--config"), type=Path, action="append", metavar="YAML", help="the configuration; later ones win"
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -28,9 +33,11 @@ def run(options: argparse.Namespace) -> None:
     from lightning_tricks.advisor.environment import environment_report
     from lightning_tricks.cli.table import print_table
 
+    findings = _findings(options.config) if options.config else []
     report = environment_report()
     if options.json:
-        print(json.dumps(report.to_dict(), indent=1))
+        told = report.to_dict() | ({"findings": findings} if options.config else {})
+        print(json.dumps(told, indent=1))
         return
     for name, value in _machine(report.environment):
         print(f"{name:<12}{value}")
@@ -39,6 +46,17 @@ def run(options: argparse.Namespace) -> None:
     for remedy in dict.fromkeys(remedy for preset in report.presets for remedy in preset.remedies):
         names = [preset.name for preset in report.presets if remedy in preset.remedies]
         print(f"{remedy}\n    for {', '.join(names)}")
+    for finding in findings:
+        print(f"{finding['rule']}: {finding['text']}")
+    if options.config and not findings:
+        print("nothing to say about the model")
+
+
+def _findings(configs: list[Path]) -> list[dict[str, str]]:
+    from lightning_tricks.advisor.lints import lint
+    from lightning_tricks.cli.find_lr import read_model
+
+    return [finding._asdict() for finding in lint(read_model(configs).model)]
 
 
 def _machine(found: Environment) -> list[tuple[str, str]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -45,8 +43,6 @@ def run(options: argparse.Namespace) -> None:
     """Do it."""
     from lightning_tricks.cli.find_lr import find_lr_of
 
-    if os.getcwd() not in sys.path:  # a configuration may name classes of the files here, as beside a script
-        sys.path.insert(0, os.getcwd())
     find_lr_of(
         options.config,
         method=options.method,
