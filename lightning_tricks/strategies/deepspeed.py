@@ -6,12 +6,14 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -45,6 +47,8 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     - Whole weights from a file (``load_full_weights``) reach the fp32 masters, from which the next step starts, and
       the buffers of each rank; in any stage.
     - ``trainer.validate(ckpt_path=...)`` works in stage 3.
+    - ``self.clip_gradients(optimizer, ...)`` in a module that steps by itself clips in its next step. In stages 1 and 2
+      such a module steps after each ``manual_backward``: DeepSpeed would forget the gradients of an earlier one.
 
     "Mixed" means here what it means to DeepSpeed: the *module itself* is cast, and so is every floating-point tensor of
     a batch, targets too; nothing is autocast, and only masters and optimizer states are fp32. Compute a loss that
@@ -72,7 +76,9 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         ImportError: If DeepSpeed is missing or too old.
         ValueError: If arguments do not go together, or ``config`` contradicts them.
         MisconfigurationException: At the start of a run, if DeepSpeed works on other devices than the Trainer or not in
-            fp16 there, the NVMe disk cannot be used, or gradients are to be clipped by value.
+            fp16 there, the NVMe disk cannot be used, gradients are to be clipped by value, or ``ckpt_path`` is one
+            file or has the shards of another number of processes; in training, for a second ``manual_backward`` before
+            a step in stages 1 and 2.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -99,6 +105,7 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     ) -> None:
         _require_deepspeed()
         self.stage, self.offload, self.nvme_path = stage, offload, nvme_path
+        self._waits_for_step = False  # with gradients, of a module that steps by itself
         super().__init__(
             precision=precision,
             config=zero_config(stage=stage, offload=offload, nvme_path=nvme_path, precision=precision, config=config),
@@ -133,6 +140,8 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         for written in ("gradient_accumulation_steps", "gradient_clipping"):  # by Lightning, in an earlier run
             self.config.pop(written, None)
         self._config_initialized = False  # so that it writes them anew, from the Trainer of this run
+        self._waits_for_step = False
+        self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # Lightning's does nothing
         if isinstance(self.accelerator, CPUAccelerator):
             import deepspeed
 
@@ -145,10 +154,7 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     def _check_run(self) -> None:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.gradient_clip_algorithm == "value":
-            raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
-                " Pass gradient_clip_algorithm='norm', or leave it out."
-            )
+            raise MisconfigurationException(_by_value(self.strategy_name))
         _check_device(self.strategy_name, self.device_type, self.precision)
         if self.offload == "nvme":
             assert self.nvme_path is not None
@@ -167,10 +173,42 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
+        if not self.lightning_module.automatic_optimization:
+            self._require_no_gradients()
+        else:
             self.deepspeed_engine.set_gradient_accumulation_boundary(steps_now(self.lightning_module.trainer))
             kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._waits_for_step = False
+            self.deepspeed_engine.optimizer.clip_grad = 0.0  # until it is asked for again
+        return output
+
+    def _require_no_gradients(self) -> None:
+        """Raise for a second backward pass before a step, in whose place DeepSpeed would forget the first."""
+        if self._waits_for_step and self.stage < 3:
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} keeps the gradients of one manual_backward() for each"
+                " optimizer.step(), got another one before it. Step after each, add up the losses, train with automatic"
+                " optimization and accumulate_grad_batches, or choose stage 3."
+            )
+        self._waits_for_step = True
+
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Have DeepSpeed clip in the step to come, in which it knows the norm of all gradients."""
+        if clip_val and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise MisconfigurationException(_by_value(self.strategy_name))
+        self.deepspeed_engine.optimizer.clip_grad = float(clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -184,11 +222,27 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
                     " Leave load_full_weights out to load shards."
                 )
             return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
+        self._check_shards(Path(self.broadcast(checkpoint_path)))
         held = self.deepspeed_engine.optimizer
         if held is not None and not hasattr(held, "_restore_from_bit16_weights"):
             # DeepSpeed calls it after loading weights into stage 3 without an optimizer, where no master is to follow
             held._restore_from_bit16_weights = lambda: None
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _check_shards(self, path: Path) -> None:
+        if path.is_file():
+            raise MisconfigurationException(
+                f"ckpt_path={str(path)!r} is one file, and strategy={self.strategy_name!r} loads shards: pass"
+                " load_full_weights=True to take the weights in it, without optimizer states."
+            )
+        assert self.lightning_module is not None
+        saved = len(list(path.glob("*/*_optim_states.pt")))
+        if saved not in (0, self.world_size) and (self.stage == 3 or is_fitting(self.lightning_module.trainer)):
+            raise MisconfigurationException(
+                f"ckpt_path={str(path)!r} has the shards of {saved} processes, and DeepSpeed loads them on as many, got"
+                f" {self.world_size}. Resume on {saved}, or make its weights one file, with lightning-tricks"
+                " consolidate, and load that into the module."
+            )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -208,6 +262,13 @@ def _require_deepspeed() -> None:
             f"ZeROPreset needs DeepSpeed {OLDEST} or newer, got {deepspeed.__version__}:"
             " pip install -U 'lightning-tricks[deepspeed]'"
         )
+
+
+def _by_value(preset: str) -> str:
+    return (
+        f"strategy={preset!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
+        " Pass gradient_clip_algorithm='norm', or leave it out."
+    )
 
 
 def _check_device(preset: str, device_type: str, precision: str) -> None:
