@@ -448,7 +448,7 @@ def test_the_string_the_preset_and_the_class_in_yaml_give_the_same(
     ("settings", "message"),
     [
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "by their norm, got .*'value'.*'norm'"),
-        ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, "DeepSpeed's precision, got .* MixedPrecision"),
+        ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, "a DeepSpeedPrecision, got the plugin MixedPrecision"),
     ],
     ids=str,
 )
