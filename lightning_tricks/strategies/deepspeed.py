@@ -18,16 +18,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.torch_version import TorchVersion
 from typing_extensions import override
 
 from lightning_tricks.core.trainer import is_fitting, steps_now
 from lightning_tricks.core.zero import load_whole
 from lightning_tricks.strategies.folders import WholeFolders
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
+from lightning_tricks.strategies.zero_checks import by_value, check_device, check_nvme, check_shards, require_deepspeed
 from lightning_tricks.strategies.zero_config import Offload, Stage, zero_config
-
-OLDEST = "0.19.0"  # 0.17 and 0.18 accumulate wrongly in stage 2; 0.18.9 fails with torch 2.13
 
 
 @final
@@ -103,7 +101,7 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        _require_deepspeed()
+        require_deepspeed()
         self.stage, self.offload, self.nvme_path = stage, offload, nvme_path
         self._waits_for_step = False  # with gradients, of a module that steps by itself
         super().__init__(
@@ -154,11 +152,11 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     def _check_run(self) -> None:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.gradient_clip_algorithm == "value":
-            raise MisconfigurationException(_by_value(self.strategy_name))
-        _check_device(self.strategy_name, self.device_type, self.precision)
+            raise MisconfigurationException(by_value(self.strategy_name))
+        check_device(self.strategy_name, self.device_type, self.precision)
         if self.offload == "nvme":
             assert self.nvme_path is not None
-            _check_nvme(self.strategy_name, self.nvme_path)
+            check_nvme(self.strategy_name, self.nvme_path)
 
     @property
     @override
@@ -207,7 +205,7 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     ) -> None:
         """Have DeepSpeed clip in the step to come, in which it knows the norm of all gradients."""
         if clip_val and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise MisconfigurationException(_by_value(self.strategy_name))
+            raise MisconfigurationException(by_value(self.strategy_name))
         self.deepspeed_engine.optimizer.clip_grad = float(clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -222,27 +220,14 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
                     " Leave load_full_weights out to load shards."
                 )
             return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
-        self._check_shards(Path(self.broadcast(checkpoint_path)))
+        assert self.lightning_module is not None
+        again = self.stage == 3 or is_fitting(self.lightning_module.trainer)
+        check_shards(self.strategy_name, Path(self.broadcast(checkpoint_path)), self.world_size if again else None)
         held = self.deepspeed_engine.optimizer
         if held is not None and not hasattr(held, "_restore_from_bit16_weights"):
             # DeepSpeed calls it after loading weights into stage 3 without an optimizer, where no master is to follow
             held._restore_from_bit16_weights = lambda: None
         return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def _check_shards(self, path: Path) -> None:
-        if path.is_file():
-            raise MisconfigurationException(
-                f"ckpt_path={str(path)!r} is one file, and strategy={self.strategy_name!r} loads shards: pass"
-                " load_full_weights=True to take the weights in it, without optimizer states."
-            )
-        assert self.lightning_module is not None
-        saved = len(list(path.glob("*/*_optim_states.pt")))
-        if saved not in (0, self.world_size) and (self.stage == 3 or is_fitting(self.lightning_module.trainer)):
-            raise MisconfigurationException(
-                f"ckpt_path={str(path)!r} has the shards of {saved} processes, and DeepSpeed loads them on as many, got"
-                f" {self.world_size}. Resume on {saved}, or make its weights one file, with lightning-tricks"
-                " consolidate, and load that into the module."
-            )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -250,54 +235,3 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         if self.load_full_weights:  # else DeepSpeed has loaded them
             fitting = is_fitting(self.lightning_module.trainer)
             load_whole(self.lightning_module, checkpoint["state_dict"], strict=strict, masters=fitting)
-
-
-def _require_deepspeed() -> None:
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ImportError("ZeROPreset needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'") from error
-    if TorchVersion(deepspeed.__version__) < OLDEST:
-        raise ImportError(
-            f"ZeROPreset needs DeepSpeed {OLDEST} or newer, got {deepspeed.__version__}:"
-            " pip install -U 'lightning-tricks[deepspeed]'"
-        )
-
-
-def _by_value(preset: str) -> str:
-    return (
-        f"strategy={preset!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
-        " Pass gradient_clip_algorithm='norm', or leave it out."
-    )
-
-
-def _check_device(preset: str, device_type: str, precision: str) -> None:
-    """DeepSpeed decides for one kind of device as it is imported."""
-    from deepspeed.accelerator import get_accelerator
-
-    its = get_accelerator().device_name()
-    if precision == "16-mixed" and its == device_type and not get_accelerator().is_fp16_supported():
-        raise MisconfigurationException(
-            f"strategy={preset!r} trains in '16-mixed', which DeepSpeed does not support on this {its}. Use a preset in"
-            " bf16, or preset(..., precision='bf16-mixed')."
-        )
-    if its != device_type:
-        raise MisconfigurationException(
-            f"strategy={preset!r} trains on {device_type}, but DeepSpeed was imported for {its}. Set"
-            f" DS_ACCELERATOR={device_type} in the environment before Python starts, or choose another accelerator=."
-        )
-
-
-def _check_nvme(preset: str, path: str) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not os.path.isdir(path) or not os.access(path, os.W_OK):
-        raise MisconfigurationException(
-            f"strategy={preset!r} offloads to nvme_path={path!r}, which is no folder that can be written to. Make it,"
-            " or pass one on the NVMe disk."
-        )
-    if not AsyncIOBuilder().is_compatible():
-        raise MisconfigurationException(
-            f"strategy={preset!r} reads and writes nvme_path={path!r} by DeepSpeed's async_io, which needs libaio and"
-            " cannot be built here. Install it (apt install libaio-dev), or pass offload='cpu'."
-        )

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
-from torch.utils import cpp_extension
 
 
 def adamw(
@@ -118,6 +117,8 @@ def _deepspeed_adamw(op: str, groups: list[dict[str, Any]], settings: dict[str, 
 
 
 def _warn_of_fallback(op: str, error: Exception) -> None:
+    from torch.utils import cpp_extension  # brings setuptools along
+
     tools = {
         "a C++ compiler (apt install g++)": shutil.which(cpp_extension.get_cxx_compiler()),
         "ninja (pip install ninja)": cpp_extension.is_ninja_available(),
