@@ -43,6 +43,7 @@ SHARED: dict[str, set[str]] = {
     "modules": {"sam_engine", "sam_rules", "sam_setup"},
     "strategies": {
         *("blocks", "compression", "folders", "precision", "prepare", "presets", "root", "slices", "wholes"),
+        "zero_checks",
         "zero_config",
     },
 }

@@ -7,26 +7,26 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.torch_version import TorchVersion
 from typing_extensions import override
 
 from lightning_tricks.core.trainer import is_fitting, steps_now
 from lightning_tricks.core.zero import load_whole
 from lightning_tricks.strategies.folders import WholeFolders
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
+from lightning_tricks.strategies.zero_checks import by_value, check_device, check_nvme, check_shards, require_deepspeed
 from lightning_tricks.strategies.zero_config import Offload, Stage, zero_config
-
-OLDEST = "0.19.0"  # 0.17 and 0.18 accumulate wrongly in stage 2; 0.18.9 fails with torch 2.13
 
 
 @final
@@ -46,6 +46,8 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     - Whole weights from a file (``load_full_weights``) reach the fp32 masters, from which the next step starts, and
       the buffers of each rank; in any stage.
     - ``trainer.validate(ckpt_path=...)`` works in stage 3.
+    - ``self.clip_gradients(optimizer, ...)`` in a module that steps by itself clips in its next step. In stages 1 and 2
+      such a module steps after each ``manual_backward``: DeepSpeed would forget the gradients of an earlier one.
 
     "Mixed" means here what it means to DeepSpeed: the *module itself* is cast, and so is every floating-point tensor of
     a batch, targets too; nothing is autocast, and only masters and optimizer states are fp32. Compute a loss that
@@ -73,7 +75,9 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         ImportError: If DeepSpeed is missing or too old.
         ValueError: If arguments do not go together, or ``config`` contradicts them.
         MisconfigurationException: At the start of a run, if DeepSpeed works on other devices than the Trainer or not in
-            fp16 there, the NVMe disk cannot be used, or gradients are to be clipped by value.
+            fp16 there, the NVMe disk cannot be used, gradients are to be clipped by value, or ``ckpt_path`` is one
+            file or has the shards of another number of processes; in training, for a second ``manual_backward`` before
+            a step in stages 1 and 2.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -98,8 +102,9 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        _require_deepspeed()
+        require_deepspeed()
         self.stage, self.offload, self.nvme_path = stage, offload, nvme_path
+        self._waits_for_step = False  # with gradients, of a module that steps by itself
         super().__init__(
             precision=precision,
             config=zero_config(stage=stage, offload=offload, nvme_path=nvme_path, precision=precision, config=config),
@@ -136,6 +141,8 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         self._config_initialized = False  # so that it writes them anew, from the Trainer of this run
         # torch's, for each of DeepSpeed's collectives in each step: nothing that a user can do
         warnings.filterwarnings("ignore", r"`torch\.distributed\..*_tensor` is deprecated", FutureWarning)
+        self._waits_for_step = False
+        self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # Lightning's does nothing
         if isinstance(self.accelerator, CPUAccelerator):
             import deepspeed
 
@@ -148,14 +155,11 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     def _check_run(self) -> None:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.gradient_clip_algorithm == "value":
-            raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
-                " Pass gradient_clip_algorithm='norm', or leave it out."
-            )
-        _check_device(self.strategy_name, self.device_type, self.precision)
+            raise MisconfigurationException(by_value(self.strategy_name))
+        check_device(self.strategy_name, self.device_type, self.precision)
         if self.offload == "nvme":
             assert self.nvme_path is not None
-            _check_nvme(self.strategy_name, self.nvme_path)
+            check_nvme(self.strategy_name, self.nvme_path)
 
     @property
     @override
@@ -170,10 +174,42 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
+        if not self.lightning_module.automatic_optimization:
+            self._require_no_gradients()
+        else:
             self.deepspeed_engine.set_gradient_accumulation_boundary(steps_now(self.lightning_module.trainer))
             kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._waits_for_step = False
+            self.deepspeed_engine.optimizer.clip_grad = 0.0  # until it is asked for again
+        return output
+
+    def _require_no_gradients(self) -> None:
+        """Raise for a second backward pass before a step, in whose place DeepSpeed would forget the first."""
+        if self._waits_for_step and self.stage < 3:
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} keeps the gradients of one manual_backward() for each"
+                " optimizer.step(), got another one before it. Step after each, add up the losses, train with automatic"
+                " optimization and accumulate_grad_batches, or choose stage 3."
+            )
+        self._waits_for_step = True
+
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Have DeepSpeed clip in the step to come, in which it knows the norm of all gradients."""
+        if clip_val and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise MisconfigurationException(by_value(self.strategy_name))
+        self.deepspeed_engine.optimizer.clip_grad = float(clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -187,6 +223,9 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
                     " Leave load_full_weights out to load shards."
                 )
             return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        again = self.stage == 3 or is_fitting(self.lightning_module.trainer)
+        check_shards(self.strategy_name, Path(self.broadcast(checkpoint_path)), self.world_size if again else None)
         held = self.deepspeed_engine.optimizer
         if held is not None and not hasattr(held, "_restore_from_bit16_weights"):
             # DeepSpeed calls it after loading weights into stage 3 without an optimizer, where no master is to follow
@@ -199,47 +238,3 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
         if self.load_full_weights:  # else DeepSpeed has loaded them
             fitting = is_fitting(self.lightning_module.trainer)
             load_whole(self.lightning_module, checkpoint["state_dict"], strict=strict, masters=fitting)
-
-
-def _require_deepspeed() -> None:
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ImportError("ZeROPreset needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'") from error
-    if TorchVersion(deepspeed.__version__) < OLDEST:
-        raise ImportError(
-            f"ZeROPreset needs DeepSpeed {OLDEST} or newer, got {deepspeed.__version__}:"
-            " pip install -U 'lightning-tricks[deepspeed]'"
-        )
-
-
-def _check_device(preset: str, device_type: str, precision: str) -> None:
-    """DeepSpeed decides for one kind of device as it is imported."""
-    from deepspeed.accelerator import get_accelerator
-
-    its = get_accelerator().device_name()
-    if precision == "16-mixed" and its == device_type and not get_accelerator().is_fp16_supported():
-        raise MisconfigurationException(
-            f"strategy={preset!r} trains in '16-mixed', which DeepSpeed does not support on this {its}. Use a preset in"
-            " bf16, or preset(..., precision='bf16-mixed')."
-        )
-    if its != device_type:
-        raise MisconfigurationException(
-            f"strategy={preset!r} trains on {device_type}, but DeepSpeed was imported for {its}. Set"
-            f" DS_ACCELERATOR={device_type} in the environment before Python starts, or choose another accelerator=."
-        )
-
-
-def _check_nvme(preset: str, path: str) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not os.path.isdir(path) or not os.access(path, os.W_OK):
-        raise MisconfigurationException(
-            f"strategy={preset!r} offloads to nvme_path={path!r}, which is no folder that can be written to. Make it,"
-            " or pass one on the NVMe disk."
-        )
-    if not AsyncIOBuilder().is_compatible():
-        raise MisconfigurationException(
-            f"strategy={preset!r} reads and writes nvme_path={path!r} by DeepSpeed's async_io, which needs libaio and"
-            " cannot be built here. Install it (apt install libaio-dev), or pass offload='cpu'."
-        )

@@ -155,14 +155,17 @@ class WholeFolders(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(checkpoint_path)
+        self.require_whole(Path(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def require_whole(self, path: Path) -> None:
+        """Raise for a folder that was not saved to its end; first its name is given back to one that had lost it."""
         if self.is_global_zero:
             with contextlib.suppress(OSError):  # what is not there is an error below
                 restore(Path(os.path.realpath(path)))  # to which last.ckpt may be a link
         self.barrier("WholeFolders.load_checkpoint")
         if path.is_dir() and (wrong := unfinished(path)):
             raise MisconfigurationException(f"{path} is no whole checkpoint: {wrong}. Resume from another one.")
-        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

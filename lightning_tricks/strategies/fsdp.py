@@ -222,6 +222,7 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
+        self.require_whole(path)
         self._loads_file = path.is_file()
         if self._loads_file:  # what is in it Lightning has loaded below, after its hooks
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)

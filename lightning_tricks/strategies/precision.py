@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice
-from lightning_tricks.core.trainer import requested_precision
+from lightning_tricks.core.trainer import requested_precision, saves_folder
 
 PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
 
@@ -71,6 +72,17 @@ class FixedPrecision(Strategy):
     def alone(self) -> bool:
         """Whether there is one process only."""
         return getattr(self, "num_nodes", 1) * getattr(self, "num_processes", 1) == 1
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if os.path.isdir(checkpoint_path) and not saves_folder(self.lightning_module.trainer):
+            raise MisconfigurationException(
+                f"ckpt_path={str(checkpoint_path)!r} is a folder of shards, and strategy={self.strategy_name!r} loads"
+                " one file. Resume by a preset like the one that saved it, or make its weights one file, with"
+                " lightning-tricks consolidate, and load that into the module."
+            )
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def make_precision_plugin(self) -> Precision:
         """The plugin for this precision on the accelerator of the Trainer."""

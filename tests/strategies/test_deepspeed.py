@@ -81,6 +81,28 @@ class Manual(PlainNet):
         optimizer.step()
 
 
+class ManualClipping(Manual):
+    """Clips by itself, the first batches only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+        if batch_idx < 3:
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+class ManualAccumulation(Manual):
+    """Steps after every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]) / 2)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 @dataclass
 class End:
     """What there is at the end of training, before it is torn down."""
@@ -334,6 +356,8 @@ def train_otherwise() -> dict[Any, End]:
     for stage, offload in ((2, "none"), (3, "cpu")):
         manual = both(build(Manual), zero(stage=stage, offload=offload), gradient_clip_val=None)
         results[stage, "manual"] = manual[1]
+        clipping = both(build(ManualClipping), zero(stage=stage, offload=offload), gradient_clip_val=None)
+        results[stage, "clipping"] = clipping[1]
         watched = {"val_check_interval": 1, "num_sanity_val_steps": 2}  # validates between the batches of a step, too
         results[stage, "watched"] = both(build(CosineNet), zero(stage=stage, offload=offload), **STEPS, **watched)[1]
         frozen = zero(stage=stage, offload=offload, exclude_frozen_parameters=True)
@@ -350,11 +374,32 @@ def otherwise() -> list[dict[Any, End]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_module_that_steps_by_itself_equals_one_process(otherwise: list[dict[Any, End]], stage: int) -> None:
-    module = build(Manual)
+@pytest.mark.parametrize(("case", "kind"), [("manual", Manual), ("clipping", ManualClipping)])
+def test_a_module_that_steps_by_itself_equals_one_process(
+    otherwise: list[dict[Any, End]], stage: int, case: str, kind: type[PlainNet]
+) -> None:
+    module = build(kind)
     alone(module)
     for rank in otherwise:
-        assert_close(rank[stage, "manual"].weights, weights(module), 1e-6)
+        assert_close(rank[stage, case].weights, weights(module), 1e-6)
+
+
+def accumulate_by_hand(stage: int) -> str | dict[str, Tensor]:
+    try:
+        return both(build(ManualAccumulation), zero(stage=stage), limit_train_batches=4)[1].weights
+    except MisconfigurationException as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_a_step_would_forget_are_an_error(stage: int) -> None:
+    assert "got another one before it. Step after each" in str(run_ranks(accumulate_by_hand, stage)[0])
+
+
+def test_stage_3_accumulates_by_hand() -> None:
+    module = build(ManualAccumulation)
+    alone(module, limit_train_batches=4)
+    assert_close(run_ranks(accumulate_by_hand, 3)[0], weights(module), 1e-6)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -403,7 +448,7 @@ def test_the_string_the_preset_and_the_class_in_yaml_give_the_same(
     ("settings", "message"),
     [
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "by their norm, got .*'value'.*'norm'"),
-        ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, "DeepSpeed's precision, got .* MixedPrecision"),
+        ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, "a DeepSpeedPrecision, got the plugin MixedPrecision"),
     ],
     ids=str,
 )
@@ -478,3 +523,23 @@ def load_a_folder_as_one_file(folder: str) -> str:
 
 def test_a_folder_is_no_file_of_whole_weights(tmp_path: Path) -> None:
     assert "Leave load_full_weights out" in run_ranks(load_a_folder_as_one_file, str(tmp_path))[0]
+
+
+def save_shards(folder: str) -> None:
+    both(build(PlainNet), zero(), [Save(folder)])
+
+
+def resume_alone(path: str) -> str:
+    try:
+        trainer(strategy=zero(), max_epochs=3).fit(build(PlainNet), loader(), ckpt_path=path)
+    except MisconfigurationException as error:
+        return str(error)
+    return "resumed"
+
+
+def test_shards_of_other_ranks_and_one_file_are_errors_with_a_remedy(tmp_path: Path) -> None:
+    shards, whole = str(tmp_path / "shards"), str(tmp_path / "whole.ckpt")
+    run_ranks(save_shards, shards)
+    fit(build(PlainNet)).save_checkpoint(whole)
+    assert "has the shards of 2 processes" in run_ranks(resume_alone, shards, nprocs=1)[0]
+    assert "pass load_full_weights=True" in run_ranks(resume_alone, whole, nprocs=1)[0]

@@ -236,6 +236,35 @@ def names_and_resume(engine: str, folder: str) -> None:
         make_trainer(engine).fit(build(Wide), rank_loader(), ckpt_path=path / "step=3.ckpt")
 
 
+def lose_and_break(name: str, folder: str) -> str:
+    """A preset finds the folder of a process that was killed between two renames, and refuses one without an end."""
+    path, preset = Path(folder) / "a.ckpt", lt.preset(name, precision="32-true")
+    run = trainer(devices=2, use_distributed_sampler=False, **preset)
+    run.fit(build(PlainNet), rank_loader())
+    run.save_checkpoint(path)
+    if run.is_global_zero:
+        path.rename(folders.hidden(path, "01234567", "old"))
+    run.strategy.barrier()
+    settings = {"devices": 2, "max_epochs": 3, "use_distributed_sampler": False}
+    resumed = trainer(**settings, **lt.preset(name, precision="32-true"))
+    resumed.fit(build(PlainNet), rank_loader(), ckpt_path=path)
+    assert resumed.global_step == 9
+    if run.is_global_zero:
+        (path / ("meta.pt" if name.startswith("fsdp2") else "latest")).unlink()
+    run.strategy.barrier()
+    try:
+        trainer(**settings, **lt.preset(name, precision="32-true")).fit(build(PlainNet), rank_loader(), ckpt_path=path)
+    except MisconfigurationException as error:
+        return str(error)
+    return "resumed"
+
+
+@pytest.mark.parametrize("name", ["fsdp2_bf16", "zero3_bf16"])
+def test_presets_resume_whole_folders_only(name: str, tmp_path: Path) -> None:
+    for told in run_ranks(lose_and_break, name, str(tmp_path)):
+        assert "is no whole checkpoint: it has no" in told
+
+
 def full_disk(engine: str, folder: str) -> list[str]:
     """The disk is full for one rank, then for the other: both raise, and the old checkpoint stays."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit then fails as on a full disk

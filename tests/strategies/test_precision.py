@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
-from tests.nets import assert_equal, build, fit, trainer, weights
+from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.strategies.spy import Spy
 
 PRECISIONS = {row["name"]: row["precision"] for row in lt.presets()}
@@ -139,3 +140,9 @@ def test_training_is_that_of_lightnings_own_bf16() -> None:
     in_fp32: pl.LightningModule = build(Spy)
     fit(in_fp32)
     assert not torch.equal(weights(ours)["layers.0.weight"], weights(in_fp32)["layers.0.weight"])
+
+
+@pytest.mark.parametrize("name", ["single_bf16", "ddp_bf16"])
+def test_a_folder_of_shards_is_an_error_with_a_remedy(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match=rf"folder of shards, and strategy='{name}' .* consolidate"):
+        trainer(strategy=name).validate(build(Net), loader(), ckpt_path=tmp_path)
