@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
+
+
+def spelled(value: Any) -> str:
+    """A name for a test's settings that is the same in every process: without addresses of objects."""
+    return re.sub(r" at 0x\w+", "", str(value))
 
 
 def data(size: int = 44, seed: int = 0) -> TensorDataset:

@@ -18,8 +18,8 @@ import lightning.pytorch as pl
 import torch
 from torch.torch_version import TorchVersion
 
-from lightning_tricks.strategies.deepspeed import OLDEST
 from lightning_tricks.strategies.presets import presets
+from lightning_tricks.strategies.zero_checks import OLDEST
 
 Status = Literal["runs", "slower", "cannot run"]
 

@@ -31,7 +31,7 @@ from lightning_tricks.strategies.folders import WholeFolders
 from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
 from lightning_tricks.strategies.prepare import prepare, require_untied
 from lightning_tricks.strategies.root import Root
-from lightning_tricks.strategies.slices import read_module, read_optimizer, read_rest
+from lightning_tricks.strategies.slices import read_module, read_optimizer
 from lightning_tricks.strategies.wholes import gathered, load_module, load_optimizer
 
 
@@ -226,7 +226,7 @@ class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
         self._loads_file = path.is_file()
         if self._loads_file:  # what is in it Lightning has loaded below, after its hooks
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        rest = read_rest(path, weights_only=weights_only)
+        rest = torch.load(path / "meta.pt", map_location="cpu", weights_only=weights_only)
         read_module(path, self._module, strict=self._module.strict_loading)
         for number, optimizer in enumerate(self.optimizers if is_fitting(self._module.trainer) else []):
             read_optimizer(path, self._module, optimizer, number=number)

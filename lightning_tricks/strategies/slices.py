@@ -15,17 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
-def read_rest(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What a checkpoint holds besides weights and optimizer states.
-
-    Raises:
-        ValueError: If the folder is no such checkpoint, or was not written to its end.
-    """
-    if not (folder / ".metadata").is_file() or not (folder / "meta.pt").is_file():
-        raise ValueError(f"{folder} is no complete checkpoint of slices: it has no .metadata or no meta.pt.")
-    return torch.load(folder / "meta.pt", map_location="cpu", weights_only=weights_only)
-
-
 def read_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     """Load the weights; all ranks take part."""
     state = {"state_dict": get_model_state_dict(module)}

@@ -32,6 +32,7 @@ from tests.nets import (
     fit,
     loader,
     rank_loader,
+    spelled,
     weights,
 )
 from tests.ranks import run_ranks
@@ -151,7 +152,7 @@ class Stream(IterableDataset):
         ({"max_steps": 8}, 6),
         ({"fast_dev_run": 3}, 3),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_as_many_batches_as_an_epoch_has(settings: dict[str, Any], batches: int) -> None:
     module, found = take(**{"max_epochs": 2, **settings})
@@ -427,7 +428,7 @@ class Slow(TensorDataset):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("cut", [{}, {"max_steps": 8}, {"limit_train_batches": 3}], ids=str)
+@pytest.mark.parametrize("cut", [{}, {"max_steps": 8}, {"limit_train_batches": 3}], ids=spelled)
 def test_worker_processes_serve_the_pass_and_the_next_fit_and_end(persistent: bool, cut: dict[str, Any]) -> None:
     train = DataLoader(Slow(*data().tensors), 8, num_workers=1, persistent_workers=persistent)
     module, found = take(train=train, **cut)

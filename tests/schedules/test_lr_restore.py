@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import lightning_tricks as lt
 from lightning_tricks.schedules.lr_finder import find_lr
 from lightning_tricks.schedules.lr_restore import Kept, KeptModule
-from tests.nets import Net, assert_equal, build, data, loader, trainer, weights
+from tests.nets import Net, assert_equal, build, data, loader, spelled, trainer, weights
 
 # -- a fit afterwards -------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ def test_whatever_the_loader(loaders: str) -> None:
         {"precision": "bf16-true"},
         {"reload_dataloaders_every_n_epochs": 1, "max_steps": 9, "max_epochs": -1},
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_whatever_the_trainer(settings: dict[str, Any]) -> None:
     assert_same_fit(Scheduled, shuffled, **settings)

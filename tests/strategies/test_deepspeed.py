@@ -24,7 +24,19 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from lightning_tricks.strategies.deepspeed import ZeROPreset
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
+from tests.nets import (
+    NormNet,
+    PlainNet,
+    assert_close,
+    assert_equal,
+    build,
+    data,
+    fit,
+    loader,
+    spelled,
+    trainer,
+    weights,
+)
 from tests.ranks import run_ranks
 
 PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else tiny weights stay whole
@@ -178,7 +190,7 @@ def engines() -> list[dict[Any, End]]:
     return run_ranks(fit_the_engines)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES, ids=spelled)
 def test_a_fit_equals_that_of_one_process(engines: list[dict[Any, End]], engine: Any) -> None:
     module = build(CosineNet)
     run = alone(module, **STEPS)
@@ -187,7 +199,7 @@ def test_a_fit_equals_that_of_one_process(engines: list[dict[Any, End]], engine:
         assert_close(rank[engine].weights, weights(module), 1e-6)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES, ids=spelled)
 def test_a_schedule_ends_at_its_floor(engines: list[dict[Any, End]], engine: Any) -> None:
     assert engines[0][engine].lrs == [[0.0]]
 
@@ -302,7 +314,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [{**rank, "folder": folder} for rank in ranks]
 
 
-SAVED = pytest.mark.parametrize("engine", [(2, "cpu"), (3, "none"), (3, "cpu")], ids=str)
+SAVED = pytest.mark.parametrize("engine", [(2, "cpu"), (3, "none"), (3, "cpu")], ids=spelled)
 
 
 @SAVED
@@ -450,7 +462,7 @@ def test_the_string_the_preset_and_the_class_in_yaml_give_the_same(
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "by their norm, got .*'value'.*'norm'"),
         ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, "a DeepSpeedPrecision, got the plugin MixedPrecision"),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_what_deepspeed_cannot_do_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):

@@ -215,6 +215,7 @@ def names_and_resume(engine: str, folder: str) -> None:
     run.strategy.barrier()
     assert sorted(os.listdir(path)) == ["last.ckpt", "step=3.ckpt"]
     assert (path / "last.ckpt").is_symlink()
+    run.strategy.barrier()
     if run.is_global_zero:  # as if killed between two renames
         (path / "step=3.ckpt").rename(folders.hidden(path / "step=3.ckpt", "01234567", "old"))
     run.strategy.barrier()

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from lightning_tricks.strategies.optimizers import adamw
-from tests.nets import PlainNet, assert_close, build, fit, loader, trainer, weights
+from tests.nets import PlainNet, assert_close, build, fit, loader, spelled, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.test_deepspeed import STEPS, End, both, zero
 
@@ -72,7 +72,7 @@ def test_the_defaults_are_torchs() -> None:
         ({"strategy": "zero2_bf16", "gradient_clip_val": 1.0}, True),
         ({"strategy": "ddp_bf16", "gradient_clip_val": 1.0}, False),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_it_is_fused_where_lightning_leaves_gradients_alone(settings: dict[str, Any], fused: bool) -> None:
     optimizer = of(**settings)
@@ -80,7 +80,7 @@ def test_it_is_fused_where_lightning_leaves_gradients_alone(settings: dict[str, 
     assert optimizer.defaults["fused"] is fused
 
 
-@pytest.mark.parametrize("settings", [{"precision": "bf16-mixed"}, {"strategy": "ddp_bf16"}], ids=str)
+@pytest.mark.parametrize("settings", [{"precision": "bf16-mixed"}, {"strategy": "ddp_bf16"}], ids=spelled)
 def test_a_fit_in_mixed_precision_may_clip(settings: dict[str, Any]) -> None:
     if "strategy" in settings:
         settings = {"strategy": "single_bf16"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.nets import assert_equal
 from tests.ranks import run_ranks
@@ -25,7 +26,7 @@ def folders(folder: str) -> Any:
     with pytest.raises(ValueError, match="other parameters, or other groups of them"):
         two(OtherGroups, ckpt_path=path)
     Path(folder, "empty").mkdir(exist_ok=True)
-    with pytest.raises(ValueError, match=r"empty is no complete checkpoint of slices: it has no .metadata or no meta"):
+    with pytest.raises(MisconfigurationException, match=r"empty is no whole checkpoint: it has neither .metadata"):
         two(Transformer, ckpt_path=f"{folder}/empty")
     return results
 
