@@ -42,7 +42,7 @@ SHARED: dict[str, set[str]] = {
     "checkpoints": {"average", "files", "folders", "stream", "zero_folder"},
     "modules": {"sam_engine", "sam_rules", "sam_setup"},
     "strategies": {
-        *("blocks", "compression", "folders", "precision", "prepare", "presets", "root", "slices", "wholes"),
+        *("base", "blocks", "compression", "folders", "prepare", "presets", "root", "slices", "wholes"),
         "zero_checks",
         "zero_config",
     },

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_tricks.core.averaging import AveragingCallback
 from lightning_tricks.core.trainer import callbacks_of, keep_samplers
+from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.compression import Compression, Compressor, LocalSGD, make_compressor
-from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
@@ -32,7 +32,7 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
 
 
 @final
-class DDPPreset(FixedPrecision, DDPStrategy):
+class DDPPreset(PresetStrategy, DDPStrategy):
     """One whole model a process, gradients averaged: the presets ``ddp_bf16``, ``ddp_fp16``, ``ddp_compressed_bf16``.
 
     With ``devices=1, num_nodes=1`` it is ``SinglePreset``: no process group, no wrapper, the loaders' own samplers.

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -23,14 +24,21 @@ from typing_extensions import override
 
 from lightning_tricks.core.trainer import is_fitting, steps_now
 from lightning_tricks.core.zero import load_whole
+from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.folders import WholeFolders
-from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
-from lightning_tricks.strategies.zero_checks import by_value, check_device, check_nvme, check_shards, require_deepspeed
+from lightning_tricks.strategies.zero_checks import (
+    by_value,
+    check_compiled,
+    check_device,
+    check_nvme,
+    check_shards,
+    require_deepspeed,
+)
 from lightning_tricks.strategies.zero_config import Offload, Stage, zero_config
 
 
 @final
-class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
+class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
     """ZeRO of an ordinary LightningModule: the presets whose names begin with ``zero``.
 
     Per device and for P weights on N devices, AdamW in 16 bits needs ``2P + 2P + 12P`` bytes for weights, gradients
@@ -151,6 +159,12 @@ class ZeROPreset(WholeFolders, FixedPrecision, DeepSpeedStrategy):
             super(DeepSpeedStrategy, self).setup_environment()  # leaves out Lightning's check for CUDA
         else:
             super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.stage == 3:
+            check_compiled(self.strategy_name, trainer.lightning_module)
+        super().setup(trainer)
 
     def _check_run(self) -> None:
         assert self.lightning_module is not None

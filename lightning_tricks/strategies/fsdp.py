@@ -26,9 +26,9 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool
 from lightning_tricks.core.trainer import is_fitting
+from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.blocks import run_again, sharding_groups
 from lightning_tricks.strategies.folders import WholeFolders
-from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
 from lightning_tricks.strategies.prepare import prepare, require_untied
 from lightning_tricks.strategies.root import Root
 from lightning_tricks.strategies.slices import read_module, read_optimizer
@@ -36,7 +36,7 @@ from lightning_tricks.strategies.wholes import gathered, load_module, load_optim
 
 
 @final
-class FSDP2Preset(WholeFolders, FixedPrecision, ModelParallelStrategy):
+class FSDP2Preset(WholeFolders, PresetStrategy, ModelParallelStrategy):
     """FSDP2 of an ordinary LightningModule: the presets ``fsdp2_bf16`` and ``fsdp2_offload_bf16``.
 
     Each process keeps a slice of every weight, its gradient and its optimizer state, all in fp32. The weights of a

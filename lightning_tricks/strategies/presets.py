@@ -10,10 +10,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks.core.checks import check_choice
+from lightning_tricks.strategies.base import PresetStrategy
 from lightning_tricks.strategies.ddp import DDPPreset
 from lightning_tricks.strategies.deepspeed import ZeROPreset
 from lightning_tricks.strategies.fsdp import FSDP2Preset
-from lightning_tricks.strategies.precision import FixedPrecision
 from lightning_tricks.strategies.single import SinglePreset
 
 
@@ -24,7 +24,7 @@ class _Row:
     when: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def make(self, **overrides: Any) -> FixedPrecision:
+    def make(self, **overrides: Any) -> PresetStrategy:
         strategy = self.strategy(**{**self.arguments, **overrides})
         strategy.strategy_name = self.name
         return strategy
@@ -144,7 +144,7 @@ def register() -> None:
         StrategyRegistry.register(name, row.make, description=row.when, override=True)
 
 
-def _arguments(strategy: type[FixedPrecision]) -> set[str]:
+def _arguments(strategy: type[PresetStrategy]) -> set[str]:
     """The names that the strategy's constructor understands; DDP hands what it does not know on to torch's."""
     names: set[str] = set()
     for owner in strategy.__mro__:

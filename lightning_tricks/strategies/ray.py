@@ -7,13 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.strategies.precision import FixedPrecision
+from lightning_tricks.strategies.base import PresetStrategy
 from lightning_tricks.strategies.presets import preset
 
 _RAYS = ("accelerator", "devices", "num_nodes")  # what Ray decides
 
 
-def ray_trainer(strategy: str | FixedPrecision, **arguments: Any) -> pl.Trainer:
+def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> pl.Trainer:
     """A stock Trainer with a preset's strategy for the worker of Ray Train that calls it.
 
     Accelerator, devices and nodes follow from Ray's ``ScalingConfig``; the process group is Ray's, so its backend and

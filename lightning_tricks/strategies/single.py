@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_tricks.strategies.precision import FixedPrecision, PresetPrecision
+from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 
 
 @final
-class SinglePreset(FixedPrecision, SingleDeviceStrategy):
+class SinglePreset(PresetStrategy, SingleDeviceStrategy):
     """One device, whichever the accelerator gives, in one precision: the presets ``single_bf16`` and ``single_fp16``.
 
     Args:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.torch_version import TorchVersion
 
 OLDEST = "0.19.0"  # 0.17 and 0.18 accumulate wrongly in stage 2; 0.18.9 fails with torch 2.13
@@ -46,6 +48,16 @@ def check_device(preset: str, device_type: str, precision: str) -> None:
         raise MisconfigurationException(
             f"strategy={preset!r} trains on {device_type}, but DeepSpeed was imported for {its}. Set"
             f" DS_ACCELERATOR={device_type} in the environment before Python starts, or choose another accelerator=."
+        )
+
+
+def check_compiled(preset: str, module: nn.Module) -> None:
+    """Raise for submodules that torch.compile has wrapped, whose weights ZeRO-3 does not find; it looks for them."""
+    if compiled := [name for name, each in module.named_modules() if isinstance(each, OptimizedModule)]:
+        raise MisconfigurationException(
+            f"strategy={preset!r} gathers weights as their modules run, and cannot where torch.compile(submodule)"
+            f" stands in between, got {compiled[0]!r}. Leave torch.compile out and add"
+            " callbacks=[lightning_tricks.Compile()]."
         )
 
 

@@ -1,15 +1,17 @@
-"""Strategies that bring their precision along, so that one string says both."""
+"""What all strategies of presets have in common: they bring their precision along, so that one string says both."""
 
 from __future__ import annotations
 
 import os
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice
@@ -18,7 +20,7 @@ from lightning_tricks.core.trainer import requested_precision, saves_folder
 PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
 
 
-class FixedPrecision(Strategy):
+class PresetStrategy(Strategy):
     """Base of a strategy whose precision is an argument of its own.
 
     Lightning hands every strategy the plugin that it made from ``Trainer(precision=...)``, fp32 if none was given. The
@@ -62,6 +64,19 @@ class FixedPrecision(Strategy):
                     f" {type(plugin).__name__}. Leave the plugin out."
                 )
         self._precision_plugin = plugin
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        partitioned = [each for each in model.parameters() if hasattr(each, "ds_id")]
+        by = "FSDP2" if sharded and not isinstance(self, ModelParallelStrategy) else ""
+        by = "DeepSpeed" if partitioned and not isinstance(self, DeepSpeedStrategy) else by
+        if by:
+            raise MisconfigurationException(
+                f"{type(model).__name__} was sharded by {by} in an earlier run and stays so, got"
+                f" strategy={self.strategy_name!r}. Make the module anew, and load its weights from a checkpoint."
+            )
+        super().connect(model)
 
     @property
     @override

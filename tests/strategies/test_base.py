@@ -19,7 +19,8 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
-from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.ranks import run_ranks
 from tests.strategies.spy import Spy
 
 PRECISIONS = {row["name"]: row["precision"] for row in lt.presets()}
@@ -146,3 +147,32 @@ def test_training_is_that_of_lightnings_own_bf16() -> None:
 def test_a_folder_of_shards_is_an_error_with_a_remedy(name: str, tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=rf"folder of shards, and strategy='{name}' .* consolidate"):
         trainer(strategy=name).validate(build(Net), loader(), ckpt_path=tmp_path)
+
+
+class Compiled(PlainNet):
+    """Its network is compiled by the user."""
+
+    def setup(self, stage: str) -> None:
+        self.compiled = torch.compile(self.layers, backend="aot_eager")
+
+
+def one_after_the_other() -> None:
+    settings: dict[str, Any] = {"train": rank_loader(), "devices": 2, "max_epochs": 1, "use_distributed_sampler": False}
+    tiny = {"config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+    first = {"FSDP2": lt.preset("fsdp2_bf16"), "DeepSpeed": lt.preset("zero3_bf16", **tiny)}
+    for engine, others in (("FSDP2", ["ddp_bf16", "zero2_bf16"]), ("DeepSpeed", ["ddp_bf16", "fsdp2_bf16"])):
+        module = build(PlainNet)
+        fit(module, **first[engine], **settings)
+        for name in others:
+            with pytest.raises(
+                MisconfigurationException, match=f"sharded by {engine} .* strategy='{name}'. Make the mod"
+            ):
+                fit(module, strategy=name, **settings)
+    with pytest.raises(
+        MisconfigurationException, match=r"strategy='zero3_bf16' .* got 'compiled'. .*tricks.Compile\(\)"
+    ):
+        fit(build(Compiled), strategy="zero3_bf16", **settings)
+
+
+def test_a_sharded_module_is_refused_by_another_engine_and_zero3_refuses_a_compiled_one() -> None:
+    run_ranks(one_after_the_other)
