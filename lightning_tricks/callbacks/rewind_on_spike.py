@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.finite_watch import FiniteWatch, true_loss
 from lightning_tricks.core.snapshot import Snapshot
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, begins_window
 from lightning_tricks.core.trainer import is_fitting, log_now_and_then
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.scaling import scaled_lrs
@@ -105,6 +106,7 @@ class RewindOnSpike(Callback):
         self._slow_until = 0  # the step at which the learning rates are the schedule's again
         self._watch, self._guard = FiniteWatch(), StepGuard()
         self._parts: list[Tensor] = []  # the losses of the window's batches
+        self._spiked = False  # whether the step in work is to be gone back from
         self._snapshot: tuple[Snapshot, list[float]] | None = None  # and the good losses then
         self._undo: Callable[[], None] | None = None
 
@@ -129,15 +131,18 @@ class RewindOnSpike(Callback):
                 "RewindOnSpike cannot leave out a step of LBFGS, which changes the weights before each of its closures."
                 " Use another optimizer, or leave RewindOnSpike out."
             )
-        self._watch, self._parts = FiniteWatch(), []
+        self._watch, self._parts, self._spiked = FiniteWatch(), [], False
         self._guard.start(trainer)
-        self._undo = wrap_method(trainer.strategy, "optimizer_step", partial(self._slowly, trainer))
+        self._undo = wrap_method(trainer.strategy, "optimizer_step", partial(self._step, trainer, pl_module))
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._guard.begin_batch()
+        if begins_window(trainer, batch_idx):
+            self._watch.forget()
+            self._parts.clear()
         if self._snapshot is None or trainer.global_step >= self._snapshot[0].step + self.every_n_steps:
             self._snapshot = None  # frees its memory first
             self._snapshot = Snapshot(trainer, pl_module), list(self._losses)
@@ -151,6 +156,8 @@ class RewindOnSpike(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if not self._parts:  # training_step has returned None
+            return
         loss = trainer.strategy.reduce(torch.stack(self._parts).mean(), reduce_op="mean").item()
         self._parts.clear()
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -159,11 +166,6 @@ class RewindOnSpike(Callback):
         if finite and not (full and is_spike(loss, self._losses, self.threshold)):
             self._losses.append(loss)
             return
-        self._rewind(trainer, pl_module, loss)
-        raise LeaveOutStep
-
-    def _rewind(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: float) -> None:
-        assert self._snapshot is not None, "made when training started"
         if self.rewinds == self.max_rewinds:
             before = ", ".join(f"{each:.4g}" for each in list(self._losses)[-5:]) or "none"
             raise FloatingPointError(
@@ -171,20 +173,34 @@ class RewindOnSpike(Callback):
                 f" step {trainer.global_step} again (good ones before it: {before}). Lower the learning rate, clip"
                 " gradients, or look at the data."
             )
+        self._spiked = True
+        raise LeaveOutStep
+
+    def _step(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        original: Callable[..., Any],
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        slow = trainer.global_step < self._slow_until
+        with scaled_lrs(optimizer, self.lr_factor, "RewindOnSpike") if slow else nullcontext():
+            result = original(optimizer, *args, **kwargs)
+        if self._spiked:  # and everybody who changes something for a step has changed it back
+            self._rewind(trainer, pl_module)
+        return result
+
+    def _rewind(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._snapshot is not None, "made when training started"
+        self._spiked = False
         self.rewinds += 1
         trainer.callback_metrics["tricks/rewinds"] = torch.tensor(float(self.rewinds))
         snapshot, losses = self._snapshot
         snapshot.restore(trainer, pl_module)
         self._losses = deque(losses, maxlen=self.window)
         self._slow_until = snapshot.step + self.lr_steps
-
-    def _slowly(
-        self, trainer: pl.Trainer, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if trainer.global_step >= self._slow_until:
-            return original(optimizer, *args, **kwargs)
-        with scaled_lrs(optimizer, self.lr_factor, "RewindOnSpike"):
-            return original(optimizer, *args, **kwargs)
 
     @override
     def on_train_batch_end(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.finite_watch import FiniteWatch
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window, begins_window
 from lightning_tricks.core.trainer import is_fitting, log_now_and_then
 
 
@@ -53,7 +52,7 @@ class SkipNonFinite(Callback):
         check_count("max_consecutive", max_consecutive)
         self.max_consecutive = max_consecutive
         self.skipped_steps = 0
-        self._in_a_row = 0
+        self._in_a_row: dict[int, int] = {}  # by the optimizer's number
         self._leaves_out = True  # or a GradScaler does
         self._watch, self._window, self._guard = FiniteWatch(), Window(), StepGuard()
 
@@ -66,7 +65,7 @@ class SkipNonFinite(Callback):
                 f"SkipNonFinite leaves out steps of torch's optimizers, got {type(trainer.strategy).__name__}, which"
                 " steps by itself. Leave SkipNonFinite out; in fp16 DeepSpeed leaves such steps out."
             )
-        self.skipped_steps = self._in_a_row = 0
+        self.skipped_steps, self._in_a_row = 0, {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -85,7 +84,9 @@ class SkipNonFinite(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._guard.begin_batch()
-        self._window.begin_batch(pl_module)
+        self._window.begin_batch(trainer, pl_module, batch_idx)
+        if begins_window(trainer, batch_idx):
+            self._watch.forget()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -95,18 +96,19 @@ class SkipNonFinite(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        number = next(n for n, each in enumerate(trainer.optimizers) if each is optimizer)
         if self._watch.finite(trainer, [optimizer]):
-            self._in_a_row = 0
+            self._in_a_row[number] = 0
             self._window.end(pl_module)
             return
-        self._in_a_row += 1
+        self._in_a_row[number] = in_a_row = self._in_a_row.get(number, 0) + 1
         self.skipped_steps += 1
         if self._leaves_out:
             self._window.restore()
         trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
-        if self._in_a_row >= self.max_consecutive:
+        if in_a_row >= self.max_consecutive:
             raise FloatingPointError(
-                f"SkipNonFinite(max_consecutive={self.max_consecutive}) has left out {self._in_a_row} optimizer steps"
+                f"SkipNonFinite(max_consecutive={self.max_consecutive}) has left out {in_a_row} optimizer steps"
                 f" in a row after step {trainer.global_step}; {self._watch.report(trainer, pl_module)}. Lower the"
                 " learning rate, clip gradients, or look at the data."
             )
@@ -117,7 +119,7 @@ class SkipNonFinite(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        log_now_and_then(trainer, partial(dict, {"tricks/skipped_steps": float(self.skipped_steps)}))
+        log_now_and_then(trainer, lambda: {"tricks/skipped_steps": float(self.skipped_steps)})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

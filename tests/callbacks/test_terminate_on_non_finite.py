@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -154,6 +155,27 @@ def two_ranks(folder: Path) -> None:
         batch = torch.load(made / f"batch-rank={os.environ['RANK']}.pt", weights_only=True)
         assert torch.equal(batch[0], list(rank_loader())[2][0])
         assert (made / "last_good.ckpt").exists()
+
+
+def with_a_logger(folder: Path) -> str:
+    with pytest.raises(FloatingPointError) as caught:
+        fit(
+            build(Sharded),
+            train=rank_loader(),
+            callbacks=[lt.TerminateOnNonFinite()],
+            strategy="ddp",
+            devices=2,
+            use_distributed_sampler=False,
+            logger=CSVLogger(folder),
+        )
+    return str(caught.value)
+
+
+def test_ranks_agree_on_the_folder_of_a_logger(tmp_path: Path) -> None:
+    made = tmp_path / "lightning_logs" / "version_0" / "non_finite-step=2"
+    for said in run_ranks(with_a_logger, tmp_path, timeout=60):
+        assert str(made) in said
+    assert sorted(file.name for file in made.iterdir()) == ["batch-rank=0.pt", "batch-rank=1.pt", "last_good.ckpt"]
 
 
 def test_all_ranks_stop_together(tmp_path: Path) -> None:
