@@ -13,16 +13,15 @@ from typing import Any, final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.finite_watch import FiniteWatch, true_loss
 from lightning_tricks.core.snapshot import Snapshot
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, begins_window
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, begins_window, require_steps
 from lightning_tricks.core.trainer import is_fitting, log_now_and_then
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.scaling import scaled_lrs
@@ -68,7 +67,8 @@ class RewindOnSpike(Callback):
     Raises:
         ValueError: For a value out of range.
         TypeError: For a value of another type.
-        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, and with manual optimization.
+        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, with PowerSGD, which keeps what
+            is not finite, and with manual optimization.
         FloatingPointError: At the spike after the last rewind that is allowed; with the losses before it.
 
     Example:
@@ -116,23 +116,17 @@ class RewindOnSpike(Callback):
             return
         self.rewinds, self._slow_until = 0, 0
         self._losses.clear()
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            found = f"{type(trainer.strategy).__name__}, which steps by itself: use another strategy"
-        elif not pl_module.automatic_optimization:
-            found = f"{type(pl_module).__name__}.automatic_optimization=False: step there only if the loss is good"
-        else:
-            return
-        raise MisconfigurationException(f"RewindOnSpike cannot work with {found}, or leave RewindOnSpike out.")
+        require_steps(trainer, "RewindOnSpike")
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"RewindOnSpike cannot work with {type(pl_module).__name__}.automatic_optimization=False: step there"
+                " only if the loss is good, or leave RewindOnSpike out."
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-            raise MisconfigurationException(
-                "RewindOnSpike cannot leave out a step of LBFGS, which changes the weights before each of its closures."
-                " Use another optimizer, or leave RewindOnSpike out."
-            )
         self._watch, self._parts, self._spiked = FiniteWatch(), [], False
-        self._guard.start(trainer)
+        self._guard.start(trainer, "RewindOnSpike")
         self._undo = wrap_method(trainer.strategy, "optimizer_step", partial(self._step, trainer, pl_module))
 
     @override

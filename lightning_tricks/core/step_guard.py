@@ -7,15 +7,36 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS
 
-from lightning_tricks.core.trainer import uncount_steps
+from lightning_tricks.core.trainer import has_comm_state, uncount_steps
 from lightning_tricks.core.wrapping import wrap_method
 
 
 class LeaveOutStep(Exception):
     """Raised in ``on_before_optimizer_step``: the optimizer is left before it changes anything."""
+
+
+def require_steps(trainer: pl.Trainer, trick: str) -> None:
+    """Raise at setup where no step can be left out.
+
+    Raises:
+        MisconfigurationException: Under such a strategy.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):
+        why = "which steps by itself (in fp16 it leaves out such steps): use another strategy"
+    elif has_comm_state(trainer) and getattr(strategy, "compression", "") != "local_sgd":
+        why = "whose communication hook (PowerSGD) keeps what is not finite for later steps: use another compression"
+    else:
+        return
+    raise MisconfigurationException(
+        f"{trick} cannot leave out steps under {type(strategy).__name__}, {why}, or leave {trick} out."
+    )
 
 
 class Buffers:
@@ -93,9 +114,18 @@ class StepGuard:
         self._left_out = False  # whether a step of this batch was
         self._counted = 0  # steps left out that are still in global_step
 
-    def start(self, trainer: pl.Trainer) -> None:
-        """Guard the optimizer steps of this fit."""
+    def start(self, trainer: pl.Trainer, trick: str) -> None:
+        """Guard the optimizer steps of this fit.
+
+        Raises:
+            MisconfigurationException: With LBFGS.
+        """
         self.stop()
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                f"{trick} cannot leave out a step of LBFGS, which changes the weights before each of its closures: use"
+                f" another optimizer, or leave {trick} out."
+            )
         self._trainer = trainer
         self._left_out, self._counted = False, 0
         self._undo = [

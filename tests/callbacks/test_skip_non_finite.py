@@ -316,8 +316,19 @@ def test_both_ranks_stop_and_name_the_parameter_of_one() -> None:
 
 
 def under_deepspeed() -> None:
-    with pytest.raises(MisconfigurationException, match=r"SkipNonFinite .* got CPUDeepSpeedStrategy"):
+    with pytest.raises(MisconfigurationException, match=r"SkipNonFinite .* CPUDeepSpeedStrategy"):
         fit(build(PlainNet), callbacks=[lt.SkipNonFinite()], strategy=cpu_deepspeed(), devices=2)
+
+
+def with_power_sgd() -> None:
+    for guard in (lt.SkipNonFinite(), lt.RewindOnSpike()):
+        strategy = lt.DDPPreset(compression="powersgd", process_group_backend="gloo")
+        with pytest.raises(MisconfigurationException, match=rf"{type(guard).__name__} .*PowerSGD"):
+            fit(build(PlainNet), callbacks=[guard], strategy=strategy, devices=2)
+
+
+def test_power_sgd_is_refused() -> None:
+    run_ranks(with_power_sgd)
 
 
 def test_deepspeed_is_refused() -> None:

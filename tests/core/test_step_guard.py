@@ -21,7 +21,7 @@ class LeavesOut(Callback):
         self.guard, self.watch, self.said, self.asked = StepGuard(), StepWatch(), list[Any](), 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.guard.start(trainer)
+        self.guard.start(trainer, "LeavesOut")
         self.watch.start(trainer)
 
     def on_train_batch_start(self, *_: Any) -> None:
