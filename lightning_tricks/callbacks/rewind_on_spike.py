@@ -211,9 +211,9 @@ class RewindOnSpike(Callback):
         self._leave()
 
     def _leave(self) -> None:
-        self._guard.stop()
         if self._undo is not None:
             self._undo()
+        self._guard.stop()
         self._snapshot, self._undo = None, None
 
     @override

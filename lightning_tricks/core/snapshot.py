@@ -75,7 +75,7 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def _host_all(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: _host(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+    return {key: _host(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in values.items()}
 
 
 def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -86,4 +86,4 @@ def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
         if isinstance(value, Tensor):
             local_part(values[key]).copy_(value)
         else:
-            values[key] = value
+            values[key] = copy.deepcopy(value)

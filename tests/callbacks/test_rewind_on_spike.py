@@ -189,6 +189,7 @@ def test_a_calm_run_is_as_without_it() -> None:
     fit(watched, train=batches(), callbacks=[rewind(threshold=50.0)], max_epochs=1)
     fit(plain, train=batches(), max_epochs=1)
     assert_equal(weights(watched), weights(plain))
+    assert "optimizer_step" not in vars(watched.trainer.strategy)
 
 
 def test_the_end_is_as_good_as_that_of_a_clean_run() -> None:
