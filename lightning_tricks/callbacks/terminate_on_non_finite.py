@@ -96,7 +96,7 @@ class TerminateOnNonFinite(Callback):
         parent = Path(self.dirpath or logged or trainer.default_root_dir)
         folder = _new_folder(parent, trainer.global_step) if trainer.is_global_zero else parent
         folder = trainer.strategy.broadcast(folder)
-        batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().cpu())
+        batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
         torch.save(batch, folder / f"batch-rank={trainer.global_rank}.pt")
         trainer.save_checkpoint(folder / "last_good.ckpt")
         raise FloatingPointError(

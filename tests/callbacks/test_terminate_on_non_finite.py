@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
@@ -107,6 +108,23 @@ def test_an_accumulated_window_is_dropped(tmp_path: Path) -> None:
     fit(clean, max_steps=2, accumulate_grad_batches=2)
     saved = torch.load(tmp_path / "non_finite-step=2" / "last_good.ckpt", weights_only=True)
     assert_equal(saved["state_dict"], weights(clean))
+
+
+class Slices(Dataset[Any]):
+    """Batches that are views of one large tensor."""
+
+    whole = torch.randn(100_000, 8)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> Any:
+        return self.whole[8 * number : 8 * number + 8], torch.zeros(8, dtype=torch.long)
+
+
+def test_only_the_batch_is_saved(tmp_path: Path) -> None:
+    stopped(tmp_path, train=DataLoader(Slices(), batch_size=None))
+    assert (tmp_path / "non_finite-step=3" / "batch-rank=0.pt").stat().st_size < 10_000
 
 
 def test_infinite_gradients_are_left_to_a_grad_scaler(tmp_path: Path) -> None:
