@@ -50,7 +50,8 @@ class RewindOnSpike(Callback):
     optimizer steps, once ``window`` steps have been seen; what is not finite, gradients included, at any time. Weights,
     buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are then, bit for bit, those
     of the snapshot, and training goes on with the batches that come next: those since the snapshot are left out, so an
-    epoch ends that many steps before the end of a schedule. Snapshots are in host memory, each rank's own shards; the
+    epoch ends that many steps before the end of a schedule. What was logged stays, and so does what other callbacks have
+    seen of the gradients (``AutoClip``). Snapshots are in host memory, each rank's own shards; the
     first is made when training starts.
 
     With a GradScaler (fp16) infinite gradients are part of its search for a scale, and the losses alone are judged.

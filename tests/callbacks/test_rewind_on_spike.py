@@ -81,6 +81,14 @@ def test_it_goes_back_to_the_same_snapshot_again() -> None:
     assert callback.rewinds == 2
 
 
+def test_the_losses_since_the_snapshot_are_forgotten() -> None:
+    callback, calm = rewind(window=8), rewind(window=8, threshold=1e9)
+    fit(spiky(), train=batches(), callbacks=[callback], max_epochs=1)
+    fit(build(Clean), train=batches(8, 9, 10), callbacks=[calm], max_epochs=1)
+    assert callback.rewinds == 1
+    assert callback.state_dict()["losses"] == calm.state_dict()["losses"]
+
+
 def test_before_the_window_is_full_only_what_is_not_finite_counts() -> None:
     callback = rewind(window=12)
     fit(spiky(when=(10,)), train=batches(), callbacks=[callback], max_epochs=1)

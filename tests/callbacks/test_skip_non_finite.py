@@ -147,7 +147,7 @@ def test_each_optimizer_has_its_own_row() -> None:
 def test_with_rewinds_the_first_of_the_two_decides(how: str) -> None:
     clean = build(Clean)
     fit(clean, max_epochs=1, train=batches(3, 6))
-    skip, rewind = lt.SkipNonFinite(), lt.RewindOnSpike(every_n_steps=1)
+    skip, rewind = lt.SkipNonFinite(), lt.RewindOnSpike(threshold=1e3, window=2, every_n_steps=1)
     for callbacks in ([skip, rewind], [rewind, skip]):
         spoiled = bad(how)
         fit(spoiled, max_epochs=1, train=batches(), callbacks=callbacks)
