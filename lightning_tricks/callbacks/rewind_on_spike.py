@@ -33,7 +33,7 @@ def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
     Args:
         loss: A new loss.
         before: At least two losses.
-        threshold: Standard deviations, above 0.
+        threshold: Standard deviations, at least 0.
 
     Example:
         >>> is_spike(2.5, [1.0, 1.1, 0.9, 1.0], threshold=6.0), is_spike(1.2, [1.0, 1.1, 0.9, 1.0], threshold=6.0)
@@ -50,19 +50,18 @@ class RewindOnSpike(Callback):
     optimizer steps, once ``window`` steps have been seen; what is not finite, gradients included, at any time. Weights,
     buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are then, bit for bit, those
     of the snapshot, and training goes on with the batches that come next: those since the snapshot are left out, so an
-    epoch ends that many steps before the end of a schedule. What was logged stays, and so does what other callbacks have
-    seen of the gradients (``AutoClip``). Snapshots are in host memory, each rank's own shards; the
-    first is made when training starts.
+    epoch ends that many steps before the end of a schedule. What was logged stays, and what ``AutoClip`` has seen.
+    Snapshots are in host memory, each rank's own shards; the first is made when training starts.
 
     With a GradScaler (fp16) infinite gradients are part of its search for a scale, and the losses alone are judged.
     ``rewinds`` has the number so far, logged as ``tricks/rewinds``.
 
     Args:
-        threshold: Standard deviations above the mean, above 0.
+        threshold: Standard deviations above the mean, at least 0.
         window: Optimizer steps that mean and deviation are of, at least 2.
         every_n_steps: Optimizer steps between snapshots, at least 1.
         max_rewinds: Training stops when it would go back once more, at least 1.
-        lr_factor: Of the learning rates in the ``lr_steps`` optimizer steps after going back, in (0, 1].
+        lr_factor: Of the learning rates in the ``lr_steps`` optimizer steps after going back, in [0, 1].
         lr_steps: That many, 0 for none.
 
     Raises:
