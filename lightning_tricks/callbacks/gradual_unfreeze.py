@@ -89,6 +89,7 @@ class GradualUnfreeze(Callback):
         self.lr_factor = lr_factor
         self._steps: list[float] = []  # of each group, when it joins
         self._stages: Stages | None = None  # while a fit runs
+        self._joined_before = 0  # how many groups had joined when it began
         self._frozen: list[str] | None = None  # of the checkpoint, or when the fit was left
         self._undo: list[Callable[[], None]] = []
 
@@ -174,6 +175,7 @@ class GradualUnfreeze(Callback):
         ]
         assert self._stages is not None, "set with the strategy"
         self._stages.find_norms()
+        self._joined_before = self._stages.joined
         self._proceed(trainer, pl_module, self._stages)
 
     @override
@@ -185,9 +187,11 @@ class GradualUnfreeze(Callback):
 
     def _proceed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stages: Stages) -> None:
         due = stages.joined
+        while due > self._joined_before and not self._is_due(trainer, due - 1):  # RewindOnSpike has gone back
+            due -= 1
         while due < len(self.at) and self._is_due(trainer, due):
             due += 1
-        if due > stages.joined:
+        if due != stages.joined:
             stages.join(due)
             strategy = trainer.strategy
             if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:

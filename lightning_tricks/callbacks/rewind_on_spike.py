@@ -6,22 +6,22 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.finite_watch import FiniteWatch, true_loss
 from lightning_tricks.core.snapshot import Snapshot
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, begins_window, require_steps
 from lightning_tricks.core.trainer import is_fitting, log_now_and_then
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.scaling import scaled_lrs
@@ -33,7 +33,7 @@ def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
     Args:
         loss: A new loss.
         before: At least two losses.
-        threshold: Standard deviations, above 0.
+        threshold: Standard deviations, at least 0.
 
     Example:
         >>> is_spike(2.5, [1.0, 1.1, 0.9, 1.0], threshold=6.0), is_spike(1.2, [1.0, 1.1, 0.9, 1.0], threshold=6.0)
@@ -50,24 +50,25 @@ class RewindOnSpike(Callback):
     optimizer steps, once ``window`` steps have been seen; what is not finite, gradients included, at any time. Weights,
     buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are then, bit for bit, those
     of the snapshot, and training goes on with the batches that come next: those since the snapshot are left out, so an
-    epoch ends that many steps before the end of a schedule. Snapshots are in host memory, each rank's own shards; the
-    first is made when training starts.
+    epoch ends that many steps before the end of a schedule. What was logged stays, and what ``AutoClip`` has seen.
+    Snapshots are in host memory, each rank's own shards; the first is made when training starts.
 
     With a GradScaler (fp16) infinite gradients are part of its search for a scale, and the losses alone are judged.
     ``rewinds`` has the number so far, logged as ``tricks/rewinds``.
 
     Args:
-        threshold: Standard deviations above the mean, above 0.
+        threshold: Standard deviations above the mean, at least 0.
         window: Optimizer steps that mean and deviation are of, at least 2.
         every_n_steps: Optimizer steps between snapshots, at least 1.
         max_rewinds: Training stops when it would go back once more, at least 1.
-        lr_factor: Of the learning rates in the ``lr_steps`` optimizer steps after going back, in (0, 1].
+        lr_factor: Of the learning rates in the ``lr_steps`` optimizer steps after going back, in [0, 1].
         lr_steps: That many, 0 for none.
 
     Raises:
         ValueError: For a value out of range.
         TypeError: For a value of another type.
-        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, and with manual optimization.
+        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, with PowerSGD, which keeps what
+            is not finite, and with manual optimization.
         FloatingPointError: At the spike after the last rewind that is allowed; with the losses before it.
 
     Example:
@@ -105,6 +106,7 @@ class RewindOnSpike(Callback):
         self._slow_until = 0  # the step at which the learning rates are the schedule's again
         self._watch, self._guard = FiniteWatch(), StepGuard()
         self._parts: list[Tensor] = []  # the losses of the window's batches
+        self._spiked = False  # whether the step in work is to be gone back from
         self._snapshot: tuple[Snapshot, list[float]] | None = None  # and the good losses then
         self._undo: Callable[[], None] | None = None
 
@@ -114,30 +116,27 @@ class RewindOnSpike(Callback):
             return
         self.rewinds, self._slow_until = 0, 0
         self._losses.clear()
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            found = f"{type(trainer.strategy).__name__}, which steps by itself: use another strategy"
-        elif not pl_module.automatic_optimization:
-            found = f"{type(pl_module).__name__}.automatic_optimization=False: step there only if the loss is good"
-        else:
-            return
-        raise MisconfigurationException(f"RewindOnSpike cannot work with {found}, or leave RewindOnSpike out.")
+        require_steps(trainer, "RewindOnSpike")
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"RewindOnSpike cannot work with {type(pl_module).__name__}.automatic_optimization=False: step there"
+                " only if the loss is good, or leave RewindOnSpike out."
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-            raise MisconfigurationException(
-                "RewindOnSpike cannot leave out a step of LBFGS, which changes the weights before each of its closures."
-                " Use another optimizer, or leave RewindOnSpike out."
-            )
-        self._watch, self._parts = FiniteWatch(), []
-        self._guard.start(trainer)
-        self._undo = wrap_method(trainer.strategy, "optimizer_step", partial(self._slowly, trainer))
+        self._watch, self._parts, self._spiked = FiniteWatch(), [], False
+        self._guard.start(trainer, "RewindOnSpike")
+        self._undo = wrap_method(trainer.strategy, "optimizer_step", partial(self._step, trainer, pl_module))
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._guard.begin_batch()
+        if begins_window(trainer, batch_idx):
+            self._watch.forget()
+            self._parts.clear()
         if self._snapshot is None or trainer.global_step >= self._snapshot[0].step + self.every_n_steps:
             self._snapshot = None  # frees its memory first
             self._snapshot = Snapshot(trainer, pl_module), list(self._losses)
@@ -151,6 +150,8 @@ class RewindOnSpike(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if not self._parts:  # training_step has returned None
+            return
         loss = trainer.strategy.reduce(torch.stack(self._parts).mean(), reduce_op="mean").item()
         self._parts.clear()
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -159,11 +160,6 @@ class RewindOnSpike(Callback):
         if finite and not (full and is_spike(loss, self._losses, self.threshold)):
             self._losses.append(loss)
             return
-        self._rewind(trainer, pl_module, loss)
-        raise LeaveOutStep
-
-    def _rewind(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: float) -> None:
-        assert self._snapshot is not None, "made when training started"
         if self.rewinds == self.max_rewinds:
             before = ", ".join(f"{each:.4g}" for each in list(self._losses)[-5:]) or "none"
             raise FloatingPointError(
@@ -171,20 +167,34 @@ class RewindOnSpike(Callback):
                 f" step {trainer.global_step} again (good ones before it: {before}). Lower the learning rate, clip"
                 " gradients, or look at the data."
             )
+        self._spiked = True
+        raise LeaveOutStep
+
+    def _step(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        original: Callable[..., Any],
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        slow = trainer.global_step < self._slow_until
+        with scaled_lrs(optimizer, self.lr_factor, "RewindOnSpike") if slow else nullcontext():
+            result = original(optimizer, *args, **kwargs)
+        if self._spiked:  # and everybody who changes something for a step has changed it back
+            self._rewind(trainer, pl_module)
+        return result
+
+    def _rewind(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._snapshot is not None, "made when training started"
+        self._spiked = False
         self.rewinds += 1
         trainer.callback_metrics["tricks/rewinds"] = torch.tensor(float(self.rewinds))
         snapshot, losses = self._snapshot
         snapshot.restore(trainer, pl_module)
         self._losses = deque(losses, maxlen=self.window)
         self._slow_until = snapshot.step + self.lr_steps
-
-    def _slowly(
-        self, trainer: pl.Trainer, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if trainer.global_step >= self._slow_until:
-            return original(optimizer, *args, **kwargs)
-        with scaled_lrs(optimizer, self.lr_factor, "RewindOnSpike"):
-            return original(optimizer, *args, **kwargs)
 
     @override
     def on_train_batch_end(
@@ -201,9 +211,9 @@ class RewindOnSpike(Callback):
         self._leave()
 
     def _leave(self) -> None:
-        self._guard.stop()
         if self._undo is not None:
             self._undo()
+        self._guard.stop()
         self._snapshot, self._undo = None, None
 
     @override

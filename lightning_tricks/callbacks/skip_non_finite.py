@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.finite_watch import FiniteWatch
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window
+from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window, begins_window, require_steps
 from lightning_tricks.core.trainer import is_fitting, log_now_and_then
 
 
@@ -27,13 +24,16 @@ class SkipNonFinite(Callback):
     All ranks decide together, by one all-reduced number. The accumulated window is dropped as a whole, and everything
     is as if its batches had not been trained on: weights, optimizer state, BatchNorm statistics and other buffers,
     averages (``EMA``), ``global_step``. Schedules that count steps wait, so such a run ends as many steps before the
-    end of its schedule as were left out. The loader has moved on, and so have the random numbers.
+    end of its schedule as were left out. The loader has moved on, and so have the random numbers, what was logged, and
+    the turns of a scheduler with a ``frequency``, which Lightning counts in batches. List it before callbacks that look
+    at gradients (``AutoClip``): they see those of a left-out step only if they come first. Of this and
+    ``RewindOnSpike`` the first decides.
 
     With a GradScaler (fp16) the scaler itself leaves steps out, as it must to find its scale; then this only counts,
     and what Lightning does with such a step stays as it is.
 
     ``skipped_steps`` has the number so far, logged as ``tricks/skipped_steps``. An optimizer step costs one reading of
-    the gradients and one wait for the device more.
+    the gradients, a copy of the buffers and one wait for the device more.
 
     Args:
         max_consecutive: Steps left out in a row after which training stops, at least 1.
@@ -41,7 +41,8 @@ class SkipNonFinite(Callback):
     Raises:
         ValueError: If ``max_consecutive`` is below 1.
         TypeError: If it is no whole number.
-        MisconfigurationException: Under DeepSpeed, which steps by itself, and with LBFGS, which steps many times.
+        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, which steps many times, and with
+            PowerSGD, which keeps what is not finite.
         FloatingPointError: After ``max_consecutive`` steps left out; names the parameters and the last finite loss.
 
     Example:
@@ -53,39 +54,31 @@ class SkipNonFinite(Callback):
         check_count("max_consecutive", max_consecutive)
         self.max_consecutive = max_consecutive
         self.skipped_steps = 0
-        self._in_a_row = 0
+        self._in_a_row: dict[int, int] = {}  # by the optimizer's number
         self._leaves_out = True  # or a GradScaler does
         self._watch, self._window, self._guard = FiniteWatch(), Window(), StepGuard()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not is_fitting(trainer):
-            return
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                f"SkipNonFinite leaves out steps of torch's optimizers, got {type(trainer.strategy).__name__}, which"
-                " steps by itself. Leave SkipNonFinite out; in fp16 DeepSpeed leaves such steps out."
-            )
-        self.skipped_steps = self._in_a_row = 0
+        if is_fitting(trainer):
+            require_steps(trainer, "SkipNonFinite")
+            self.skipped_steps, self._in_a_row = 0, {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-            raise MisconfigurationException(
-                "SkipNonFinite cannot leave out a step of LBFGS, which changes the weights before each of its closures."
-                " Use another optimizer, or leave SkipNonFinite out."
-            )
         self._watch, self._window = FiniteWatch(), Window()
         self._leaves_out = getattr(trainer.precision_plugin, "scaler", None) is None
         if self._leaves_out:
-            self._guard.start(trainer)
+            self._guard.start(trainer, "SkipNonFinite")
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._guard.begin_batch()
-        self._window.begin_batch(pl_module)
+        self._window.begin_batch(trainer, pl_module, batch_idx)
+        if begins_window(trainer, batch_idx):
+            self._watch.forget()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -95,18 +88,19 @@ class SkipNonFinite(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        number = next(n for n, each in enumerate(trainer.optimizers) if each is optimizer)
         if self._watch.finite(trainer, [optimizer]):
-            self._in_a_row = 0
+            self._in_a_row[number] = 0
             self._window.end(pl_module)
             return
-        self._in_a_row += 1
+        self._in_a_row[number] = in_a_row = self._in_a_row.get(number, 0) + 1
         self.skipped_steps += 1
         if self._leaves_out:
             self._window.restore()
         trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
-        if self._in_a_row >= self.max_consecutive:
+        if in_a_row >= self.max_consecutive:
             raise FloatingPointError(
-                f"SkipNonFinite(max_consecutive={self.max_consecutive}) has left out {self._in_a_row} optimizer steps"
+                f"SkipNonFinite(max_consecutive={self.max_consecutive}) has left out {in_a_row} optimizer steps"
                 f" in a row after step {trainer.global_step}; {self._watch.report(trainer, pl_module)}. Lower the"
                 " learning rate, clip gradients, or look at the data."
             )
@@ -117,7 +111,7 @@ class SkipNonFinite(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        log_now_and_then(trainer, partial(dict, {"tricks/skipped_steps": float(self.skipped_steps)}))
+        log_now_and_then(trainer, lambda: {"tricks/skipped_steps": float(self.skipped_steps)})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

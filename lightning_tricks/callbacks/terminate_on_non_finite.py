@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -61,7 +63,7 @@ class TerminateOnNonFinite(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._batch = batch
-        self._window.begin_batch(pl_module)
+        self._window.begin_batch(trainer, pl_module, batch_idx)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -90,8 +92,11 @@ class TerminateOnNonFinite(Callback):
     def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window.restore()
         said = self._watch.report(trainer, pl_module)
-        folder = Path(trainer.strategy.broadcast(self._new_folder(trainer) if trainer.is_global_zero else ""))
-        batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().cpu())
+        logged = trainer.log_dir if trainer.loggers else None  # for which all ranks ask
+        parent = Path(self.dirpath or logged or trainer.default_root_dir)
+        folder = _new_folder(parent, trainer.global_step) if trainer.is_global_zero else parent
+        folder = trainer.strategy.broadcast(folder)
+        batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
         torch.save(batch, folder / f"batch-rank={trainer.global_rank}.pt")
         trainer.save_checkpoint(folder / "last_good.ckpt")
         raise FloatingPointError(
@@ -100,14 +105,12 @@ class TerminateOnNonFinite(Callback):
             f" are in {folder}."
         )
 
-    def _new_folder(self, trainer: pl.Trainer) -> Path:
-        logged = trainer.log_dir if trainer.loggers else None
-        parent = Path(self.dirpath or logged or trainer.default_root_dir)
-        name, version = f"non_finite-step={trainer.global_step}", 0
-        while True:
-            folder = parent / (f"{name}-v{version}" if version else name)
-            try:
-                folder.mkdir(parents=True)
-                return folder
-            except FileExistsError:
-                version += 1
+
+def _new_folder(parent: Path, step: int) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    for version in count():
+        folder = parent / (f"non_finite-step={step}" + (f"-v{version}" if version else ""))
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("versions do not end")

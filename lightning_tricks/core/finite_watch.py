@@ -34,6 +34,10 @@ class FiniteWatch:
         self._losses = finite if self._losses is None else self._losses & finite
         self._last = torch.where(finite, loss, torch.nan if self._last is None else self._last)
 
+    def forget(self) -> None:
+        """Begin a new window: nobody has asked about the one before, whose step somebody else has left out."""
+        self._losses = None
+
     def finite(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the losses since the last time and the optimizers' gradients are finite on every rank; all ask."""
         good = all_finite(_gradients(optimizers)).to(trainer.strategy.root_device)
@@ -48,12 +52,12 @@ class FiniteWatch:
     def report(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
         """Parameters with gradients that are not finite, on any rank, and the last finite loss; all ranks ask."""
         gradients = {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
-        names = names_of_nonfinite(gradients)
+        every = [names_of_nonfinite(gradients)] * trainer.world_size
         if trainer.world_size > 1:
-            every: list[list[str]] = [[] for _ in range(trainer.world_size)]
-            dist.all_gather_object(every, names)
-            names = [name for name in gradients if any(name in each for each in every)]
-        which = f"the gradients of {_some(names)}" if names else "the loss, of which every gradient is finite"
+            dist.all_gather_object(every, every[0])
+        names = list(dict.fromkeys(name for each in every for name in each))
+        loss = "the loss, of which every gradient is finite" if gradients else "the loss"
+        which = f"the gradients of {_some(names)}" if names else loss
         last = "none" if self._last is None or self._last.isnan() else f"{self._last.item():.6g}"
         return f"not finite: {which}; last finite loss: {last}"
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks.core.replay import random_state, set_random_state
 from lightning_tricks.core.saved import peers
+from lightning_tricks.core.step_guard import Buffers, local_part
 from lightning_tricks.core.trainer import uncount_steps
 
 
@@ -23,7 +22,8 @@ class Snapshot:
     @torch.no_grad()
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.step = trainer.global_step
-        self._weights = [(tensor, _host(tensor)) for tensor in _held(module)]
+        self._weights = [(weight, _host(weight)) for weight in module.parameters()]
+        self._buffers = Buffers(module, "cpu")
         self._optimizers = [
             ({weight: _host_all(state) for weight, state in optimizer.state.items()}, _settings(optimizer))
             for optimizer in trainer.optimizers
@@ -39,8 +39,9 @@ class Snapshot:
     @torch.no_grad()
     def restore(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Go back to it; it can be gone back to again."""
-        for tensor, saved in self._weights:
-            _local(tensor).copy_(saved)
+        for parameter, saved in self._weights:
+            local_part(parameter).copy_(saved)
+        self._buffers.restore()
         for optimizer, (states, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             for weight in [weight for weight in optimizer.state if weight not in states]:
                 del optimizer.state[weight]
@@ -57,11 +58,6 @@ class Snapshot:
         uncount_steps(trainer, trainer.global_step - self.step)
 
 
-def _held(module: pl.LightningModule) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -74,16 +70,12 @@ def _scalers(trainer: pl.Trainer) -> list[Any]:
     return [] if scaler is None else [scaler]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _host(tensor: Tensor) -> Tensor:
-    return _local(tensor).to("cpu", copy=True)
+    return local_part(tensor).to("cpu", copy=True)
 
 
 def _host_all(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: _host(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+    return {key: _host(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in values.items()}
 
 
 def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -92,6 +84,6 @@ def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
         del values[key]
     for key, value in saved.items():
         if isinstance(value, Tensor):
-            _local(values[key]).copy_(value)
+            local_part(values[key]).copy_(value)
         else:
-            values[key] = value
+            values[key] = copy.deepcopy(value)

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS
 
-from lightning_tricks.core.trainer import uncount_steps
-from lightning_tricks.core.weights import copy_
+from lightning_tricks.core.trainer import has_comm_state, uncount_steps
 from lightning_tricks.core.wrapping import wrap_method
 
 
@@ -17,33 +21,84 @@ class LeaveOutStep(Exception):
     """Raised in ``on_before_optimizer_step``: the optimizer is left before it changes anything."""
 
 
+def require_steps(trainer: pl.Trainer, trick: str) -> None:
+    """Raise at setup where no step can be left out.
+
+    Raises:
+        MisconfigurationException: Under such a strategy.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):
+        why = "which steps by itself (in fp16 it leaves out such steps): use another strategy"
+    elif has_comm_state(trainer) and getattr(strategy, "compression", "") != "local_sgd":
+        why = "whose communication hook (PowerSGD) keeps what is not finite for later steps: use another compression"
+    else:
+        return
+    raise MisconfigurationException(
+        f"{trick} cannot leave out steps under {type(strategy).__name__}, {why}, or leave {trick} out."
+    )
+
+
+class Buffers:
+    """The buffers of a module (the statistics of BatchNorm) as they are now, beside them or on ``device``."""
+
+    @torch.no_grad()
+    def __init__(self, module: nn.Module, device: str | None = None) -> None:
+        self._owners = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
+        found = {id(each): each for _, named in self._owners for each in named.values() if each is not None}
+        self._copies = [(each, local_part(each).to(device or each.device, copy=True)) for each in found.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the module the same tensors, where others have taken their places, with the values they had."""
+        for now, named in self._owners:
+            for name in [name for name, _ in now.items() if name not in named]:
+                del now[name]
+            for name, buffer in named.items():
+                if now.get(name) is not buffer:
+                    now[name] = buffer
+        for buffer, copied in self._copies:
+            if _writable(buffer):
+                local_part(buffer).copy_(copied)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _writable(tensor: Tensor) -> bool:
+    """Whether anybody can have written into it: torch refuses expanded tensors."""
+    if tensor.layout != torch.strided:
+        return True
+    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def begins_window(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Whether gradients are accumulated anew from this batch on; who optimizes by hand does not tell."""
+    return trainer.lightning_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
+
+
 class Window:
-    """The buffers of a module (the statistics of BatchNorm) as they were before the batches of an optimizer step."""
+    """The buffers of a module as they were before the batches of an optimizer step."""
 
     def __init__(self) -> None:
-        self._fresh = True  # whether no batch of the window has been trained on
-        self._buffers: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._buffers: Buffers | None = None
 
-    def begin_batch(self, module: nn.Module) -> None:
+    def begin_batch(self, trainer: pl.Trainer, module: nn.Module, batch_idx: int) -> None:
         """Call it before a batch's training step."""
-        if self._fresh:
-            self._copy(module)
+        if self._buffers is None or begins_window(trainer, batch_idx):
+            self._buffers = Buffers(module)
 
     def end(self, module: pl.LightningModule) -> None:
         """Call it before an optimizer step that is made."""
-        self._fresh = True
         if not module.automatic_optimization:
-            self._copy(module)  # the next window may begin in the same batch
+            self._buffers = Buffers(module)  # the next window may begin in the same batch
 
     def restore(self) -> None:
         """Give the buffers back their values; the window begins anew."""
-        copy_(self._buffers, self._copies)
-
-    def _copy(self, module: nn.Module) -> None:
-        self._fresh = False
-        self._buffers = [buffer.detach() for buffer in module.buffers()]
-        self._copies = [buffer.clone() for buffer in self._buffers]
+        assert self._buffers is not None, "held since the batch began"
+        self._buffers.restore()
 
 
 class StepGuard:
@@ -55,12 +110,22 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._trainer: Any = None  # whose steps are guarded
         self._left_out = False  # whether a step of this batch was
         self._counted = 0  # steps left out that are still in global_step
 
-    def start(self, trainer: pl.Trainer) -> None:
-        """Guard the optimizer steps of this fit."""
+    def start(self, trainer: pl.Trainer, trick: str) -> None:
+        """Guard the optimizer steps of this fit.
+
+        Raises:
+            MisconfigurationException: With LBFGS.
+        """
         self.stop()
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise MisconfigurationException(
+                f"{trick} cannot leave out a step of LBFGS, which changes the weights before each of its closures: use"
+                f" another optimizer, or leave {trick} out."
+            )
         self._trainer = trainer
         self._left_out, self._counted = False, 0
         self._undo = [
@@ -70,6 +135,7 @@ class StepGuard:
 
     def stop(self) -> None:
         """Leave the Trainer as it was."""
+        self._trainer = None
         while self._undo:
             self._undo.pop()()
 

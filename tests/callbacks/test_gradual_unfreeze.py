@@ -16,11 +16,11 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.stages import unfreeze_order
-from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import Net, NormNet, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep
 
@@ -488,6 +488,29 @@ def test_a_communication_hook_with_a_state_is_refused() -> None:
 def test_a_fraction_of_an_unknown_length_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"GradualUnfreeze\(at=0.5\) is a fraction of a training whose"):
         fit(build(Manual), callbacks=[lt.GradualUnfreeze([0.5], groups=[r"^layers\.0\."])])
+
+
+class Spikes(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == self.at else 1)
+
+
+@pytest.mark.parametrize("lr_factor", [1.0, 0.5])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_group_that_joined_since_a_snapshot_leaves_again_when_training_goes_back(
+    first: int, lr_factor: float
+) -> None:
+    def run(at: int, train: Any, *callbacks: Any) -> Any:
+        module = build(Spikes)
+        module.at = at
+        both = [lt.GradualUnfreeze([0, 3], groups=GROUPS, lr_factor=lr_factor), *callbacks]
+        fit(module, train=train, callbacks=both[:: -1 if first else 1], max_epochs=1)
+        return module
+
+    whole = data(80)
+    left_out = [sample for sample in range(80) if not 16 <= sample < 32]  # the batches from the snapshot on
+    spoiled = run(3, DataLoader(whole, 8), lt.RewindOnSpike(every_n_steps=2))
+    assert_equal(weights(spoiled), weights(run(-1, DataLoader(Subset(whole, left_out), 8))))
 
 
 class Manual(NormNet):

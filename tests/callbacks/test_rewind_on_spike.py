@@ -81,6 +81,14 @@ def test_it_goes_back_to_the_same_snapshot_again() -> None:
     assert callback.rewinds == 2
 
 
+def test_the_losses_since_the_snapshot_are_forgotten() -> None:
+    callback, calm = rewind(window=8), rewind(window=8, threshold=1e9)
+    fit(spiky(), train=batches(), callbacks=[callback], max_epochs=1)
+    fit(build(Clean), train=batches(8, 9, 10), callbacks=[calm], max_epochs=1)
+    assert callback.rewinds == 1
+    assert callback.state_dict()["losses"] == calm.state_dict()["losses"]
+
+
 def test_before_the_window_is_full_only_what_is_not_finite_counts() -> None:
     callback = rewind(window=12)
     fit(spiky(when=(10,)), train=batches(), callbacks=[callback], max_epochs=1)
@@ -142,6 +150,42 @@ def test_the_learning_rate_is_lower_for_a_while() -> None:
     assert len(plain) == 15  # ten, and five behind the spike from the ninth on
 
 
+def test_a_second_spike_while_the_rate_is_lower() -> None:
+    def rates(*when: int, factor: float) -> list[float]:
+        module = spiky(Rates, when=when)
+        module.rates = []
+        fit(module, train=batches(), callbacks=[rewind(lr_factor=factor, lr_steps=3)], max_epochs=1)
+        return module.rates
+
+    plain, slow = rates(10, 12, factor=1.0), rates(10, 12, factor=0.5)
+    assert slow == pytest.approx([rate * (0.5 if number >= 10 else 1) for number, rate in enumerate(plain)])
+    assert len(plain) == 14  # ten, one behind the first spike, three behind the second
+
+
+class SometimesNone(Clean):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_without_a_loss_is_not_judged() -> None:
+    watched, plain = build(SometimesNone), build(SometimesNone)
+    fit(watched, train=batches(), callbacks=[rewind(threshold=50.0)], max_epochs=1)
+    fit(plain, train=batches(), max_epochs=1)
+    assert_equal(weights(watched), weights(plain))
+
+
+@pytest.mark.parametrize("factor", [1000.0, torch.nan])
+def test_sam(factor: float) -> None:
+    class SAMSpiky(lt.SAMMixin, Spiky):
+        pass
+
+    class SAMClean(lt.SAMMixin, Clean):
+        pass
+
+    compare(spiky(SAMSpiky, factor=factor), build(SAMClean), (8, 9, 10), rewind())
+
+
 def test_too_many_stop_training() -> None:
     message = r"gone back max_rewinds=2 times, and the loss is \S+ after step 9 again \(good ones before it: \d"
     with pytest.raises(FloatingPointError, match=message):
@@ -153,6 +197,7 @@ def test_a_calm_run_is_as_without_it() -> None:
     fit(watched, train=batches(), callbacks=[rewind(threshold=50.0)], max_epochs=1)
     fit(plain, train=batches(), max_epochs=1)
     assert_equal(weights(watched), weights(plain))
+    assert "optimizer_step" not in vars(watched.trainer.strategy)
 
 
 def test_the_end_is_as_good_as_that_of_a_clean_run() -> None:

@@ -119,6 +119,67 @@ def test_manual_optimization() -> None:
     assert skip.skipped_steps == 4
 
 
+class Two(Clean):
+    """Two optimizers by hand; the gradients of the second are never finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Linear(8, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters()) for part in (self.layers, self.other)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        losses = super().training_step(batch, batch_idx), self.other(batch[0]).sum() * torch.nan
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+def test_each_optimizer_has_its_own_row() -> None:
+    with pytest.raises(FloatingPointError, match=r"left out 3 .* the gradients of other\.weight, other\.bias;"):
+        fit(build(Two), max_epochs=1, train=batches(), callbacks=[lt.SkipNonFinite(max_consecutive=3)])
+
+
+@pytest.mark.parametrize("how", ["gradient", "loss", "input"])
+def test_with_rewinds_the_first_of_the_two_decides(how: str) -> None:
+    clean = build(Clean)
+    fit(clean, max_epochs=1, train=batches(3, 6))
+    skip, rewind = lt.SkipNonFinite(), lt.RewindOnSpike(threshold=1e3, window=2, every_n_steps=1)
+    for callbacks in ([skip, rewind], [rewind, skip]):
+        spoiled = bad(how)
+        fit(spoiled, max_epochs=1, train=batches(), callbacks=callbacks)
+        assert (skip.skipped_steps, rewind.rewinds) == ((2, 0) if callbacks[0] is skip else (0, 2))
+        assert_equal(weights(spoiled), weights(clean))
+
+
+class Replaces(Bad):
+    """Makes a buffer anew in each step, and another in the first."""
+
+    how = "input"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] * torch.nan if batch_idx in self.when else batch[0]
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        if not hasattr(self, "first"):
+            self.register_buffer("first", self.mean)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("guard", [lt.SkipNonFinite, lambda: lt.RewindOnSpike(every_n_steps=1)])
+def test_buffers_that_a_step_makes_anew_are_left_out_too(guard: Any) -> None:
+    spoiled, clean = bad("input", Replaces, when=(0, 6)), bad("input", Replaces, when=())
+    fit(spoiled, max_epochs=1, train=batches(), callbacks=[guard()])
+    fit(clean, max_epochs=1, train=batches(0, 6))
+    assert_equal(weights(spoiled), weights(clean))
+
+
 def test_sam() -> None:
     class SAMBad(lt.SAMMixin, Bad):
         pass
@@ -255,8 +316,19 @@ def test_both_ranks_stop_and_name_the_parameter_of_one() -> None:
 
 
 def under_deepspeed() -> None:
-    with pytest.raises(MisconfigurationException, match=r"SkipNonFinite .* got CPUDeepSpeedStrategy"):
+    with pytest.raises(MisconfigurationException, match=r"SkipNonFinite .* CPUDeepSpeedStrategy"):
         fit(build(PlainNet), callbacks=[lt.SkipNonFinite()], strategy=cpu_deepspeed(), devices=2)
+
+
+def with_power_sgd() -> None:
+    for guard in (lt.SkipNonFinite(), lt.RewindOnSpike()):
+        strategy = lt.DDPPreset(compression="powersgd", process_group_backend="gloo")
+        with pytest.raises(MisconfigurationException, match=rf"{type(guard).__name__} .*PowerSGD"):
+            fit(build(PlainNet), callbacks=[guard], strategy=strategy, devices=2)
+
+
+def test_power_sgd_is_refused() -> None:
+    run_ranks(with_power_sgd)
 
 
 def test_deepspeed_is_refused() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
@@ -108,6 +110,23 @@ def test_an_accumulated_window_is_dropped(tmp_path: Path) -> None:
     assert_equal(saved["state_dict"], weights(clean))
 
 
+class Slices(Dataset[Any]):
+    """Batches that are views of one large tensor."""
+
+    whole = torch.randn(100_000, 8)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> Any:
+        return self.whole[8 * number : 8 * number + 8], torch.zeros(8, dtype=torch.long)
+
+
+def test_only_the_batch_is_saved(tmp_path: Path) -> None:
+    stopped(tmp_path, train=DataLoader(Slices(), batch_size=None))
+    assert (tmp_path / "non_finite-step=3" / "batch-rank=0.pt").stat().st_size < 10_000
+
+
 def test_infinite_gradients_are_left_to_a_grad_scaler(tmp_path: Path) -> None:
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
     module = build(type("Spoiled", (Bad,), {"how": "gradient"}))
@@ -154,6 +173,27 @@ def two_ranks(folder: Path) -> None:
         batch = torch.load(made / f"batch-rank={os.environ['RANK']}.pt", weights_only=True)
         assert torch.equal(batch[0], list(rank_loader())[2][0])
         assert (made / "last_good.ckpt").exists()
+
+
+def with_a_logger(folder: Path) -> str:
+    with pytest.raises(FloatingPointError) as caught:
+        fit(
+            build(Sharded),
+            train=rank_loader(),
+            callbacks=[lt.TerminateOnNonFinite()],
+            strategy="ddp",
+            devices=2,
+            use_distributed_sampler=False,
+            logger=CSVLogger(folder),
+        )
+    return str(caught.value)
+
+
+def test_ranks_agree_on_the_folder_of_a_logger(tmp_path: Path) -> None:
+    made = tmp_path / "lightning_logs" / "version_0" / "non_finite-step=2"
+    for said in run_ranks(with_a_logger, tmp_path, timeout=60):
+        assert str(made) in said
+    assert sorted(file.name for file in made.iterdir()) == ["batch-rank=0.pt", "batch-rank=1.pt", "last_good.ckpt"]
 
 
 def test_all_ranks_stop_together(tmp_path: Path) -> None:

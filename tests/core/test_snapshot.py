@@ -53,6 +53,38 @@ class GoesBack(Callback):
                 self.went += 1
 
 
+class Nested(torch.optim.SGD):
+    """Keeps a list of tensors for each weight."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight].setdefault("list", [torch.zeros(1)])[0] += 1
+        return loss
+
+
+class KeepsLists(Net):
+    def configure_optimizers(self) -> Any:
+        return Nested(self.parameters(), lr=0.1)
+
+
+class ListsGoBack(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def counts() -> set[float]:
+            return {state["list"][0].item() for state in trainer.optimizers[0].state.values()}
+
+        if batch_idx == 1:
+            self.snapshot = Snapshot(trainer, pl_module)
+        if batch_idx in (3, 4):
+            assert counts() == {3.0 if batch_idx == 3 else 2.0}
+            self.snapshot.restore(trainer, pl_module)
+            assert counts() == {1.0}
+
+
+def test_tensors_within_the_state_of_an_optimizer() -> None:
+    fit(build(KeepsLists), callbacks=[ListsGoBack()], max_epochs=1)
+
+
 def test_everything_is_as_it_was() -> None:
     callback = GoesBack()
     fit(build(Adam), callbacks=[lt.EMA(0.9, at_end="raw"), callback])

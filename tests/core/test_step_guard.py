@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window
+from lightning_tricks.core.step_guard import Buffers, LeaveOutStep, StepGuard, Window
 from lightning_tricks.core.step_watch import StepWatch
 from tests.nets import NormNet, assert_equal, build, fit, weights
 
@@ -20,7 +21,7 @@ class LeavesOut(Callback):
         self.guard, self.watch, self.said, self.asked = StepGuard(), StepWatch(), list[Any](), 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.guard.start(trainer)
+        self.guard.start(trainer, "LeavesOut")
         self.watch.start(trainer)
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -60,20 +61,40 @@ def test_it_is_no_step_for_anybody(interval: str, lr: float) -> None:
 
 
 def test_a_window_gives_the_buffers_back() -> None:
-    window, module = Window(), build(NormNet)
-    window.begin_batch(module)
-    before = weights(module)
-    for _ in range(2):  # a window of two batches, twice
-        module(torch.randn(8, 8))
-        window.begin_batch(module)
-        module(torch.randn(8, 8))
+    module = build(NormNet)
+    run = fit(module, accumulate_grad_batches=2, max_epochs=1)
+    window, before = Window(), weights(module)
+    for _ in range(2):
+        for batch_idx in range(2):
+            window.begin_batch(run, module, batch_idx)
+            module(torch.randn(8, 8))
         assert not torch.equal(module.layers[1].running_mean, before["layers.1.running_mean"])
         window.restore()
         assert_equal(weights(module), before)
     module(torch.randn(8, 8))
-    window.end(module)
-    window.begin_batch(module)
     after = weights(module)
+    window.begin_batch(run, module, 2)
     module(torch.randn(8, 8))
     window.restore()
     assert_equal(weights(module), after)
+
+
+def test_buffers_that_are_replaced_or_made_or_lost_come_back() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    module.register_buffer("none", None)
+    module.register_buffer("shared", module[0].running_var)
+    module.register_buffer("scalar", torch.tensor(1.0))
+    module.register_buffer("expanded", torch.ones(1).expand(3))
+    names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    mean, before = module[0].running_mean, weights(module)
+    buffers = Buffers(module)
+    module[0].running_mean = torch.full((3,), torch.nan)
+    module.shared.fill_(torch.nan)
+    module.none = torch.ones(1)
+    module[1].register_buffer("new", torch.ones(1))
+    del module.scalar
+    buffers.restore()
+    assert_equal(weights(module), before)
+    assert module[0].running_mean is mean
+    assert module.shared is module[0].running_var
+    assert sorted(name for name, _ in module.named_buffers(remove_duplicate=False)) == sorted(names)
