@@ -94,6 +94,16 @@ def test_the_batch_tricks_have_the_committed_figures() -> None:
     assert f"[{speed['filter']['prune, score_scale']['over_plain']:.2f}](benchmarks/results/batch_tricks.json)" in text
 
 
+def test_the_guards_and_the_estimate_have_the_committed_figures() -> None:
+    guards = json.loads((RESULTS / "guards.json").read_text())["networks"]
+    names = ("SkipNonFinite", "TerminateOnNonFinite", "RewindOnSpike")
+    shares = [each["steps"][name]["over_floor"] for each in guards.values() for name in names]
+    assert f"[{max(shares):.1f}](benchmarks/results/guards.json) clipping passes a step" in README
+    rows = json.loads((RESULTS / "memory.json").read_text())["rows"].values()
+    error = max(abs(row[key]) for row in rows for key in ("activations_error", "total_error"))
+    assert f"within [{error:.1%}](benchmarks/results/memory.json) of measured ones" in README
+
+
 @pytest.mark.parametrize("code", blocks("python"))
 def test_the_code_runs(code: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
