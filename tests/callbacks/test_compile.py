@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -64,7 +66,7 @@ class Deep(Net):
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
         block = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))  # noqa: E731
-        self.layers = nn.ModuleList([block() for _ in range(9)])
+        self.layers = nn.ModuleList([block() for _ in range(3)])
         self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,6 +108,49 @@ def test_compiled_modules_train_as_eager_ones(kind: type[Net], modules: Any, gra
     assert counters["stats"]["unique_graphs"] in (graphs, 2 * graphs)  # again for the last batch, of another size
     assert not counters["graph_break"]
     assert_close(compiled, trained(kind, limit_val_batches=0))
+
+
+class Many(Net):
+    """More modules than the versions that torch keeps of one function, no two of one size."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8 + i, 9 + i), nn.Tanh()) for i in range(10)))
+        self.head = nn.Linear(18, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def test_many_modules_are_all_compiled_and_for_their_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import register_backend
+    from torch._dynamo.backends import registry
+
+    inputs: list[Any] = []
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    monkeypatch.setattr(registry, "_COMPILER_FNS", dict(registry._COMPILER_FNS))
+    register_backend(lambda graph, given: inputs.append(given) or graph, name="spy")
+    names = [f"layers.{i}" for i in range(10)]
+    trained(Many, lt.Compile(names, backend="spy"), limit_train_batches=2, limit_val_batches=0)
+    assert len(inputs) == 10
+    assert not any(isinstance(each, torch.SymInt) for given in inputs for each in given)
+
+
+def test_a_copy_or_a_pickle_made_in_a_fit_is_eager() -> None:
+    copies: list[Any] = []
+
+    class Copy(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.on_train_batch_end(trainer, pl_module)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            copies.extend((copy.deepcopy(pl_module.layers), pickle.loads(pickle.dumps(pl_module.layers))))
+            x = torch.ones(2, 8)
+            assert_equal({"y": copies[-1].eval()(x)}, {"y": copies[-2].eval()(x)})
+
+    trained(Net, Copy(), lt.Compile("layers", backend=FAST), max_epochs=1, limit_train_batches=1)
+    trained(Net, lt.Compile("layers", backend=FAST), Copy(), max_epochs=1, limit_train_batches=1)
+    assert counters["stats"]["unique_graphs"] in (2, 4)  # training and validation
 
 
 def test_validation_runs_compiled_and_metrics_are_the_same() -> None:
@@ -150,7 +195,9 @@ class Hard(Net):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
-@pytest.mark.parametrize("modules", [None, "layers", "Untraceable"])
+@pytest.mark.parametrize(
+    "modules", ["layers", *(pytest.param(each, marks=pytest.mark.slow) for each in (None, "Untraceable"))]
+)
 def test_what_cannot_be_traced_still_trains(modules: Any) -> None:
     compiled = trained(Hard, lt.Compile(modules, backend=FAST, fallback=False))
     assert counters["graph_break"]
@@ -237,14 +284,22 @@ class Sharp(lt.SAMMixin, Deep):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("modules", [None, "Sequential"])
-@pytest.mark.parametrize("kind", [Deep, Sharp])
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        (Sharp, "Sequential"),
+        pytest.param(Sharp, None, marks=pytest.mark.slow),
+        (Deep, None),
+        pytest.param(Deep, "Sequential", marks=pytest.mark.slow),
+    ],
+)
 def test_it_works_beside_other_tricks(kind: type[Net], modules: Any) -> None:
     def others() -> list[Callback]:
         return [lt.EMA(0.9), lt.Mixup(), lt.ActivationCheckpointing()]
 
-    compiled = trained(kind, lt.Compile(modules, backend=FAST), *others())
-    assert_close(compiled, trained(kind, *others()), 1e-5)
+    settings = {"max_epochs": 1, "limit_train_batches": 3}
+    compiled = trained(kind, lt.Compile(modules, backend=FAST), *others(), **settings)
+    assert_close(compiled, trained(kind, *others(), **settings), 1e-5)
 
 
 def test_resume_is_exact(tmp_path: Any) -> None:
