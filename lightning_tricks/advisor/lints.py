@@ -89,7 +89,7 @@ def pinned_memory(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
 
 def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
     """A schedule of torch that is longer or shorter than the training, for example since batches are accumulated."""
-    if trainer.fast_dev_run:
+    if trainer.fast_dev_run:  # type: ignore[attr-defined] # set by a connector
         return
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from types import FunctionType
 from typing import Any, final
@@ -84,11 +84,13 @@ class Compile(Callback):
         self.fallback = fallback
         self.backend = backend
         self._undo: dict[str, Callable[[], None]] = {}
+        self._settings = ExitStack()
         self._called = self._eager = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._called = self._eager = False
+        self._settings.enter_context(_settings(manual=not pl_module.automatic_optimization))
         # One function for equal modules, which share its code; torch keeps but a few versions of each and takes what
         # changes between them for dynamic. And it does not trace Sequential.forward itself.
         runs: dict[str, Callable[..., Any]] = {}
@@ -151,6 +153,7 @@ class Compile(Callback):
         self._leave()
 
     def _leave(self) -> None:
+        self._settings.close()
         while self._undo:
             self._undo.popitem()[1]()
 
@@ -190,8 +193,7 @@ class _Compiled:
         device = next(self.module.parameters(), torch.empty(0)).device
         state, numbers = ModuleState(self.module), random_state(device)
         try:
-            with _backward_too():
-                result = self.run(forward, *args, **kwargs)
+            result = self.run(forward, *args, **kwargs)
         except Exception as error:
             state.restore()
             set_random_state(numbers, device)
@@ -220,9 +222,11 @@ def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return inputs, module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def _backward_too() -> Any:
-    """Compile the backward pass with the forward, so that its errors come while there is a way back."""
+def _settings(*, manual: bool) -> Any:
+    """Of torch, while training."""
     from torch._functorch import config  # has no public name
 
-    name = "force_non_lazy_backward_lowering"  # not in older versions, which compile it in the first backward pass
-    return config.patch(name, True) if hasattr(config, name) else nullcontext()
+    # The backward pass is compiled with the forward, so that its errors come while there is a way back; older versions
+    # compile it in the first backward pass. And several passes through one graph need its buffers.
+    wanted = {"force_non_lazy_backward_lowering": True, **({"donated_buffer": False} if manual else {})}
+    return config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})
