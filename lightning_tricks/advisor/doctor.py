@@ -65,6 +65,7 @@ class Doctor(Callback):
                 " on_step=False, on_epoch=True, or without sync_dist: the epoch's mean of rank 0 is close."
             )
             self._say([Finding(SYNC_DIST, text)])
+            self._leave()  # log_dict may have many
 
     @override
     def on_train_batch_end(

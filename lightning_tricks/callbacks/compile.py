@@ -176,27 +176,26 @@ class _Compiled:
             return forward(*args, **kwargs)
         if not self.owner._called:
             self.owner._first(self.name)
-        if not self.owner.fallback:
-            return self.run(forward, *args, **kwargs)
-        return self._with_fallback(forward, *args, **kwargs)
+        return (
+            self._with_fallback(forward, *args, **kwargs) if self.owner.fallback else self.run(forward, *args, **kwargs)
+        )
 
     def _with_fallback(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException  # has no public name
 
         key = _signature(self.module, args, kwargs)
-        if key in self.seen:
-            try:
-                return self.run(forward, *args, **kwargs)
-            except TorchDynamoException as error:  # it may be compiled again, for another value of an attribute
-                self.owner._give_up(self.name, self.module, error)
-                return forward(*args, **kwargs)
-        device = next(self.module.parameters(), torch.empty(0)).device
-        state, numbers = ModuleState(self.module), random_state(device)
+        undo: list[Callable[[], None]] = []
+        if key not in self.seen:
+            device = next(self.module.parameters(), torch.empty(0)).device
+            undo = [ModuleState(self.module).restore, partial(set_random_state, random_state(device), device)]
         try:
             result = self.run(forward, *args, **kwargs)
         except Exception as error:
-            state.restore()
-            set_random_state(numbers, device)
+            # of a call like one before only the compiler's, which it may meet again for another value of an attribute
+            if not undo and not isinstance(error, TorchDynamoException):
+                raise
+            for each in undo:
+                each()
             result = forward(*args, **kwargs)  # an error of the module's own comes again
             self.owner._give_up(self.name, self.module, error)
         self.seen.add(key)

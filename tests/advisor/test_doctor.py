@@ -46,7 +46,7 @@ class Synced(PlainNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.log("synced", loss, **self.settings)
+        self.log_dict({"synced": loss, "again": loss}, **self.settings)
         return loss
 
 
