@@ -37,6 +37,7 @@ pytestmark = [  # torch's own: when inductor is imported, and when a graph start
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
+    torch.compiler.list_backends()  # torch registers its own at the first use: not while a test has replaced the list
     torch.compiler.reset()
     counters.clear()
 
