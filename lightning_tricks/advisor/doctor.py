@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_tricks.advisor.lints import RULES, SYNC_DIST, Finding, lint
+from lightning_tricks.advisor.lints import RULES, SYNC_DIST, Finding, lint, lint_training
 from lightning_tricks.core.checks import check_choice
 from lightning_tricks.core.wrapping import wrap_method
 
@@ -39,15 +39,20 @@ class Doctor(Callback):
         >>> trainer = pl.Trainer(callbacks=[Doctor(silence=["loader-workers"])], accelerator="cpu", logger=False)
     """
 
-    def __init__(self, silence: Sequence[str] = ()) -> None:
+    def __init__(self, silence: str | Sequence[str] = ()) -> None:
+        silence = (silence,) if isinstance(silence, str) else tuple(silence)
         for rule in silence:
             check_choice("silence", rule, RULES)
-        self.silence = tuple(silence)
+        self.silence = silence
         self._undo: Callable[[], None] | None = None
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._say(lint(pl_module))  # which traces it: before Compile wraps it
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(lint(pl_module, trainer))
+        self._say(lint_training(pl_module, trainer))
         if trainer.world_size > 1 and SYNC_DIST not in self.silence:
             self._undo = wrap_method(pl_module, "log", self._logged)
 
@@ -60,6 +65,7 @@ class Doctor(Callback):
                 " on_step=False, on_epoch=True, or without sync_dist: the epoch's mean of rank 0 is close."
             )
             self._say([Finding(SYNC_DIST, text)])
+            self._leave()  # log_dict may have many
 
     @override
     def on_train_batch_end(

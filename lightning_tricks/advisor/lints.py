@@ -28,10 +28,10 @@ class Finding(NamedTuple):
 def reused_modules(module: nn.Module) -> Iterator[str]:
     """One module without weights (dropout, an activation) that stands at several places."""
     places: dict[nn.Module, list[str]] = {}
-    for name, each in module.named_modules(remove_duplicate=False):
-        stateless = not any(True for _ in each.parameters()) and not any(True for _ in each.buffers())
-        if name and stateless and not any(each.children()):
-            places.setdefault(each, []).append(name)
+    for path, parent in module.named_modules():  # a parent with two names makes no second place
+        for name, each in parent._modules.items():
+            if each is not None and not any((each._parameters, each._buffers, each._modules)):
+                places.setdefault(each, []).append(f"{path}.{name}".lstrip("."))
     for each, names in places.items():
         if len(names) > 1:
             yield (
@@ -89,6 +89,8 @@ def pinned_memory(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
 
 def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
     """A schedule of torch that is longer or shorter than the training, for example since batches are accumulated."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined] # set by a connector
+        return
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler
         if isinstance(scheduler, OneCycleLR):
@@ -101,7 +103,7 @@ def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
             steps = optimizer_steps(trainer) if config.interval == "step" else trainer.max_epochs
         except UnknownTotalSteps:
             continue
-        if config.frequency == 1 and planned != steps:
+        if config.frequency == 1 and steps not in (planned, -1, None):  # the latter without max_epochs
             yield (
                 f"{type(scheduler).__name__} is made for {planned} steps, and interval={config.interval!r} gives it"
                 f" {steps}. Pass lightning_tricks.optimizer_steps(self.trainer) with interval='step', or return"
@@ -123,12 +125,14 @@ SYNC_DIST = "sync-dist"
 RULES = (*MODULE_RULES, *TRAINER_RULES, SYNC_DIST)
 
 
-def lint(module: nn.Module, trainer: pl.Trainer | None = None) -> list[Finding]:
-    """What is probably not meant in a module and, with a Trainer that is about to train it, in the training."""
-    found = [Finding(name, text) for name, rule in MODULE_RULES.items() for text in rule(module)]
-    if trainer is not None:
-        found += [Finding(name, text) for name, rule in TRAINER_RULES.items() for text in rule(module, trainer)]
-    return found
+def lint(module: nn.Module) -> list[Finding]:
+    """What is probably not meant in a module."""
+    return [Finding(name, text) for name, rule in MODULE_RULES.items() for text in rule(module)]
+
+
+def lint_training(module: nn.Module, trainer: pl.Trainer) -> list[Finding]:
+    """What is probably not meant in how a Trainer is about to train a module."""
+    return [Finding(name, text) for name, rule in TRAINER_RULES.items() for text in rule(module, trainer)]
 
 
 def _loaders(trainer: pl.Trainer) -> list[DataLoader[object]]:

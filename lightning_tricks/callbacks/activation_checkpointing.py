@@ -32,7 +32,8 @@ class ActivationCheckpointing(Callback):
     between them. It keeps more and computes less, which pays where those products are long; torch takes its time to
     sort the operations, unless they are compiled. ``benchmarks/speed.py`` measures both. A layer that writes into such
     a result (an in-place activation right behind a convolution) makes torch raise in the backward pass: make it
-    ``inplace=False``, or use "full".
+    ``inplace=False``, or use "full". So does a second backward pass through one graph. With both policies torch raises
+    for a block that writes into its own input, and for ``torch.func.grad``.
 
     Args:
         blocks: Names of submodules or of classes ("encoder", "BertLayer"), or a number of parameters, for the innermost

@@ -37,17 +37,6 @@ def to_channels_last(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
     )
 
 
-def contiguous(state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a ``state_dict``, those that are in another memory format copied.
-
-    Example:
-        >>> weight = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-        >>> contiguous({"weight": weight})["weight"].stride()
-        (48, 16, 4, 1)
-    """
-    return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
 @final
 class ChannelsLast(Callback):
     """Runs 2-D convolutions in ``torch.channels_last``, which many kernels are faster in, in fit and evaluation.
@@ -85,13 +74,13 @@ class ChannelsLast(Callback):
             if weight is not None and not is_lazy(weight) and weight.is_contiguous():
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
                 self._undo.append(partial(_restore, weight))
-        saved = wrap_method(strategy, "lightning_module_state_dict", _contiguous_state)
-        self._undo.append(saved)
+        self._undo.append(wrap_method(strategy, "lightning_module_state_dict", _contiguous))
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._begun:
             return  # validation in a fit
-        layers = _convolutions(pl_module)
+        layers = _convolutions(pl_module)  # after configure_model
         if not layers:
             raise MisconfigurationException(
                 f"ChannelsLast is for 2-D convolutions, {type(pl_module).__name__} has none: leave ChannelsLast out."
@@ -100,21 +89,7 @@ class ChannelsLast(Callback):
         self._undo += [layer.register_forward_pre_hook(to_channels_last).remove for layer in layers]
         self._begun = True
 
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module)  # after configure_model
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module)
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -134,8 +109,8 @@ def _convolutions(module: nn.Module) -> list[nn.Module]:
     return [layer for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)]
 
 
-def _contiguous_state(state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    return contiguous(state_dict())
+def _contiguous(state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in state_dict().items()}
 
 
 def _restore(weight: nn.Parameter) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
+from types import FunctionType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -24,7 +25,6 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 
 def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # one function for all modules: equal ones share their code. And torch does not trace Sequential.forward itself
     return forward(*args, **kwargs)
 
 
@@ -84,15 +84,22 @@ class Compile(Callback):
         self.fallback = fallback
         self.backend = backend
         self._undo: dict[str, Callable[[], None]] = {}
+        self._settings = ExitStack()
         self._called = self._eager = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._called = self._eager = False
-        run = torch.compile(_run, mode=self.mode, backend=self.backend)
+        self._settings.enter_context(_settings(manual=not pl_module.automatic_optimization))
+        # One function for equal modules, which share its code; torch keeps but a few versions of each and takes what
+        # changes between them for dynamic. And it does not trace Sequential.forward itself.
+        runs: dict[str, Callable[..., Any]] = {}
         # on_fit_start is over: what others have wrapped or hooked is compiled, too
         for name, module in self._found(pl_module).items():
-            self._undo[name] = wrap_method(module, "forward", partial(self._forward, run, name, module, set()))
+            if repr(module) not in runs:
+                run = FunctionType(_run.__code__.replace(co_name=name or "forward"), globals())
+                runs[repr(module)] = torch.compile(run, mode=self.mode, backend=self.backend)
+            self._undo[name] = wrap_method(module, "forward", _Compiled(self, runs[repr(module)], name, module))
 
     def _found(self, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
         error: object = "it has neither submodules with parameters nor a forward"
@@ -111,59 +118,6 @@ class Compile(Callback):
                 f"Compile(modules={self.modules!r}) finds nothing in {type(pl_module).__name__}: {error}"
             )
         return found
-
-    def _forward(
-        self,
-        run: Callable[..., Any],
-        name: str,
-        module: nn.Module,
-        seen: set[Any],
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            self._called = True  # by a function that is compiled
-            return forward(*args, **kwargs)
-        if self._eager:
-            return forward(*args, **kwargs)
-        if not self._called:
-            self._first(name)
-        key = _signature(module, args, kwargs)
-        if not self.fallback or key in seen:
-            return self._again(run, name, module, forward, *args, **kwargs)
-        device = next(module.parameters(), torch.empty(0)).device
-        state, numbers = ModuleState(module), random_state(device)
-        try:
-            with _backward_too():
-                result = run(forward, *args, **kwargs)
-        except Exception as error:
-            state.restore()
-            set_random_state(numbers, device)
-            result = forward(*args, **kwargs)  # an error of the module's own comes again
-            self._give_up(name, module, error)
-        seen.add(key)
-        return result
-
-    def _again(
-        self,
-        run: Callable[..., Any],
-        name: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """A call like one before, which may be compiled again all the same: for another value of an attribute."""
-        from torch._dynamo.exc import TorchDynamoException  # has no public name
-
-        try:
-            return run(forward, *args, **kwargs)
-        except TorchDynamoException as error:
-            if not self.fallback:
-                raise
-            self._give_up(name, module, error)
-            return forward(*args, **kwargs)
 
     def _first(self, name: str) -> None:
         """What is called first is the network: the module's own forward, or its submodules."""
@@ -199,8 +153,53 @@ class Compile(Callback):
         self._leave()
 
     def _leave(self) -> None:
+        self._settings.close()
         while self._undo:
             self._undo.popitem()[1]()
+
+
+class _Compiled:
+    """Calls of one module. A copy of the module, or a pickle, has the eager forward."""
+
+    def __init__(self, owner: Compile, run: Callable[..., Any], name: str, module: nn.Module) -> None:
+        self.owner, self.run, self.name, self.module = owner, run, name, module
+        self.seen: set[Any] = set()
+
+    def __reduce__(self) -> Any:
+        return partial, (_run,)
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            self.owner._called = True  # by a function that is compiled
+            return forward(*args, **kwargs)
+        if self.owner._eager:
+            return forward(*args, **kwargs)
+        if not self.owner._called:
+            self.owner._first(self.name)
+        return (
+            self._with_fallback(forward, *args, **kwargs) if self.owner.fallback else self.run(forward, *args, **kwargs)
+        )
+
+    def _with_fallback(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException  # has no public name
+
+        key = _signature(self.module, args, kwargs)
+        undo: list[Callable[[], None]] = []
+        if key not in self.seen:
+            device = next(self.module.parameters(), torch.empty(0)).device
+            undo = [ModuleState(self.module).restore, partial(set_random_state, random_state(device), device)]
+        try:
+            result = self.run(forward, *args, **kwargs)
+        except Exception as error:
+            # of a call like one before only the compiler's, which it may meet again for another value of an attribute
+            if not undo and not isinstance(error, TorchDynamoException):
+                raise
+            for each in undo:
+                each()
+            result = forward(*args, **kwargs)  # an error of the module's own comes again
+            self.owner._give_up(self.name, self.module, error)
+        self.seen.add(key)
+        return result
 
 
 def _networks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -222,9 +221,11 @@ def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return inputs, module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def _backward_too() -> Any:
-    """Compile the backward pass with the forward, so that its errors come while there is a way back."""
+def _settings(*, manual: bool) -> Any:
+    """Of torch, while training."""
     from torch._functorch import config  # has no public name
 
-    name = "force_non_lazy_backward_lowering"  # not in older versions, which compile it in the first backward pass
-    return config.patch(name, True) if hasattr(config, name) else nullcontext()
+    # The backward pass is compiled with the forward, so that its errors come while there is a way back; older versions
+    # compile it in the first backward pass. And several passes through one graph need its buffers.
+    wanted = {"force_non_lazy_backward_lowering": True, **({"donated_buffer": False} if manual else {})}
+    return config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -49,7 +49,7 @@ def recompute(
 
 @partial(torch.compiler.disable, recursive=False)  # what is compiled within the block stays so
 def _in_eager(block: nn.Module, policy: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    contexts = partial(_contexts, _Start(block), _SELECTIVE if policy == "selective" else _no_contexts)
+    contexts = partial(_contexts, block, _SELECTIVE if policy == "selective" else _no_contexts)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
 
@@ -64,32 +64,32 @@ def _in_graph(block: nn.Module, policy: str, forward: Callable[..., Any], args: 
 
 
 class _Start:
-    """What a block started from."""
+    """What a block started from. Inside, it runs again; afterwards state and numbers are as if it had not."""
 
     @torch.compiler.disable
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
+    def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
+        self.block, self.inner = block, inner
         self.device = next(block.parameters(), torch.empty(0)).device
         # layers of torch without buffers have nothing that a forward changes
         own = [each for each in block.modules() if each._buffers or not type(each).__module__.startswith("torch.nn.m")]
         self.owners, self.state = own, ModuleState(block, own)
         self.numbers = random_state(self.device)
 
-    @contextmanager
-    def again(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """Run the block again inside; afterwards state and random numbers are as if it had not run."""
-        now = ModuleState(self.block, self.owners)
-        self.state.restore()
-        try:
-            with random_numbers_of(self.numbers, self.device), inner:
-                yield
-        finally:
-            now.restore()
+    def __enter__(self) -> None:  # more than once with retain_graph
+        with ExitStack() as stack:
+            stack.callback(ModuleState(self.block, self.owners).restore)
+            self.state.restore()
+            stack.enter_context(random_numbers_of(self.numbers, self.device))
+            stack.enter_context(self.inner)
+            self._leave = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._leave.__exit__(*error)
 
 
-def _contexts(start: _Start, contexts: Callable[[], Contexts]) -> Contexts:
+def _contexts(block: nn.Module, contexts: Callable[[], Contexts]) -> Contexts:
     first, second = contexts()
-    return first, start.again(second)
+    return first, _Start(block, second)
 
 
 def _no_contexts() -> Contexts:

@@ -29,6 +29,13 @@ def test_a_silenced_rule_is_not_heard() -> None:
     fit(build(Reused), callbacks=[lt.Doctor(silence=["reused-modules"])], max_epochs=1)  # warnings are errors
 
 
+def test_what_is_compiled_stays_so() -> None:
+    compiled = lt.Compile("layers", backend="eager")
+    module = build(Reused)
+    fit(module, callbacks=[compiled, lt.Doctor("reused-modules")], max_epochs=1)  # a fallback would warn
+    assert not compiled._eager
+
+
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"silence must be one of 'reused-modules', .* Did you mean 'sync-dist'\?"):
         lt.Doctor(silence=["sync_dist"])
@@ -39,7 +46,7 @@ class Synced(PlainNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.log("synced", loss, **self.settings)
+        self.log_dict({"synced": loss, "again": loss}, **self.settings)
         return loss
 
 

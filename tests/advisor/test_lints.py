@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks.advisor.lints import lint
+from lightning_tricks.advisor.lints import lint, lint_training
 from tests.nets import Net, PlainNet, build, data, fit, loader
 
 
@@ -22,9 +22,9 @@ def found(module: Any, **settings: Any) -> dict[str, str]:
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            findings.update(lint(pl_module, trainer))
+            findings.update([*lint(pl_module), *lint_training(pl_module, trainer)])
 
-    fit(module, callbacks=[Look()], max_epochs=1, limit_val_batches=0, **settings)
+    fit(module, callbacks=[Look()], **{"max_epochs": 1, "limit_val_batches": 0, **settings})
     return findings
 
 
@@ -41,6 +41,9 @@ def test_a_dropout_at_two_places() -> None:
     assert rule == "reused-modules"
     assert "one Dropout stands at 1, 2.1:" in text
     assert lint(nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout())) == []
+    aliased = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
+    aliased["again"] = aliased["encoder"]
+    assert lint(aliased) == []
     tied = nn.Linear(2, 2)
     assert lint(nn.Sequential(tied, nn.ReLU(), tied)) == []  # shared weights are meant
 
@@ -75,7 +78,7 @@ def test_workers_and_pinned_memory() -> None:
     class Look(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.train_dataloader.num_workers = 500  # none is started
-            findings.update(lint(pl_module, trainer))
+            findings.update([*lint(pl_module), *lint_training(pl_module, trainer)])
             trainer.train_dataloader.num_workers = 0
 
     train = DataLoader(data(), 8, pin_memory=True)
@@ -112,3 +115,13 @@ def test_a_schedule_of_another_length(interval: str, settings: dict[str, Any], g
 
 def test_a_training_of_unknown_length_is_not_judged() -> None:
     assert found(build(Cycle), train=iter(list(loader()))) == {}
+    by_epochs = build(type("Epochs", (Cosine,), {"interval": "epoch"}))
+    assert found(by_epochs, max_epochs=-1, max_steps=3) == {}
+    assert found(build(Cosine), fast_dev_run=True) == {}
+
+
+class Cosine(Cycle):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}

@@ -126,9 +126,9 @@ class Compiled(Deep):
 
 @pytest.mark.parametrize("policy", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_compiled_network_is_recomputed_too(policy: Any) -> None:
-    plain, module = build(Compiled), build(Compiled)
-    fit(plain)
-    fit(module, callbacks=[lt.ActivationCheckpointing(policy=policy)])
+    plain, module, settings = build(Compiled), build(Compiled), {"max_epochs": 1, "limit_train_batches": 3}
+    fit(plain, **settings)
+    fit(module, callbacks=[lt.ActivationCheckpointing(policy=policy)], **settings)
     assert_close(weights(module), weights(plain))
 
 

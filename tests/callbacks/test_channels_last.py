@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.channels_last import to_channels_last
+from tests.conformance.engines import cpu_deepspeed
 from tests.nets import Net, assert_close, build, fit, trainer, weights
 from tests.ranks import run_ranks
 
@@ -144,6 +145,36 @@ def two_ranks() -> dict[str, Any]:
 def test_two_ranks_give_the_same() -> None:
     first, second = run_ranks(two_ranks)
     assert all((first[name] == second[name]).all() for name in first if "running" not in name)
+
+
+def on_shards(engine: str) -> None:
+    ended = []
+    for callbacks in ([], [lt.ChannelsLast()]):
+        module = build(Sharded)
+        arguments = lt.preset("fsdp2_bf16") if engine == "FSDP2" else {"strategy": cpu_deepspeed(3)}
+        arguments |= {"devices": 2, "use_distributed_sampler": False}
+        fit(module, train=images(), val=images(), callbacks=callbacks, **arguments)
+        ended.append(module)
+    assert [{last for _, last in module.formats} for module in ended] == [{False}, {True}]
+    torch.testing.assert_close(ended[1].losses, ended[0].losses, rtol=1e-2, atol=1e-2)
+
+
+class Sharded(Conv):
+    """Notes the formats of images, whatever the shards of weights are, and the losses."""
+
+    losses: list[Tensor]
+
+    def note(self, layer: Any, inputs: Any, output: Tensor) -> None:
+        last = all(each.is_contiguous(memory_format=LAST) for each in (*inputs, output))
+        self.formats.append((str(self.trainer.state.stage.value), last))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses = [*getattr(self, "losses", []), outputs["loss"].detach().clone()]
+
+
+@pytest.mark.parametrize("engine", ["FSDP2", pytest.param("ZeRO-3", marks=pytest.mark.slow)])
+def test_images_are_converted_where_weights_are_sharded(engine: str) -> None:
+    run_ranks(on_shards, engine)
 
 
 def test_it_works_beside_other_tricks() -> None:

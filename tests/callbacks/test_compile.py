@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -17,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._functorch import config
 from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
@@ -34,6 +37,7 @@ pytestmark = [  # torch's own: when inductor is imported, and when a graph start
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
+    torch.compiler.list_backends()  # torch registers its own at the first use: not while a test has replaced the list
     torch.compiler.reset()
     counters.clear()
 
@@ -64,7 +68,7 @@ class Deep(Net):
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
         block = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))  # noqa: E731
-        self.layers = nn.ModuleList([block() for _ in range(9)])
+        self.layers = nn.ModuleList([block() for _ in range(3)])
         self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,6 +110,49 @@ def test_compiled_modules_train_as_eager_ones(kind: type[Net], modules: Any, gra
     assert counters["stats"]["unique_graphs"] in (graphs, 2 * graphs)  # again for the last batch, of another size
     assert not counters["graph_break"]
     assert_close(compiled, trained(kind, limit_val_batches=0))
+
+
+class Many(Net):
+    """More modules than the versions that torch keeps of one function, no two of one size."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8 + i, 9 + i), nn.Tanh()) for i in range(10)))
+        self.head = nn.Linear(18, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def test_many_modules_are_all_compiled_and_for_their_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import register_backend
+    from torch._dynamo.backends import registry
+
+    inputs: list[Any] = []
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    monkeypatch.setattr(registry, "_COMPILER_FNS", dict(registry._COMPILER_FNS))
+    register_backend(lambda graph, given: inputs.append(given) or graph, name="spy")
+    names = [f"layers.{i}" for i in range(10)]
+    trained(Many, lt.Compile(names, backend="spy"), limit_train_batches=2, limit_val_batches=0)
+    assert len(inputs) == 10
+    assert not any(isinstance(each, torch.SymInt) for given in inputs for each in given)
+
+
+def test_a_copy_or_a_pickle_made_in_a_fit_is_eager() -> None:
+    copies: list[Any] = []
+
+    class Copy(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.on_train_batch_end(trainer, pl_module)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            copies.extend((copy.deepcopy(pl_module.layers), pickle.loads(pickle.dumps(pl_module.layers))))
+            x = torch.ones(2, 8)
+            assert_equal({"y": copies[-1].eval()(x)}, {"y": copies[-2].eval()(x)})
+
+    trained(Net, Copy(), lt.Compile("layers", backend=FAST), max_epochs=1, limit_train_batches=1)
+    trained(Net, lt.Compile("layers", backend=FAST), Copy(), max_epochs=1, limit_train_batches=1)
+    assert counters["stats"]["unique_graphs"] in (2, 4)  # training and validation
 
 
 def test_validation_runs_compiled_and_metrics_are_the_same() -> None:
@@ -150,7 +197,9 @@ class Hard(Net):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
-@pytest.mark.parametrize("modules", [None, "layers", "Untraceable"])
+@pytest.mark.parametrize(
+    "modules", ["layers", *(pytest.param(each, marks=pytest.mark.slow) for each in (None, "Untraceable"))]
+)
 def test_what_cannot_be_traced_still_trains(modules: Any) -> None:
     compiled = trained(Hard, lt.Compile(modules, backend=FAST, fallback=False))
     assert counters["graph_break"]
@@ -237,14 +286,43 @@ class Sharp(lt.SAMMixin, Deep):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("modules", [None, "Sequential"])
-@pytest.mark.parametrize("kind", [Deep, Sharp])
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        (Sharp, "Sequential"),
+        pytest.param(Sharp, None, marks=pytest.mark.slow),
+        (Deep, None),
+        pytest.param(Deep, "Sequential", marks=pytest.mark.slow),
+    ],
+)
 def test_it_works_beside_other_tricks(kind: type[Net], modules: Any) -> None:
     def others() -> list[Callback]:
         return [lt.EMA(0.9), lt.Mixup(), lt.ActivationCheckpointing()]
 
-    compiled = trained(kind, lt.Compile(modules, backend=FAST), *others())
-    assert_close(compiled, trained(kind, *others()), 1e-5)
+    settings = {"max_epochs": 1, "limit_train_batches": 3}
+    compiled = trained(kind, lt.Compile(modules, backend=FAST), *others(), **settings)
+    assert_close(compiled, trained(kind, *others(), **settings), 1e-5)
+
+
+class Manual(Net):
+    """Two backward passes through one graph."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, optimizer = nn.functional.cross_entropy(self(batch[0]), batch[1]), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        optimizer.step()
+
+
+def test_a_compiled_graph_is_used_twice() -> None:
+    before = config.donated_buffer
+    assert_close(trained(Manual, lt.Compile(backend=FAST)), trained(Manual), 1e-5)
+    assert config.donated_buffer == before
 
 
 def test_resume_is_exact(tmp_path: Any) -> None:
@@ -290,10 +368,10 @@ def two_ranks(engines: list[str]) -> None:
     warnings.simplefilter("ignore")
     for name in engines:
         losses = []
-        others = [], [lt.Compile(backend=FAST)], [lt.Compile("Sequential", backend=FAST)]
         both = [lt.Compile("Sequential", backend=FAST), lt.ActivationCheckpointing()]
-        for callbacks in (*others, both):
+        for callbacks in ([], [lt.Compile(backend=FAST)], both):
             noted, settings = Losses(), {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+            settings |= {"max_epochs": 1, "limit_val_batches": 0}
             fit(build(Sharded), callbacks=[noted, *callbacks], strategy=ENGINES[name](), **settings)
             losses.append(torch.stack(noted.losses))
             assert not any(getattr(each, "_eager", False) for each in callbacks), (name, callbacks)

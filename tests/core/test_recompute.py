@@ -104,6 +104,26 @@ def test_state_is_that_of_the_first_run(policy: str) -> None:
     assert [again[0][0].calls, again[0][0].seen] == [4, [1, 2, 3, 4]]
 
 
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    """A gradient penalty, after a backward pass of its own through the same graph."""
+    x = x.clone().requires_grad_()
+    value = model(x).square().sum()
+    value.backward(retain_graph=True)
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + slope.square().sum()
+
+
+def test_a_graph_is_used_several_times() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
+    model, x = nn.Sequential(*blocks), torch.randn(6, 4)
+    again = wrapped(model, "full")
+    for _ in range(2):
+        assert_equal(descend(again, lambda each: twice(each, x)), descend(model, lambda each: twice(each, x)))
+    with pytest.raises(RuntimeError, match="backward an extra time"):  # torch keeps what is selected for one
+        twice(wrapped(model, "selective"), x)
+
+
 @pytest.mark.parametrize(("made", "share"), [(resnet, 0.6), (bert, 0.6)])
 def test_fewer_bytes_are_kept_for_the_backward_pass(made: Any, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "benchmarks")
