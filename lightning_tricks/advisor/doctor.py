@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks.advisor.lints import RULES, SYNC_DIST, Finding, lint, lint_training
 from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.trainer import is_fitting
 from lightning_tricks.core.wrapping import wrap_method
 
 
@@ -47,8 +48,9 @@ class Doctor(Callback):
         self._undo: Callable[[], None] | None = None
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(lint(pl_module))  # which traces it: before Compile wraps it
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if is_fitting(trainer):
+            self._say(lint(pl_module))  # which traces it: before it is sharded or compiled
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader
 
@@ -42,6 +43,8 @@ def reused_modules(module: nn.Module) -> Iterator[str]:
 
 def redundant_biases(module: nn.Module) -> Iterator[str]:
     """Biases that a following BatchNorm takes away again."""
+    if any(isinstance(each, FSDPModule) for each in module.modules()):
+        return  # sharded in an earlier fit: tracing would run FSDP's hooks
     if names := biases_before_batchnorm(module):
         yield (
             f"BatchNorm takes {_some(names)} away again: pass bias=False, or call"

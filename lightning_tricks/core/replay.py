@@ -117,7 +117,7 @@ class ModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put every attribute, and what is in it, back to what it was; to be called once."""
+        """Put every attribute, and what is in it, back to what it was."""
         for space, before in self._spaces:
             for name in space.keys() - before.keys():
                 del space[name]
