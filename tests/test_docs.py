@@ -28,6 +28,7 @@ def test_links_inside_the_repository_resolve(page: Path) -> None:
     assert not [link for link in links if not (DOCS / link).exists()]
 
 
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 def test_the_code_of_the_strategies_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "strategies.md").read_text(), re.S)
     assert len(blocks) == 2
