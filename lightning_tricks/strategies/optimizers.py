@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +16,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
+
+DEAD = 900  # seconds after which nothing compiles any more; it takes about 60
 
 
 def adamw(
@@ -111,9 +116,20 @@ def _deepspeed_op(strategy: DeepSpeedStrategy) -> str | None:
 def _deepspeed_adamw(op: str, groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+    _require_no_dead_lock(op)
     if op == "cpu_adam":
         return DeepSpeedCPUAdam(groups, **settings, adamw_mode=True)
     return FusedAdam(groups, **settings, adam_w_mode=True)
+
+
+def _require_no_dead_lock(op: str) -> None:
+    """Raise where a compilation was killed: torch would wait for the end of it."""
+    from torch.utils import cpp_extension
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    for lock in (root / op / "lock", *root.glob(f"*/{op}/lock")):
+        if lock.exists() and time.time() - lock.stat().st_mtime > DEAD:
+            raise TimeoutError(f"{lock} is of a compilation that did not end: delete it")
 
 
 def _warn_of_fallback(op: str, error: Exception) -> None:
