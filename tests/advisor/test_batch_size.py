@@ -257,7 +257,8 @@ pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + 150 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 before = [p.clone() for p in module.parameters()]
-result = find_batch_size(pl.Trainer(**settings), module, DataLoader(dataset, batch_size=1), max_size=4096)
+loader = DataLoader(dataset, batch_size=1)
+result = find_batch_size(pl.Trainer(**settings), module, loader, max_size=4096, margin=0.3)  # addresses are scattered
 assert all(map(torch.equal, before, module.parameters()))
 pl.Trainer(**settings).fit(module, DataLoader(dataset, batch_size=result.batch_size))
 try:
