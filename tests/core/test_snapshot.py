@@ -19,6 +19,7 @@ def facts(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
     averages = {f"ema/{key}": value.clone() for key, value in trainer.callbacks[0]._running.tensors.items()}
     scalars = {
         "lr": optimizer["param_groups"][0]["lr"],
+        "weight_decay": optimizer["param_groups"][0]["weight_decay"],
         "schedule": trainer.lr_scheduler_configs[0].scheduler.last_epoch,
         "step": trainer.global_step,
         "updates": trainer.callbacks[0]._running.updates,
@@ -48,6 +49,7 @@ class GoesBack(Callback):
                 with torch.no_grad():
                     pl_module.layers[0].weight.add_(1)
                 torch.rand(3)
+                trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.7
                 snapshot.restore(trainer, pl_module)
                 assert_equal(facts(trainer, pl_module), before)
                 self.went += 1

@@ -298,6 +298,13 @@ class Watching(Callback):
         self.validated.append(pl_module.layers[0].weight.detach().clone())
 
 
+class Halt(Callback):
+    """Ends training in the middle of a period and an epoch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 1
+
+
 def local_sgd(folder: str) -> dict[str, Any]:
     found = {}
     every = {name: {"compression": "local_sgd", "local_sgd_period": period} for name, period in (("1", 1), ("2", 2))}
@@ -313,6 +320,7 @@ def local_sgd(folder: str) -> dict[str, Any]:
     found["stopped"] = trained(
         PlainNet, arguments={"compression": "local_sgd"}, callbacks=[EarlyStopping("val_loss", stopping_threshold=9.0)]
     )
+    found["halted"] = trained(arguments=every["2"], callbacks=[Halt()], limit_val_batches=0)
     whole = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     checkpoints = {"callbacks": [whole], "enable_checkpointing": True}
     found["saved"] = trained(AdamNet, arguments=every["2"], **checkpoints)
@@ -368,7 +376,7 @@ def test_local_sgd_averages_weights_every_second_step(local: list[dict[str, Any]
 
 
 def test_local_sgds_ranks_end_equal(local: list[dict[str, Any]]) -> None:
-    for name in ("1", "2", "adam", "odd_end", "stopped", "start", "scaled", "resumed"):
+    for name in ("1", "2", "adam", "odd_end", "stopped", "halted", "start", "scaled", "resumed"):
         assert_equal(local[0][name], local[1][name])
 
 

@@ -153,8 +153,12 @@ def test_blocks_are_run_again_in_the_backward_pass_until_the_fit_ends(ranks: lis
         assert rank["names"] == list(build(Transformer).state_dict())
 
 
-def cnns() -> dict[str, Any]:
+def cnns(folder: str) -> dict[str, Any]:
     found = {name: whole(two(CNN, **({"strategy": "ddp"} if name == "ddp" else {}))[0]) for name in ("ddp", "fsdp")}
+    module, run = two(CNN, limit_val_batches=0)
+    found["own"] = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    run.save_checkpoint(f"{folder}/cnn.ckpt")
+    found["saved"] = dict(module.named_buffers())
     module, data = build(Fails), {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
     with pytest.raises(RuntimeError, match="planned"):
         fit(module, **data, **lt.preset("fsdp2_bf16"))
@@ -164,10 +168,13 @@ def cnns() -> dict[str, Any]:
     return found
 
 
-def test_buffers_are_those_of_the_first_rank_as_under_ddp_and_a_failed_fit_can_be_repeated() -> None:
-    ranks = run_ranks(cnns)
+def test_buffers_are_those_of_the_first_rank_as_under_ddp_and_a_failed_fit_can_be_repeated(tmp_path: Path) -> None:
+    ranks = run_ranks(cnns, str(tmp_path))
+    means = [name for name in ranks[0]["own"] if name.endswith("running_mean")]
+    assert not any(torch.equal(ranks[0]["own"][name], ranks[1]["own"][name]) for name in means)
     for found in ranks:
         assert_close(found["fsdp"], ranks[0]["ddp"], 1e-5)
+        assert_equal(found["saved"], ranks[0]["own"])  # the last step's, which each rank has its own of
 
 
 def evaluated_again() -> None:
