@@ -27,7 +27,7 @@ from lightning_tricks.core.zero import load_whole
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.folders import WholeFolders
 from lightning_tricks.strategies.zero_checks import (
-    by_value,
+    check_clipping,
     check_compiled,
     check_device,
     check_nvme,
@@ -142,8 +142,12 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._check_run()
+        assert self.lightning_module is not None
         assert self.config is not None
+        check_clipping(self.strategy_name, self.lightning_module.trainer.gradient_clip_algorithm)
+        check_device(self.strategy_name, self.device_type, self.precision)
+        if self.nvme_path is not None:
+            check_nvme(self.strategy_name, self.nvme_path)
         for written in ("gradient_accumulation_steps", "gradient_clipping"):  # by Lightning, in an earlier run
             self.config.pop(written, None)
         self._config_initialized = False  # so that it writes them anew, from the Trainer of this run
@@ -165,15 +169,6 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
         if self.stage == 3:
             check_compiled(self.strategy_name, trainer.lightning_module)
         super().setup(trainer)
-
-    def _check_run(self) -> None:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.gradient_clip_algorithm == "value":
-            raise MisconfigurationException(by_value(self.strategy_name))
-        check_device(self.strategy_name, self.device_type, self.precision)
-        if self.offload == "nvme":
-            assert self.nvme_path is not None
-            check_nvme(self.strategy_name, self.nvme_path)
 
     @property
     @override
@@ -221,8 +216,8 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Have DeepSpeed clip in the step to come, in which it knows the norm of all gradients."""
-        if clip_val and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise MisconfigurationException(by_value(self.strategy_name))
+        if clip_val:
+            check_clipping(self.strategy_name, gradient_clip_algorithm)
         self.deepspeed_engine.optimizer.clip_grad = float(clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -26,12 +26,13 @@ def require_deepspeed() -> None:
         )
 
 
-def by_value(preset: str) -> str:
-    """The message for gradients that are to be clipped by value."""
-    return (
-        f"strategy={preset!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
-        " Pass gradient_clip_algorithm='norm', or leave it out."
-    )
+def check_clipping(preset: str, algorithm: str | None) -> None:
+    """Raise for gradients that are to be clipped by value."""
+    if algorithm == "value":
+        raise MisconfigurationException(
+            f"strategy={preset!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
+            " Pass gradient_clip_algorithm='norm', or leave it out."
+        )
 
 
 def check_device(preset: str, device_type: str, precision: str) -> None:
