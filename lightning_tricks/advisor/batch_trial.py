@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.loaders import resizable, resize_batches, train_loader
 from lightning_tricks.core.ranks import extremes
-from lightning_tricks.core.trainer import callbacks_of
+from lightning_tricks.core.trainer import callbacks_of, grad_scaler
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.modules.sam_setup import SAMCallback
 from lightning_tricks.schedules.steps import EpochPlan
@@ -111,7 +111,7 @@ class BatchTrial(UndoneFit):
         trainer.reload_dataloaders_every_n_epochs = 0  # type: ignore[attr-defined]
         if pl_module.automatic_optimization:
             trainer.accumulate_grad_batches = self._accumulation
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = grad_scaler(trainer)
         if scaler is not None:  # from 65536 it skips the first steps, which then make no optimizer states
             scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
 

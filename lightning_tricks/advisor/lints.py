@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader
 
+from lightning_tricks.core.checks import some
 from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
 from lightning_tricks.schedules.steps import UnknownTotalSteps, optimizer_steps
 
@@ -36,7 +37,7 @@ def reused_modules(module: nn.Module) -> Iterator[str]:
     for each, names in places.items():
         if len(names) > 1:
             yield (
-                f"one {type(each).__name__} stands at {_some(names)}: a hook, a replacement or quantization of one of"
+                f"one {type(each).__name__} stands at {some(names, 3)}: a hook, a replacement or quantization of one of"
                 " them reaches all. Make one for each place."
             )
 
@@ -47,7 +48,7 @@ def redundant_biases(module: nn.Module) -> Iterator[str]:
         return  # sharded in an earlier fit: tracing would run FSDP's hooks
     if names := biases_before_batchnorm(module):
         yield (
-            f"BatchNorm takes {_some(names)} away again: pass bias=False, or call"
+            f"BatchNorm takes {some(names, 3)} away again: pass bias=False, or call"
             " lightning_tricks.drop_bias_before_batchnorm(model)."
         )
 
@@ -60,7 +61,7 @@ def bf16_weights_in_fp16(module: nn.Module, trainer: pl.Trainer) -> Iterator[str
     told = [name for name, each in module.named_modules() if _dtype_of_config(each) in (torch.bfloat16, "bfloat16")]
     if held or told:
         yield (
-            f"{_some(held or [name or type(module).__name__ for name in told])} comes from bf16, and trains with"
+            f"{some(held or [name or type(module).__name__ for name in told], 3)} comes from bf16, and trains with"
             f" precision={trainer.precision!r}, in which its activations overflow. Use 'bf16-mixed', or '32-true'."
         )
 
@@ -142,8 +143,3 @@ def _loaders(trainer: pl.Trainer) -> list[DataLoader[object]]:
     found: list[DataLoader[object]] = []
     apply_to_collection(trainer.train_dataloader, DataLoader, found.append)
     return found
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

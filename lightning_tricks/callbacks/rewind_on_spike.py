@@ -22,7 +22,7 @@ from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.finite_watch import FiniteWatch, true_loss
 from lightning_tricks.core.snapshot import Snapshot
 from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, begins_window, require_steps
-from lightning_tricks.core.trainer import is_fitting, log_now_and_then
+from lightning_tricks.core.trainer import grad_scaler, is_fitting, log_now_and_then
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.scaling import scaled_lrs
 
@@ -154,7 +154,7 @@ class RewindOnSpike(Callback):
             return
         loss = trainer.strategy.reduce(torch.stack(self._parts).mean(), reduce_op="mean").item()
         self._parts.clear()
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        scaled = grad_scaler(trainer) is not None
         finite = self._watch.finite(trainer, [] if scaled else [optimizer])
         full = len(self._losses) == self.window
         if finite and not (full and is_spike(loss, self._losses, self.threshold)):

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window, begins_window, require_steps
-from lightning_tricks.core.trainer import is_fitting, log_now_and_then
+from lightning_tricks.core.trainer import grad_scaler, is_fitting, log_now_and_then
 
 
 @final
@@ -67,7 +67,7 @@ class SkipNonFinite(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch, self._window = FiniteWatch(), Window()
-        self._leaves_out = getattr(trainer.precision_plugin, "scaler", None) is None
+        self._leaves_out = grad_scaler(trainer) is None
         if self._leaves_out:
             self._guard.start(trainer, "SkipNonFinite")
 

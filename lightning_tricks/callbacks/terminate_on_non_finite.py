@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.step_guard import Window
-from lightning_tricks.core.trainer import is_fitting
+from lightning_tricks.core.trainer import grad_scaler, is_fitting
 
 
 @final
@@ -55,7 +55,7 @@ class TerminateOnNonFinite(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if is_fitting(trainer):
             self._watch, self._window = FiniteWatch(), Window()
-            scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+            scaled = grad_scaler(trainer) is not None
             self._gradients = not scaled and not isinstance(trainer.strategy, DeepSpeedStrategy)
 
     @override

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, save, some, weights_in
+from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, save, weights_in
 from lightning_tricks.checkpoints.folders import averages_beside, stored_weights
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.checks import check_choice, some
 
 
 def export_weights(

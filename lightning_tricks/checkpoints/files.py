@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
-from lightning_tricks.core.checks import damage
+from lightning_tricks.core.checks import damage, some
 
 PathLike = str | os.PathLike[str]
 
@@ -99,13 +99,6 @@ def weights_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     ):
         return checkpoint
     raise ValueError(f"{path} is neither a Lightning checkpoint nor a plain state_dict: it has {some(checkpoint)}.")
-
-
-def some(names: Iterable[str], most: int = 5) -> str:
-    """The first names of a list that may be long."""
-    listed = list(names)
-    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + rest
 
 
 def identity(tensor: Tensor) -> Hashable:

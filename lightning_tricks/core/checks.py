@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 
@@ -70,6 +70,13 @@ def duration_steps(value: float, total_steps: int) -> float:
     (5, 12.5)
     """
     return value * total_steps if isinstance(value, float) else value
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first names of a list that may be long."""
+    listed = list(names)
+    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + rest
 
 
 def damage(path: str | os.PathLike[str]) -> str | None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from lightning_tricks.core.weights import local_part
 
 
 @torch.no_grad()
@@ -40,7 +41,6 @@ def names_of_nonfinite(named: Mapping[str, Tensor]) -> list[str]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = local_part(tensor)
     tensor = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_tricks.core.checks import some
 from lightning_tricks.core.finite import all_finite, names_of_nonfinite
+from lightning_tricks.core.trainer import grad_scaler
 
 
 def true_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
     """What the training step returned, of a loss that Lightning has divided and scaled for its backward pass."""
-    scaler, loss = getattr(trainer.precision_plugin, "scaler", None), loss.detach()
+    scaler, loss = grad_scaler(trainer), loss.detach()
     loss = loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
     return loss * trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else loss
 
@@ -57,7 +59,7 @@ class FiniteWatch:
             dist.all_gather_object(every, every[0])
         names = list(dict.fromkeys(name for each in every for name in each))
         loss = "the loss, of which every gradient is finite" if gradients else "the loss"
-        which = f"the gradients of {_some(names)}" if names else loss
+        which = f"the gradients of {some(names)}" if names else loss
         last = "none" if self._last is None or self._last.isnan() else f"{self._last.item():.6g}"
         return f"not finite: {which}; last finite loss: {last}"
 
@@ -66,8 +68,3 @@ def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     weights = (weight for group in groups for weight in group["params"])
     return [weight.grad for weight in weights if weight.grad is not None]
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.shards import FSDP2, LocalWeights
-from lightning_tricks.core.trainer import is_fitting
+from lightning_tricks.core.trainer import grad_scaler, is_fitting
 
 
 class GradientCallback(Callback):
@@ -70,7 +70,7 @@ def gradients_held(trainer: pl.Trainer, module: pl.LightningModule, trick: str) 
 
 def _require_unscaled(trainer: pl.Trainer, optimizer: Optimizer, trick: str) -> None:
     # torch has no public name for it either; Lightning refuses gradient_clip_val for the same reason
-    if getattr(trainer.precision_plugin, "scaler", None) and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if grad_scaler(trainer) and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise MisconfigurationException(
             f"{trick} needs unscaled gradients, got {type(optimizer).__name__}(fused=True) under"
             f" precision={trainer.precision!r}, which unscales them in its own step: leave fused=True out, or use"

@@ -31,12 +31,6 @@ from lightning_tricks.core.replay import generators_of
 from lightning_tricks.core.trial import step_arguments
 
 
-def train_batches(trainer: pl.Trainer) -> int | None:
-    """Training batches of one epoch on this rank; None if that cannot be known before they are read."""
-    batches = train_batches_of_sizes(trainer, (1,))
-    return None if batches is None else batches[1]
-
-
 def train_batches_of_sizes(trainer: pl.Trainer, multiples: Collection[int]) -> dict[int, int] | None:
     """Training batches of one epoch on this rank whose batches are that many times as large, for each multiple.
 

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_tricks.core.replay import random_state, set_random_state
 from lightning_tricks.core.saved import peers
-from lightning_tricks.core.step_guard import Buffers, local_part
-from lightning_tricks.core.trainer import uncount_steps
+from lightning_tricks.core.step_guard import Buffers
+from lightning_tricks.core.trainer import grad_scaler, uncount_steps
+from lightning_tricks.core.weights import local_part
 
 
 class Snapshot:
@@ -66,7 +67,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _scalers(trainer: pl.Trainer) -> list[Any]:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scaler = grad_scaler(trainer)
     return [] if scaler is None else [scaler]
 
 

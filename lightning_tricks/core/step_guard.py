@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS
 
-from lightning_tricks.core.trainer import has_comm_state, uncount_steps
+from lightning_tricks.core.trainer import grad_scaler, has_comm_state, uncount_steps
+from lightning_tricks.core.weights import local_part
 from lightning_tricks.core.wrapping import wrap_method
 
 
@@ -60,11 +60,6 @@ class Buffers:
         for buffer, copied in self._copies:
             if _writable(buffer):
                 local_part(buffer).copy_(copied)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _writable(tensor: Tensor) -> bool:
@@ -149,7 +144,7 @@ class StepGuard:
         except LeaveOutStep:
             self._left_out = True
             self._counted += 1
-            scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+            scaler = grad_scaler(self._trainer)
             if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
                 state = scaler.state_dict()
                 scaler.update()  # which it waits for once it has unscaled the gradients

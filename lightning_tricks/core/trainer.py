@@ -101,6 +101,11 @@ def steps_now(trainer: pl.Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def grad_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
+    """The GradScaler of fp16, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
 def uncount_steps(trainer: pl.Trainer, steps: int) -> None:
     """Take optimizer steps that were left out back from ``global_step``, which has no public setter."""
     loop = trainer.fit_loop.epoch_loop

@@ -10,6 +10,13 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, detached."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:

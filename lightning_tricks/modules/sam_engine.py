@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_tricks.core.recorder import Step, StepRecorder
 from lightning_tricks.core.replay import ModuleState, find_node, random_numbers_of, run_again, runs_again
 from lightning_tricks.core.shards import LocalWeights
+from lightning_tricks.core.trainer import grad_scaler
 from lightning_tricks.core.weights import copy_
 from lightning_tricks.modules.sam_rules import SAM
 
@@ -100,7 +101,7 @@ class SAMEngine(_Module):
         """The loss divided and scaled as Lightning does with that of the first run."""
         if self.automatic_optimization:
             loss = loss / self.trainer.accumulate_grad_batches
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scaler = grad_scaler(self.trainer)
         return loss if scaler is None else scaler.scale(loss)
 
     def _sam_unsynced(self) -> AbstractContextManager[None]:
