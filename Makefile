@@ -65,6 +65,6 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
 	@$(if $(findstring test,$(extras)),$(BIN)/python .ci/torchvision_cpu.py)
 	@touch $@
-$(VENV)/.demo: extras = demo
+$(VENV)/.demo: extras = demo,cli
 $(VENV)/.test: extras = test
 $(VENV)/.test-all: extras = test,ray
