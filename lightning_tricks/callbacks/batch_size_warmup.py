@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.loaders import ResizableBatches, require_batches, resizable, resize_batches
+from lightning_tricks.core.steps import EpochPlan
 from lightning_tricks.core.trainer import callbacks_of, is_fitting
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.scaling import scaled_lrs
-from lightning_tricks.schedules.steps import EpochPlan
 
 
 def doublings(start: int, end: int) -> list[int]:

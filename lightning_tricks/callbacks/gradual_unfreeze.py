@@ -18,11 +18,11 @@ from lightning_tricks.callbacks.stages import Stages, unfreeze_order
 from lightning_tricks.core.checks import check_choice, check_duration, check_range, compiled, examples
 from lightning_tricks.core.gradients import gradients_held
 from lightning_tricks.core.shards import LocalWeights
+from lightning_tricks.core.steps import steps_of
 from lightning_tricks.core.trainer import has_comm_state, is_fitting
 from lightning_tricks.core.weights import trainable
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.split_groups import split_groups
-from lightning_tricks.schedules.steps import steps_of
 
 
 @final

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range, duration_steps
+from lightning_tricks.core.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.schedules import curves
 from lightning_tricks.schedules.scheduler import CurveLR
-from lightning_tricks.schedules.steps import UnknownTotalSteps, optimizer_steps
 
 Schedule = dict[str, Any]
 Duration = int | float  # optimizer steps, or a fraction of training
