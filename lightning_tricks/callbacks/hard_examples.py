@@ -153,11 +153,6 @@ class HardExampleFilter(BatchCallback):
                 f'HardExampleFilter(mode="prune") runs training_step once more, which would step the optimizers, got'
                 f' {type(pl_module).__name__}.automatic_optimization=False: use mode="loss".'
             )
-        if self.mode == "loss" and getattr(getattr(pl_module, "sam", None), "micro_batch_size", None) is not None:
-            raise MisconfigurationException(
-                f'HardExampleFilter(mode="loss") compares the samples of a whole batch, got {pl_module.sam}: leave'
-                ' micro_batch_size out, or use mode="prune".'
-            )
 
     @override
     def _steps(self, trainer: pl.Trainer) -> tuple[float, float]:
