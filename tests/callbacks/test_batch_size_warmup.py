@@ -613,7 +613,7 @@ def test_wrong_values_are_refused(error, settings, message):
     ("message", "settings", "arguments"),
     [
         (
-            "GradientAccumulationScheduler, which decides on the same",
+            "GradientAccumulationScheduler: both decide",
             {"callbacks": [GradientAccumulationScheduler({0: 2})]},
             {},
         ),
