@@ -27,7 +27,7 @@ HEAVY = {"timm", "transformers", "deepspeed", "ray", "matplotlib", "rich", "skle
 ON_TOP = {"cli", "advisor"}  # may import anything, and are no tricks
 
 # What another kind may import besides itself and core: no other kind, with one exception. Callbacks stand on schedules,
-# since LRSchedule is the YAML form of the schedules and EMA(start=0.5) needs the number of steps.
+# since LRSchedule is the YAML form of the schedules.
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "schedules": set(),

@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from lightning_tricks.core.loaders import resizable, resize_batches, train_loader
 from lightning_tricks.core.ranks import extremes
+from lightning_tricks.core.steps import EpochPlan
 from lightning_tricks.core.trainer import callbacks_of, grad_scaler
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.modules.sam_setup import SAMCallback
-from lightning_tricks.schedules.steps import EpochPlan
 from lightning_tricks.schedules.undone_fit import UndoneFit
 
 _FITS, _FULL, _FAILED = range(3)  # what a rank tells the others

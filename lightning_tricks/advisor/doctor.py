@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_tricks.advisor.lints import RULES, SYNC_DIST, Finding, lint, lint_training
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_choice
 from lightning_tricks.core.trainer import is_fitting
 from lightning_tricks.core.wrapping import wrap_method
 
 
 @final
-class Doctor(Callback):
+class Doctor(Trick):
     """Warns when training starts of what is probably not meant, each with its remedy; changes nothing.
 
     - ``reused-modules``: one dropout or activation stands at several places
@@ -49,6 +49,7 @@ class Doctor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             self._say(lint(pl_module))  # which traces it: before it is sharded or compiled
 

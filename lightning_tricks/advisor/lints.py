@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from lightning_tricks.core.checks import some
+from lightning_tricks.core.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
-from lightning_tricks.schedules.steps import UnknownTotalSteps, optimizer_steps
 
 
 class Finding(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Literal, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.blocks import chosen_blocks
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.recompute import recompute
@@ -19,7 +19,7 @@ from lightning_tricks.core.wrapping import wrap_method
 
 
 @final
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(Trick):
     """Blocks keep only their inputs: activations inside are computed again in the backward pass, gradients are equal.
 
     For L blocks with activations of A bytes and inputs of I bytes, a step keeps ``L*I + A`` instead of ``L*A`` and runs

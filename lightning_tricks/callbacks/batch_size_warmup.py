@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_tricks.core.active import Row, Trick
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.loaders import ResizableBatches, require_batches, resizable, resize_batches
-from lightning_tricks.core.trainer import callbacks_of, is_fitting
+from lightning_tricks.core.steps import EpochPlan
+from lightning_tricks.core.trainer import is_fitting
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.scaling import scaled_lrs
-from lightning_tricks.schedules.steps import EpochPlan
 
 
 def doublings(start: int, end: int) -> list[int]:
@@ -45,7 +45,7 @@ def factor_at(epoch: int, factors: Sequence[int], growth: int) -> int:
 
 
 @final
-class BatchSizeWarmup(EpochPlan):
+class BatchSizeWarmup(EpochPlan, Trick):
     """Batch-size warm-up: an optimizer step's batch grows from ``start`` to ``end`` times the loader's.
 
     ``batch_e = factors[min(floor(e * n / E), n)] * loader's batch`` in epoch e, with ``factors`` the n+1 doublings
@@ -107,10 +107,12 @@ class BatchSizeWarmup(EpochPlan):
 
     def factor(self, trainer: pl.Trainer, epoch: int) -> int:
         """How many of the loader's batches make that of an optimizer step in an epoch."""
-        growth = self.over
-        if isinstance(growth, float):
-            growth = max(1, math.floor(growth * (trainer.max_epochs or 0) + 1e-9))  # 0.7 * 10 is less than 7
-        return factor_at(epoch, self._sequence, growth)
+        return factor_at(epoch, self._sequence, self._growth(trainer))
+
+    def _growth(self, trainer: pl.Trainer) -> int:
+        if isinstance(self.over, int):
+            return self.over
+        return max(1, math.floor(self.over * (trainer.max_epochs or 0) + 1e-9))  # 0.7 * 10 is less than 7
 
     @override
     def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
@@ -118,7 +120,12 @@ class BatchSizeWarmup(EpochPlan):
         return (factor, 1) if self.grow == "accumulate" else (trainer.accumulate_grad_batches, factor)
 
     @override
+    def row(self, trainer: pl.Trainer) -> Row:
+        return "BatchSizeWarmup", {"factors": self._sequence, "over": f"{self._growth(trainer)} epochs"}
+
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
         self._leave()
@@ -133,15 +140,11 @@ class BatchSizeWarmup(EpochPlan):
             self._undo.append(wrap_method(trainer.strategy, "optimizer_step", partial(self._step, trainer)))
 
     def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy, accumulation = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
+        strategy = type(trainer.strategy).__name__
         if not pl_module.automatic_optimization:
             found = f"{type(pl_module).__name__}.automatic_optimization=False: step every so many batches there"
         elif trainer.strategy.handles_gradient_accumulation:
             found = f"{strategy}, which fixes batch and accumulation when it starts: use another strategy"
-        elif callbacks_of(trainer, GradientAccumulationScheduler):
-            found = "GradientAccumulationScheduler, which decides on the same: leave that out"
-        elif self.grow == "accumulate" and accumulation != 1:
-            found = f"Trainer(accumulate_grad_batches={accumulation}): leave that out and multiply the factors by it"
         elif isinstance(self.over, float) and trainer.max_epochs == -1:
             found = f"over={self.over}, a fraction of max_epochs=-1: give over in epochs (an int)"
         elif self.grow == "loader" and trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]

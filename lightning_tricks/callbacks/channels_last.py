@@ -8,13 +8,13 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.wrapping import wrap_method
 
 
@@ -38,7 +38,7 @@ def to_channels_last(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
 
 
 @final
-class ChannelsLast(Callback):
+class ChannelsLast(Trick):
     """Runs 2-D convolutions in ``torch.channels_last``, which many kernels are faster in, in fit and evaluation.
 
     An image (N, C, H, W) gets the strides (HWC, 1, WC, C), as do the weights of convolutions. The input of every
@@ -64,6 +64,7 @@ class ChannelsLast(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self._leave()
         strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):

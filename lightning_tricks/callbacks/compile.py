@@ -10,12 +10,12 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.blocks import chosen_blocks
 from lightning_tricks.core.checks import check_bool, check_choice
 from lightning_tricks.core.replay import ModuleState, random_state, set_random_state, tensors_in
@@ -29,7 +29,7 @@ def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @final
-class Compile(Callback):
+class Compile(Trick):
     """Trains with compiled modules: ``torch.compile`` in place, back to eager where it fails.
 
     The forward of each module is compiled at its first call, from training start on, and of repeated blocks only once.

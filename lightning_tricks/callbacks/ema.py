@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_tricks.core.averages import Averages
 from lightning_tricks.core.averaging import AveragingCallback
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration, check_range
-from lightning_tricks.schedules.steps import steps_of
+from lightning_tricks.core.steps import steps_of
 
 Warmup = bool | Literal["power"]
 

@@ -8,25 +8,25 @@ from itertools import pairwise, takewhile
 from typing import Any, Literal, final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.callbacks.stages import Stages, unfreeze_order
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_choice, check_duration, check_range, compiled, examples
 from lightning_tricks.core.gradients import gradients_held
 from lightning_tricks.core.shards import LocalWeights
+from lightning_tricks.core.steps import steps_of
 from lightning_tricks.core.trainer import has_comm_state, is_fitting
 from lightning_tricks.core.weights import trainable
 from lightning_tricks.core.wrapping import wrap_method
 from lightning_tricks.schedules.split_groups import split_groups
-from lightning_tricks.schedules.steps import steps_of
 
 
 @final
-class GradualUnfreeze(Callback):
+class GradualUnfreeze(Trick):
     r"""Gradual unfreezing: the head trains from the start, the parts below it join one by one, down to the stem.
 
     The k-th group, k = 1, 2, ..., gets gradients from ``at[k-1]`` on; its learning rate is that of your optimizer times
@@ -95,6 +95,7 @@ class GradualUnfreeze(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
         self._leave()

@@ -17,10 +17,10 @@ from lightning_tricks.core.plan import Choose
 from lightning_tricks.core.ranks import extremes
 from lightning_tricks.core.replay import run_number, runs_again
 from lightning_tricks.core.scoring import losses_of_samples, shrunk
+from lightning_tricks.core.steps import steps_between
 from lightning_tricks.core.structure import Names, narrowed
 from lightning_tricks.core.tap import Work
 from lightning_tricks.core.trainer import is_fitting, log_now_and_then
-from lightning_tricks.schedules.steps import steps_between
 
 
 def ohem_loss(losses: Tensor, keep: float) -> Tensor:
@@ -152,11 +152,6 @@ class HardExampleFilter(BatchCallback):
             raise MisconfigurationException(
                 f'HardExampleFilter(mode="prune") runs training_step once more, which would step the optimizers, got'
                 f' {type(pl_module).__name__}.automatic_optimization=False: use mode="loss".'
-            )
-        if self.mode == "loss" and getattr(getattr(pl_module, "sam", None), "micro_batch_size", None) is not None:
-            raise MisconfigurationException(
-                f'HardExampleFilter(mode="loss") compares the samples of a whole batch, got {pl_module.sam}: leave'
-                ' micro_batch_size out, or use mode="prune".'
             )
 
     @override

@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
 from lightning_tricks.core.structure import Names, get
 from lightning_tricks.core.tap import Work
-from lightning_tricks.core.trainer import is_fitting
 
 
 @final
@@ -73,14 +72,6 @@ class HiddenMixup(MixingCallback):
         self._work: Work | None = None
         self._called = False
         self._hook: RemovableHandle | None = None
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if is_fitting(trainer) and getattr(getattr(pl_module, "sam", None), "micro_batch_size", None) is not None:
-            raise MisconfigurationException(
-                f"HiddenMixup mixes the samples of a whole batch, got {pl_module.sam}: leave micro_batch_size out."
-            )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,14 +6,14 @@ import inspect
 from typing import Any, final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_choice, check_count
-from lightning_tricks.core.trainer import callbacks_of, is_fitting
+from lightning_tricks.core.trainer import is_fitting
 from lightning_tricks.schedules import (
     CurveLR,
     constant,
@@ -39,7 +39,7 @@ _CURVES = {
 
 
 @final
-class LRSchedule(Callback):
+class LRSchedule(Trick):
     """Learning-rate schedule for a module that returns none: ``lr = base * f(t)`` after t optimizer steps.
 
     ``base`` is as in CurveLR; the same curves, arguments and defaults as the factories of the same name. Lightning
@@ -88,6 +88,7 @@ class LRSchedule(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -107,17 +108,6 @@ class LRSchedule(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # after configure_optimizers and before the checkpoint's schedules are restored
-        if len(mine := callbacks_of(trainer, LRSchedule)) > 1:
-            raise MisconfigurationException(
-                f"The Trainer must have one LRSchedule, got {len(mine)} callbacks, of"
-                f" {', '.join(repr(each.curve) for each in mine)}, which would all set the learning rate: leave one."
-            )
-        if trainer.lr_scheduler_configs:
-            raise MisconfigurationException(
-                f"LRSchedule(curve={self.curve!r}) and the schedule that {type(pl_module).__name__}"
-                f".configure_optimizers returned ({type(trainer.lr_scheduler_configs[0].scheduler).__name__}) both set"
-                " the learning rate. Leave one of them out."
-            )
         (optimizer,) = trainer.optimizers
         schedule: dict[str, Any] = _CURVES[self.curve](
             optimizer, pl_module, total_steps=self.total_steps, **self.settings

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_tricks.core.batches import BatchCallback
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.steps import steps_between
 from lightning_tricks.core.structure import Path, described, get
 from lightning_tricks.core.tap import Work
-from lightning_tricks.schedules.steps import steps_between
 
 
 @dataclass(frozen=True)

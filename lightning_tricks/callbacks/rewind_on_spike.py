@@ -12,12 +12,12 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.finite_watch import FiniteWatch, true_loss
 from lightning_tricks.core.snapshot import Snapshot
@@ -43,7 +43,7 @@ def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
 
 
 @final
-class RewindOnSpike(Callback):
+class RewindOnSpike(Trick):
     """Goes back to the last snapshot when ``loss > mean + threshold * std`` of the last steps, or is not finite.
 
     The loss of an optimizer step is the mean over its accumulated batches and all ranks. It is judged before the
@@ -112,6 +112,7 @@ class RewindOnSpike(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
         self.rewinds, self._slow_until = 0, 0

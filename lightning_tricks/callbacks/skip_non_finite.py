@@ -6,11 +6,11 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window, begins_window, require_steps
@@ -18,7 +18,7 @@ from lightning_tricks.core.trainer import grad_scaler, is_fitting, log_now_and_t
 
 
 @final
-class SkipNonFinite(Callback):
+class SkipNonFinite(Trick):
     """Leaves out the optimizer step of a window in which a loss or a gradient is infinite or undefined.
 
     All ranks decide together, by one all-reduced number. The accumulated window is dropped as a whole, and everything
@@ -60,6 +60,7 @@ class SkipNonFinite(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             require_steps(trainer, "SkipNonFinite")
             self.skipped_steps, self._in_a_row = 0, {}

@@ -11,7 +11,7 @@ from lightning_tricks.core.averages import Averages
 from lightning_tricks.core.averaging import AveragingCallback
 from lightning_tricks.core.batchnorm import recalibrate, require_recalibration
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration
-from lightning_tricks.schedules.steps import steps_of
+from lightning_tricks.core.steps import steps_of
 
 
 @final

@@ -9,20 +9,20 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.step_guard import Window
 from lightning_tricks.core.trainer import grad_scaler, is_fitting
 
 
 @final
-class TerminateOnNonFinite(Callback):
+class TerminateOnNonFinite(Trick):
     """Stops at the first infinite or undefined loss or gradient, with a checkpoint of the state before it.
 
     The weights, the optimizer and the buffers are those before the window of the bad batch. A new folder
@@ -53,6 +53,7 @@ class TerminateOnNonFinite(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             self._watch, self._window = FiniteWatch(), Window()
             scaled = grad_scaler(trainer) is not None

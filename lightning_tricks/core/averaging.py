@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.averages import Averages, Which
@@ -64,10 +63,10 @@ class AveragingCallback(SavedAverages):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
         weights = weights_held(trainer, pl_module, type(self).__name__)
-        _require_one_shown(trainer)
         callbacks = peers(trainer)
         if all(each._trainer is not trainer for each in callbacks):
             wrap_method(trainer, "save_checkpoint", partial(save, trainer))
@@ -189,13 +188,3 @@ class AveragingCallback(SavedAverages):
     def _track(self) -> None:
         buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
         self._running.track({**self._running.weights.trainable(), **buffers})
-
-
-def _require_one_shown(trainer: pl.Trainer) -> None:
-    for argument in ("validate", "at_end"):
-        shown = [each.state_key for each in peers(trainer) if getattr(each, argument) != "raw"]
-        if len(shown) > 1:
-            raise MisconfigurationException(
-                f'Only one average can have {argument} other than "raw", got {", ".join(shown)}. Set it to "raw" on all'
-                " but one; averaged() and averaged_state_dict() of each give its weights."
-            )

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_duration
 from lightning_tricks.core.structure import INPUTS, TARGETS, Names, Path, check_names, described, get, locate
 from lightning_tricks.core.tap import Tap, Work
 from lightning_tricks.core.trainer import callbacks_of, is_fitting
 
 
-class BatchCallback(Callback):
+class BatchCallback(Trick):
     """Changes training batches behind their transfer to the device; a subclass says how.
 
     Callbacks with a ``prob`` are alternatives: at most one of them changes a batch, after all those without, which go
@@ -87,6 +87,7 @@ class BatchCallback(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:

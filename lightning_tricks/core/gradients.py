@@ -5,18 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.shards import FSDP2, LocalWeights
 from lightning_tricks.core.trainer import grad_scaler, is_fitting
 
 
-class GradientCallback(Callback):
+class GradientCallback(Trick):
     """Changes gradients that are accumulated, summed over the ranks and free of the GradScaler's factor.
 
     Lightning calls the hook once an optimizer step, in manual optimization too, and clips by itself afterwards.
@@ -27,6 +27,7 @@ class GradientCallback(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             self._weights = gradients_held(trainer, pl_module, type(self).__name__)
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from typing_extensions import override
 
+from lightning_tricks.core.active import Trick
 from lightning_tricks.core.averages import Averages, Which
 from lightning_tricks.core.history import History
 from lightning_tricks.core.ranks import agree_on_buffers
@@ -30,7 +31,7 @@ RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights
 _FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # what Lightning appends to the name of a metric
 
 
-class SavedAverages(Callback, ABC):
+class SavedAverages(Trick, ABC):
     """Every checkpoint holds the weights that are validated, and what is needed to go on exactly as if not saved."""
 
     validate: str

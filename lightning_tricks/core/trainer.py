@@ -181,6 +181,11 @@ def has_static_graph(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
 
 
+def detects_anomaly(trainer: pl.Trainer) -> bool:
+    """Whether the backward pass raises at a NaN, ``Trainer(detect_anomaly=True)``; a Trainer keeps it to itself."""
+    return trainer._detect_anomaly
+
+
 def keep_samplers(trainer: pl.Trainer) -> None:
     """Leave the loaders their own samplers, as ``Trainer(use_distributed_sampler=False)``.
 

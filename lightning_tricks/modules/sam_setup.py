@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.active import Row, Trick
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.recorder import StepRecorder
+from lightning_tricks.core.settings import settings
 from lightning_tricks.core.trainer import (
-    has_static_graph,
     is_fitting,
     log_now_and_then,
     require_whole_weights,
@@ -40,7 +40,7 @@ class SharpModule(Protocol):
     _sam_norm: Tensor | None
 
 
-class SAMCallback(Callback):
+class SAMCallback(Trick):
     """Checks the Trainer, and records its training steps for the module."""
 
     def __init__(self) -> None:
@@ -50,6 +50,7 @@ class SAMCallback(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer) or not hasattr(pl_module, "_sam_recorder"):
             return
         _check(trainer, pl_module)
@@ -60,6 +61,11 @@ class SAMCallback(Callback):
             self._recorder.start(trainer, pl_module, partial(_perturbs, trainer, pl_module.sam), gradients=whole)
             self._undo.callback(self._recorder.stop)
         self._undo.callback(wrap_method(trainer, "save_checkpoint", partial(_save, pl_module)))
+
+    @override
+    def row(self, trainer: pl.Trainer) -> Row | None:
+        module: Any = trainer.lightning_module
+        return ("SAM", settings(module.sam)) if hasattr(module, "_sam_recorder") else None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -170,8 +176,4 @@ def _check(trainer: pl.Trainer, pl_module: Any) -> None:
             "Under ModelParallelStrategy SAM has one perturbation for the batches of all devices and works inside"
             f" automatic optimization, got automatic_optimization={pl_module.automatic_optimization} and {sam}: leave"
             " out micro_batch_size, or use another strategy."
-        )
-    if has_static_graph(trainer):
-        raise MisconfigurationException(
-            "DDP's static_graph=True allows no second run of a step: leave static_graph out."
         )

@@ -9,10 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from lightning_tricks.core.active import begin
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range, duration_steps
+from lightning_tricks.core.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.schedules import curves
 from lightning_tricks.schedules.scheduler import CurveLR
-from lightning_tricks.schedules.steps import UnknownTotalSteps, optimizer_steps
 
 Schedule = dict[str, Any]
 Duration = int | float  # optimizer steps, or a fraction of training
@@ -89,6 +90,7 @@ def build(
             curves.one_cycle_momentum, total_steps=total, warmup=plain["warmup"], low=float(low), high=float(high)
         )
     bound = partial(curve, total_steps=None if unknown else total, **plain)
+    announce(module)
     return wrapped(CurveLR(optimizer, bound, momentum=cycled))
 
 
@@ -110,6 +112,12 @@ def count_steps(module: pl.LightningModule | None) -> int:
     # a Trainer that fits a second time goes on counting, but this schedule starts anew; a resumed one is restored
     taken = 0 if trainer.ckpt_path else trainer.global_step
     return max(1, optimizer_steps(trainer) - taken)
+
+
+def announce(module: pl.LightningModule | None) -> None:
+    """Let the fit that a module is in know of a schedule."""
+    if (trainer := trainer_of(module)) is not None:
+        begin(trainer)
 
 
 def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:

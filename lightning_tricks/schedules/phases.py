@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import check_duration, check_range
+from lightning_tricks.core.steps import UnknownTotalSteps
 from lightning_tricks.schedules import curves
 from lightning_tricks.schedules.build import Duration, Schedule, build, whole_steps, wrapped
 from lightning_tricks.schedules.scheduler import CurveLR, base_lr
-from lightning_tricks.schedules.steps import UnknownTotalSteps
 
 
 def flat_cos(

@@ -12,7 +12,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
-from lightning_tricks.schedules.build import Duration, Schedule, check_arguments, count_steps, trainer_of, whole_steps
+from lightning_tricks.schedules.build import (
+    Duration,
+    Schedule,
+    announce,
+    check_arguments,
+    count_steps,
+    trainer_of,
+    whole_steps,
+)
 from lightning_tricks.schedules.scheduler import base_lr, set_lr
 
 _SETTINGS = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps", "warmup", "floor")
@@ -46,6 +54,14 @@ class PlateauLR(ReduceLROnPlateau):
         self._begun = False
         self._set_lrs()
         self._follow_the_optimizer()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a table of schedules says."""
+        return {"curve": "reduce_on_plateau", "factor": self.factor, "patience": self.patience} | {
+            "warmup": self.warmup,
+            "floor": self.floor,
+        }
 
     @override
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
@@ -150,6 +166,7 @@ def reduce_on_plateau(
     check_range("threshold", threshold, 0.0)
     check_range("floor", floor, 0.0, 1.0)
     check_duration("warmup", warmup)
+    announce(module)
     steps = whole_steps(warmup, count_steps(module)) if isinstance(warmup, float) and warmup else float(warmup)
     scheduler = PlateauLR(
         optimizer,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.schedules.steps import UnknownTotalSteps
+from lightning_tricks.core.steps import UnknownTotalSteps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
+from lightning_tricks.core.steps import EpochPlan
 from lightning_tricks.core.trainer import callbacks_of
 from lightning_tricks.schedules.scheduler import set_lr
-from lightning_tricks.schedules.steps import EpochPlan
 
 
 def scale_lr(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "linear", warmup: float = 0) -> float:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from lightning_tricks.core.active import begin
 from lightning_tricks.core.checks import check_choice
 from lightning_tricks.core.trainer import requested_precision, saves_folder
 
@@ -77,6 +78,12 @@ class PresetStrategy(Strategy):
                 f" strategy={self.strategy_name!r}. Make the module anew, and load its weights from a checkpoint."
             )
         super().connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.lightning_module is not None:
+            begin(self.lightning_module.trainer)
 
     @property
     @override

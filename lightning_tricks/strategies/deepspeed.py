@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.active import begin
 from lightning_tricks.core.trainer import is_fitting, steps_now
 from lightning_tricks.core.zero import load_whole
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
@@ -160,6 +161,7 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
 
             # gloo reduces as well; this faster way within a host takes a minute of compilation
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            begin(self.lightning_module.trainer)
             super(DeepSpeedStrategy, self).setup_environment()  # leaves out Lightning's check for CUDA
         else:
             super().setup_environment()

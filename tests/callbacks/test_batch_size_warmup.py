@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import lightning_tricks as lt
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup, doublings, factor_at
 from lightning_tricks.schedules import optimizer_steps
+from tests.core.test_steps import SizedStream
 from tests.nets import (
     Net,
     NormNet,
@@ -38,7 +39,6 @@ from tests.nets import (
 )
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep, Tiny, ones
-from tests.schedules.test_steps import SizedStream
 
 GROW = ("accumulate", "loader")
 
@@ -613,7 +613,7 @@ def test_wrong_values_are_refused(error, settings, message):
     ("message", "settings", "arguments"),
     [
         (
-            "GradientAccumulationScheduler, which decides on the same",
+            "GradientAccumulationScheduler: both decide",
             {"callbacks": [GradientAccumulationScheduler({0: 2})]},
             {},
         ),

@@ -203,7 +203,7 @@ EXEMPT: dict[str, str] = {
     "SAM": "the settings of SAMMixin",
     "Sharpness": "what sharpness gives",
     "sharpness": "measures and changes nothing; tests/modules/test_sharpness.py",
-    "UnknownTotalSteps": "an error; tests/schedules/test_steps.py",
+    "UnknownTotalSteps": "an error; tests/core/test_steps.py",
     "adamw": "an optimizer; tests/strategies/test_optimizers.py",
     "adaptive_clip_": "a pure function; tests/callbacks/test_adaptive_clip.py",
     "add_stochastic_depth": "changes a network before training; tests/modules/test_stochastic_depth.py",
@@ -243,7 +243,7 @@ EXEMPT: dict[str, str] = {
     "ohem_loss": "a pure function; tests/callbacks/test_hard_examples.py",
     "scale_ema_decay": "a formula; tests/callbacks/test_ema.py",
     "speed_preset": "arguments of the Trainer; tests/callbacks/test_speed.py",
-    "optimizer_steps": "counts and changes nothing; tests/schedules/test_steps.py has its regimes",
+    "optimizer_steps": "counts and changes nothing; tests/core/test_steps.py has its regimes",
     "preset": "a strategy, so itself a regime; tests/strategies/test_presets.py",
     "presets": "a list",
 }

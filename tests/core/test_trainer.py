@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_tricks as lt
 from lightning_tricks.core.trainer import (
     callbacks_of,
+    detects_anomaly,
     has_comm_state,
     has_static_graph,
     is_fitting,
@@ -114,6 +115,11 @@ def test_outside_of_a_trainers_construction_no_precision_is_requested() -> None:
 )
 def test_lightning_keeps_ddps_arguments(strategy: Any, static: bool) -> None:
     assert has_static_graph(trainer(strategy=strategy)) is static, "DDPStrategy._ddp_kwargs is not torch's arguments"
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_lightning_keeps_whether_anomalies_are_detected(on: bool) -> None:
+    assert detects_anomaly(trainer(detect_anomaly=on)) is on, "Trainer._detect_anomaly is not Trainer(detect_anomaly=)"
 
 
 def test_lightning_reads_whether_to_replace_samplers_off_its_connector() -> None:

@@ -418,7 +418,7 @@ def refused(strategy: Callable[..., Strategy], arguments: dict[str, Any]) -> str
 @pytest.mark.parametrize(
     ("strategy", "arguments", "message"),
     [
-        (DDPStrategy, {"static_graph": True}, "leave static_graph out"),
+        (DDPStrategy, {"static_graph": True}, "Leave static_graph out"),
         (cpu_deepspeed, {"stage": 2}, "got CPUDeepSpeedStrategy"),
     ],
 )

@@ -21,8 +21,8 @@ from torch.utils.data import (
     random_split,
 )
 
+from lightning_tricks.core.steps import EpochPlan
 from lightning_tricks.schedules import UnknownTotalSteps, flat_cos, optimizer_steps
-from lightning_tricks.schedules.steps import EpochPlan
 from tests.nets import Net, assert_equal, build, data, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep, Tiny, ones

@@ -20,7 +20,7 @@ class UnknownTotalSteps(ValueError):
     Example:
         >>> raise UnknownTotalSteps("the training loader has no length")
         Traceback (most recent call last):
-        lightning_tricks.schedules.steps.UnknownTotalSteps: the training loader has no length; pass total_steps=...
+        lightning_tricks.core.steps.UnknownTotalSteps: the training loader has no length; pass total_steps=...
     """
 
     def __init__(self, reason: str) -> None:

@@ -1,0 +1,26 @@
+"""Tables in text, with rich and without."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lightning_tricks.core.table import plain_table, table
+
+ROWS = [["EMA", "decay 0.999, start 9 of 12"], ["SAM", "rho 0.3 [bold]"]]
+
+
+def test_rich_draws_it_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "30")
+    text = table(("trick", "settings"), ROWS)
+    assert "\x1b[3" not in text
+    assert "[bold]" in text  # no markup
+    assert all(len(line) <= 30 for line in text.splitlines())
+
+
+def test_without_rich_it_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert table(("trick", "settings"), ROWS) == plain_table(("trick", "settings"), ROWS, 40)
