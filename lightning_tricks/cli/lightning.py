@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from argparse import ArgumentError
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -41,6 +42,13 @@ class Reader(LightningCLI):
         except ArgumentError as error:
             raise ArgumentError(None, _reason(str(error))) from error
 
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # of a class, in jsonargparse's paragraphs
+            raise ValueError(_reason(str(error))) from error
+
 
 class Prepared(Reader):
     """Everything is built; ``run`` fits, validates, tests or predicts."""
@@ -50,6 +58,12 @@ class Prepared(Reader):
         self.arguments = kwargs
 
     validate = test = predict = fit
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        path = self.config[str(self.subcommand)].get("ckpt_path") or ""
+        if path.endswith(".ckpt") and "://" not in path and not Path(path).exists():
+            raise FileNotFoundError(f"There is no checkpoint {path}.")
 
     def run(self) -> None:
         """Call the Trainer's method."""
@@ -61,5 +75,10 @@ def _reason(message: str) -> str:
     errors = re.search(r"Errors:\n(.*?)(?=\n *(Subclass types expect|Given value)|\Z)", message, re.DOTALL)
     if errors is None:
         return message
-    said = [line.lstrip(" -") for line in errors[1].splitlines() if "<class 'NoneType'>" not in line]
-    return "\n".join([message.splitlines()[0], *said])
+    first, _, _ = message.partition("\n")
+    said = [line.strip(" -") for line in errors[1].splitlines()]
+    tried = ("Expected a <class 'NoneType'>", "Not a valid subclass")
+    said = [line for line in dict.fromkeys(said) if not line.startswith(tried)]
+    value = re.search(r"^ *Given value: (.{1,60})$", message, re.MULTILINE)
+    given = f", got {value[1]}" if value and re.fullmatch(r"Expected a <class '\w+'>", said[-1]) else ""
+    return " ".join([*([first] if first.endswith(":") else []), *said]) + given
