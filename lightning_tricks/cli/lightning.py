@@ -9,7 +9,8 @@ from argparse import ArgumentError
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 
@@ -50,8 +51,18 @@ class Reader(LightningCLI):
             raise ValueError(_reason(str(error))) from error
 
 
+class _SaveBesideLogs(SaveConfigCallback):
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.logger is not None:  # else it is written to the current folder, where config.yaml may be the user's
+            super().setup(trainer, pl_module, stage)
+
+
 class Prepared(Reader):
     """Everything is built; ``run`` fits, validates, tests or predicts."""
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(args=args, save_config_callback=_SaveBesideLogs)
 
     def fit(self, **kwargs: Any) -> None:
         """Keep what the Trainer's method takes: LightningCLI calls this in its place."""

@@ -15,4 +15,4 @@ def progress(items: Iterable[Any] | None, what: str, total: int | None = None) -
     >>> list(progress([1, 2], "counting"))
     [1, 2]
     """
-    return tqdm(items, what, total, leave=False, disable=True if rank_zero_only.rank else None)
+    return tqdm(items, what, total, leave=False, disable=True if getattr(rank_zero_only, "rank", 0) else None)
