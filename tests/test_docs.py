@@ -36,6 +36,7 @@ def test_links_inside_the_repository_resolve(page: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # of dcp.save, which makes the sharded checkpoint
 def test_the_commands_run(tmp_path: Path) -> None:
     """In one folder with what they name; each is a process, as for a user."""
     text = (DOCS / "cli.md").read_text()
