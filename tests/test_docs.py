@@ -43,7 +43,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     commands = re.findall(r"^(lightning-tricks .*)$", text, re.MULTILINE)
     assert {command.split()[1] for command in commands} == set(parser_choices())
     (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
-    (tmp_path / "ema.yaml").write_text(re.findall(r"```yaml\n(.*?)```", text, re.S)[0])
+    (tmp_path / "guard.yaml").write_text(re.findall(r"```yaml\n(.*?)```", text, re.S)[0])
     for name in "ab":
         torch.save({"network.weight": torch.ones(2)}, tmp_path / f"{name}.ckpt")
     dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "sharded.ckpt", no_dist=True)
