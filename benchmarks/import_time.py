@@ -1,4 +1,4 @@
-"""What ``import lightning_tricks`` costs on top of ``import lightning.pytorch``, in fresh interpreters.
+"""What ``import lightning_tricks`` costs on top of ``import lightning.pytorch``, and ``--help``, in fresh interpreters.
 
 Run ``python benchmarks/import_time.py``; it prints the figures and writes ``benchmarks/results/import_time.json``.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import median
 
 from machine import machine
+
+from lightning_tricks_cli.main import parser
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "import_time.json"
@@ -54,11 +58,26 @@ def measure(repeats: int) -> dict[str, object]:
     }
 
 
+def measure_help(repeats: int) -> dict[str, float]:
+    """Seconds from start to end of the slowest ``--help`` of each command."""
+    command = [sys.executable, "-m", "lightning_tricks_cli.main"]
+    slowest = {}
+    for name in re.findall(r"^    ([a-z-]+)(?: |$)", parser().format_help(), re.MULTILINE):
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            subprocess.run([*command, name, "--help"], cwd=ROOT, capture_output=True, check=True)
+            seconds.append(time.perf_counter() - start)
+        slowest[name] = round(max(seconds), 3)
+    return slowest
+
+
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    result = {"machine": machine(), "result": measure(parser.parse_args().repeats)}
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--repeats", type=int, default=7)
+    repeats = arguments.parse_args().repeats
+    result = {"machine": machine(), "result": measure(repeats), "slowest_help_s": measure_help(repeats)}
     text = json.dumps(result, indent=2)
     print(text)
     RESULT.parent.mkdir(exist_ok=True)

@@ -145,6 +145,17 @@ def test_only_lightning_pytorch_is_imported(file: str) -> None:
     assert "pytorch_lightning" not in top_levels(file), "its classes are not those of lightning.pytorch"
 
 
+COMMAND = ROOT / "lightning_tricks_cli"
+PARSERS = sorted(str(path.relative_to(COMMAND)) for path in COMMAND.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", PARSERS)
+def test_a_parser_needs_the_standard_library_only(file: str) -> None:
+    found = _imports(ast.parse((COMMAND / file).read_text()), True)
+    loaded = {each.module.split(".")[0] for each in found if each.at_module_level}
+    assert loaded <= {*sys.stdlib_module_names, COMMAND.name}, "a command's run imports what it needs"
+
+
 # -- nothing forgotten ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_tricks.cli.main import main
+from lightning_tricks_cli.commands import presets
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,8 @@ def test_a_wrong_value_is_one_line_on_stderr_and_exit_code_1(
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="seeds"):
         main(["--debug", "demo", "--seeds", "0", "--output", str(tmp_path)])
+    with pytest.raises(ValueError, match="seeds"):
+        main(["demo", "--seeds", "0", "--debug", "--output", str(tmp_path)])
 
 
 @pytest.mark.parametrize("module", ["rich.console", "matplotlib", "sklearn.datasets"])
@@ -118,7 +124,7 @@ def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(
         (["average", "a.ckpt"], "the following arguments are required: -o/--output"),
         (["average", "-o", "c.ckpt"], "the following arguments are required: CKPT"),
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "half"], "invalid float value: 'half'"),
-        (["export", "a.ckpt", "b.ckpt", "-o", "c.pt"], "unrecognized arguments: b.ckpt"),
+        (["export", "a.ckpt", "b.ckpt", "-o", "c.pt"], "export has no argument b.ckpt"),
         (["export", "a.ckpt", "-o", "c.pt", "--which", "ema"], "invalid choice: 'ema'"),
         (["find-lr"], "the following arguments are required: -c/--config"),
         (["find-lr", "-c", "a.yaml", "--method", "peak"], "invalid choice: 'peak'"),
@@ -132,14 +138,70 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["demo", "average", "export", "consolidate", "find-lr", "presets", "doctor", "memory", "suggest"],
+COMMANDS = (
+    *("fit", "validate", "test", "predict", "find-lr", "demo"),
+    *("tricks", "presets", "plot-schedule", "memory", "suggest", "doctor"),
+    *("average", "export", "consolidate"),
 )
-def test_every_command_helps_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_helps_with_an_example_on_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    assert f"example: lightning-tricks {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.search(rf"^(examples?: |  )lightning-tricks {command}", shown, re.MULTILINE)
+    assert "--debug" in shown
+
+
+def test_the_help_has_every_command_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    words = re.findall(r"^ {3,4}(\S+)", capsys.readouterr().out.partition("commands:")[2], re.MULTILINE)
+    assert words == ["training", *COMMANDS[:6], "looking", *COMMANDS[6:12], "files", *COMMANDS[12:]]
+
+
+HELP = """
+import json, sys
+from lightning_tricks_cli.main import main
+for command in sys.argv[1:]:
+    try:
+        main([command, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+
+def test_help_imports_neither_torch_nor_lightning() -> None:
+    shown = subprocess.run([sys.executable, "-c", HELP, *COMMANDS], capture_output=True, text=True, check=True)
+    assert not {"torch", "lightning", "lightning_tricks", "rich"} & set(json.loads(shown.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_the_completion_names_every_command(shell: str) -> None:
+    command = [sys.executable, "-m", "shtab", "--shell", shell, "-u", "lightning_tricks_cli.main.parser"]
+    script = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert all(re.search(rf"['\" ]{name}['\":]", script) for name in COMMANDS)
+    assert "--milestones" in script
+
+
+def test_ctrl_c_exits_with_130_and_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(options: argparse.Namespace) -> None:
+        raise error
+
+    monkeypatch.setattr(presets, "run", fails)
+    error: BaseException = KeyboardInterrupt()
+    assert main(["presets"]) == 130
+    error = ZeroDivisionError("a bug")
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main(["presets"])
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m lightning_tricks_cli.main tricks --json | head -1"
+    shown = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert (shown.stdout, shown.stderr) == ("[\n", "")
 
 
 def test_the_command_is_installed_and_helps() -> None:

@@ -21,7 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Do it."""
-    from lightning_tricks.cli.table import print_table
+    from lightning_tricks.core.table import table
     from lightning_tricks.strategies import presets
 
     rows = presets()
@@ -29,4 +29,4 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=1))
         return
     columns = ("name", "precision", "strategy", "when")
-    print_table(columns, [[row[column] for column in columns] for row in rows])
+    print(table(columns, [[row[column] for column in columns] for row in rows]))

@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> None:
     """Do it."""
     from lightning_tricks.advisor.environment import environment_report
-    from lightning_tricks.cli.table import print_table
+    from lightning_tricks.core.table import table
 
     findings = _findings(options.config) if options.config else []
     report = environment_report()
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     for name, value in _machine(report.environment):
         print(f"{name:<12}{value}")
     rows = [[preset.name, preset.status, "; ".join(preset.reasons)] for preset in report.presets]
-    print_table(("preset", "here", "because"), rows)
+    print(table(("preset", "here", "because"), rows))
     for remedy in dict.fromkeys(remedy for preset in report.presets for remedy in preset.remedies):
         names = [preset.name for preset in report.presets if remedy in preset.remedies]
         print(f"{remedy}\n    for {', '.join(names)}")

@@ -1,0 +1,187 @@
+"""fit, validate, test and predict: LightningCLI's own arguments, short names, overlays, two processes, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_tricks.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "configs" / "digits_schedule.yaml"
+TRAINER = {
+    **{"max_epochs": 1, "accelerator": "cpu", "devices": 1, "limit_train_batches": 2, "limit_val_batches": 1},
+    **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+    "log_every_n_steps": 1,
+}
+HERE = """
+import json, os
+from pathlib import Path
+from lightning_tricks.cli.digits import Digits, DigitsData
+
+class Net(Digits):
+    def on_train_end(self):
+        told = {"world": self.trainer.world_size, "callbacks": [type(each).__name__ for each in self.trainer.callbacks]}
+        told |= {"strategy": self.trainer.strategy.strategy_name, "epochs": self.trainer.current_epoch}
+        told |= {"precision": self.trainer.precision, "process": os.getpid()}
+        Path(f"told-{self.global_rank}.json").write_text(json.dumps(told))
+
+    def test_step(self, batch, batch_idx):
+        self.log("tested", 1.0)
+
+    def predict_step(self, batch, batch_idx):
+        Path("predicted").touch()
+        return batch[1]
+
+class Broken(Net):
+    def on_train_start(self):
+        raise ValueError("a bug of mine")
+
+class Interrupted(Net):
+    def on_train_start(self):
+        os.kill(os.getpid(), 2)
+
+class Data(DigitsData):
+    def test_dataloader(self):
+        return self.val_dataloader()
+
+    predict_dataloader = test_dataloader
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: a module, its configuration, two overlays that add callbacks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "here_net", raising=False)
+    handler = signal.getsignal(signal.SIGINT)
+    Path("here_net.py").write_text(HERE)
+    schedule = [{"class_path": "LRSchedule", "init_args": {"curve": "cosine"}}]
+    write(
+        "base.yaml",
+        seed_everything=0,
+        trainer={**TRAINER, "callbacks": schedule},
+        model="here_net.Net",
+        data="here_net.Data",
+    )
+    write("ema.yaml", trainer={"callbacks+": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]})
+    write("guard.yaml", trainer={"callbacks+": ["SkipNonFinite"]})
+    yield tmp_path
+    signal.signal(signal.SIGINT, handler)
+
+
+def write(name: str, **config: Any) -> str:
+    Path(name).write_text(yaml.safe_dump(config))
+    return name
+
+
+def told(rank: int = 0) -> dict[str, Any]:
+    return json.loads(Path(f"told-{rank}.json").read_text())
+
+
+def test_arguments_win_over_the_files_and_short_names_work() -> None:
+    assert main(["fit", "-c", "base.yaml", "--trainer.max_epochs=2", "--trainer.strategy", "single_bf16"]) == 0
+    assert (told()["epochs"], told()["precision"]) == (2, "bf16-mixed")
+
+
+def test_overlays_add_callbacks_to_those_before_them() -> None:
+    overlays = ["-c", "ema.yaml", "-c", "guard.yaml"]
+    assert main(["fit", "-c", "base.yaml", *overlays]) == 0
+    assert {"LRSchedule", "EMA", "SkipNonFinite"} <= set(told()["callbacks"])
+
+
+def test_an_overlay_is_enough_for_a_base_without_callbacks() -> None:
+    plain = yaml.safe_load(Path("base.yaml").read_text())
+    del plain["trainer"]["callbacks"]
+    assert main(["fit", "-c", write("plain.yaml", **plain), "-c", "ema.yaml"]) == 0
+    assert "EMA" in told()["callbacks"]
+
+
+def test_the_configuration_is_printed_and_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "-c", "base.yaml", "-c", "ema.yaml", "--print_config"])
+    Path("whole.yaml").write_text(capsys.readouterr().out)
+    callbacks = yaml.safe_load(Path("whole.yaml").read_text())["trainer"]["callbacks"]
+    assert [each["class_path"] for each in callbacks] == ["lightning_tricks.LRSchedule", "lightning_tricks.EMA"]
+    assert main(["fit", "-c", "whole.yaml"]) == 0
+    assert {"LRSchedule", "EMA"} <= set(told()["callbacks"])
+
+
+@pytest.mark.parametrize("arguments", [["--trainer.callbacks.help", "EMA"], ["--help-all"]], ids=["class", "all"])
+def test_lightnings_own_help_is_reached(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", *arguments])
+    assert ("--trainer.callbacks.decay" if "EMA" in arguments else "--trainer.max_epochs") in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_validated_tested_and_predicted_with(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.yaml").write_text("mine")
+    saves = write("saves.yaml", trainer={"enable_checkpointing": True, "default_root_dir": "run"})
+    assert main(["fit", "-c", "base.yaml", "-c", saves]) == 0
+    (checkpoint,) = map(str, Path().rglob("*.ckpt"))
+    for command in ("validate", "test", "predict"):
+        assert main([command, "-c", "base.yaml", "--ckpt_path", checkpoint]) == 0
+    assert "tested" in capsys.readouterr().out
+    assert Path("predicted").exists()
+    assert Path("config.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-c", "none.yaml"], 2, 'Parser key "config": File does not exist'),
+        (["-c", "base.yaml", "--trainer.epochs", "3"], 2, "trainer.epochs"),
+        (["-c", "base.yaml", "--trainer.max_epochs", "few"], 2, "Expected a <class 'int'>, got few"),
+        (["-c", "base.yaml", "--trainer.callbacks+=EMAA"], 2, 'Parser key "trainer.callbacks": '),
+        (["-c", "base.yaml", "--model", "here_net.Nett"], 2, 'Parser key "model": '),
+        (["-c", "cut.yaml"], 2, "Problems parsing config"),
+        ([], 2, "the following arguments are required: fit.model"),
+        (["-c", "base.yaml", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=2"], 1, "decay must be in [0.0,"),
+        (["-c", "base.yaml", "--trainer.strategy=ddp_bf61"], 1, "You selected an invalid strategy name"),
+        (["-c", "base.yaml", "--trainer.callbacks+=LRSchedule"], 1, "The Trainer must have one LRSchedule"),
+        (["-c", "base.yaml", "--ckpt_path", "none.ckpt"], 1, "There is no checkpoint none.ckpt."),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("cut.yaml").write_text("trainer: {max_epochs: 2\nmodel: [\n")
+    assert main(["fit", *arguments]) == code
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-tricks: ")]
+    assert message in line
+    assert len(line) < 400
+
+
+def test_the_users_own_error_keeps_its_traceback_and_debug_shows_the_others() -> None:
+    with pytest.raises(ValueError, match="a bug of mine"):
+        main(["fit", "-c", "base.yaml", "--model", "here_net.Broken"])
+    with pytest.raises(FileNotFoundError):
+        main(["fit", "-c", "base.yaml", "--ckpt_path", "none.ckpt", "--debug"])
+
+
+def test_ctrl_c_in_training_exits_with_130() -> None:
+    assert main(["fit", "-c", "base.yaml", "--model", "here_net.Interrupted"]) == 130
+
+
+@pytest.mark.parametrize("module", [True, False], ids=["python -m", "script"])
+def test_two_processes_by_lightnings_own_launcher(module: bool) -> None:
+    Path("script.py").write_text("import sys\nfrom lightning_tricks_cli.main import main\nsys.exit(main())\n")
+    start = [sys.executable, *(["-m", "lightning_tricks_cli.main"] if module else ["script.py"])]
+    arguments = ["fit", "-c", "base.yaml", "-c", "ema.yaml", "--trainer.strategy=ddp_bf16", "--trainer.devices=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*start, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ranks = [told(0), told(1)]
+    assert len({rank.pop("process") for rank in ranks}) == 2
+    assert ranks[0] == ranks[1]
+    assert (ranks[0]["world"], ranks[0]["strategy"], ranks[0]["precision"]) == (2, "ddp_bf16", "bf16-mixed")
+    assert {"LRSchedule", "EMA"} <= set(ranks[0]["callbacks"])
