@@ -22,8 +22,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
     and so does the file. Frozen weights and buffers have the dtypes in which they were saved, under DeepSpeed buffers
     at least fp32. Tied weights are written under each name; those of DeepSpeed stay tied in a torch file.
 
-    Missing files and files cut short are found; checksums are not compared. Folders hold pickled objects, which can run
-    code when they are read: consolidate only those that you trust.
+    Missing files and files cut short are found; checksums are not compared. Nothing in a folder is run: objects that
+    could are refused.
 
     Args:
         checkpoint: The folder that Lightning saved.
@@ -35,8 +35,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         The number of tensors in the file.
 
     Raises:
-        ValueError: If the folder was not finished, is damaged or no checkpoint; for an unknown suffix of ``output``; if
-            a .safetensors file cannot hold it.
+        ValueError: If the folder was not finished, is damaged or no checkpoint, or holds objects that could run code;
+            for an unknown suffix of ``output``; if a .safetensors file cannot hold it.
         FileNotFoundError: If the checkpoint, or the folder of ``output``, does not exist.
         FileExistsError: If ``output`` exists, unless ``force``.
         NotADirectoryError: If the checkpoint is one file already: ``export_weights`` takes its weights.

@@ -33,8 +33,8 @@ def export_weights(
 
     Every weight has the dtype that it has in the ``state_dict``. Tied weights stay tied in a torch file; a .safetensors
     file, which has no ties, gets them under each name. A sharded checkpoint (a folder by FSDP or DeepSpeed) gives its
-    ``state_dict`` as whole tensors, under DeepSpeed the fp32 masters, on one process without a GPU. Files are loaded
-    without running what is in them; torch and DeepSpeed unpickle folders, so export only folders that you trust.
+    ``state_dict`` as whole tensors, under DeepSpeed the fp32 masters, on one process without a GPU. Files and folders
+    are loaded without running what is in them.
 
     Args:
         checkpoint: The file or folder that Lightning saved, or a file with a plain ``state_dict``.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
-from lightning_tricks.core.checks import damage, some
+from lightning_tricks.core.checks import UNSAFE, damage, some
 
 PathLike = str | os.PathLike[str]
 
@@ -48,21 +48,19 @@ def _load_torch(file: Path) -> Any:
         if wrong is None:
             return torch.load(file, map_location="cpu", mmap=zipped, weights_only=True)
     except Exception as error:  # a damaged file raises almost anything
-        raise ValueError(_reason(file)) from error
+        raise ValueError(unread(file)) from error
     raise ValueError(f"{file} is damaged: {wrong}.")
 
 
-def _reason(file: Path) -> str:
+def unread(file: Path) -> str:
+    """Why torch has refused to read a file."""
     try:
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # the file is damaged in a way that stops this too
         refused = []
     if not refused:
         return f"{file} is damaged or not a checkpoint."
-    return (
-        f"{file} was not read: it holds {', '.join(sorted(refused))}, and to load more than tensors and plain values"
-        " can run code. If you trust the file, allow them with torch.serialization.add_safe_globals."
-    )
+    return f"{file} was not read: it holds {', '.join(sorted(refused))}, and {UNSAFE}."
 
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:

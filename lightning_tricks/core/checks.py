@@ -9,6 +9,11 @@ import zipfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+UNSAFE = (
+    "to load more than tensors and plain values can run code. If you trust it, allow that with"
+    " torch.serialization.add_safe_globals"
+)
+
 
 def check_range(name: str, value: float, low: float, high: float = float("inf"), *, below: bool = False) -> None:
     """Raise unless ``low <= value <= high``, or ``low <= value < high`` with ``below``."""
