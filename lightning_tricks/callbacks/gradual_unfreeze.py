@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.callbacks.stages import Stages, unfreeze_order
-from lightning_tricks.core.checks import check_choice, check_duration, check_range, compiled, examples
+from lightning_tricks.core.checks import check_choice, check_duration, check_range, check_strings, compiled, examples
 from lightning_tricks.core.gradients import gradients_held
 from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.trainer import has_comm_state, is_fitting
@@ -73,6 +73,7 @@ class GradualUnfreeze(Callback):
         lr_factor: float = 1.0,
     ) -> None:
         _check_times(at)
+        check_strings("groups", groups or [])
         if groups is not None and not isinstance(groups, str) and len(groups) != len(at):
             raise ValueError(f"groups must be as many as at, {len(at)}, got {len(groups)}: {list(groups)!r}.")
         for pattern in [groups] if isinstance(groups, str) else groups or []:

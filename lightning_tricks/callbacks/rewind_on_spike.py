@@ -94,7 +94,8 @@ class RewindOnSpike(Callback):
         check_count("every_n_steps", every_n_steps)
         check_count("max_rewinds", max_rewinds)
         check_range("lr_factor", lr_factor, 0.0, 1.0)
-        check_range("lr_steps", lr_steps, 0)
+        if lr_steps != 0 or isinstance(lr_steps, bool | float):
+            check_count("lr_steps", lr_steps)
         self.threshold = threshold
         self.window = window
         self.every_n_steps = every_n_steps

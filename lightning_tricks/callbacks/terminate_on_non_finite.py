@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from types import NoneType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.checks import check_kind
 from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.step_guard import Window
 from lightning_tricks.core.trainer import grad_scaler, is_fitting
@@ -46,6 +49,7 @@ class TerminateOnNonFinite(Callback):
     """
 
     def __init__(self, dirpath: str | None = None) -> None:
+        check_kind("dirpath", dirpath, str, os.PathLike, NoneType)
         self.dirpath = dirpath
         self._watch, self._window = FiniteWatch(), Window()
         self._batch: Any = None

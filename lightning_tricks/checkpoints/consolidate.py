@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import PathLike, check_output, save
+from lightning_tricks.checkpoints.files import PathLike, check_output, path_of, save
 from lightning_tricks.checkpoints.folders import stored_weights
 from lightning_tricks.checkpoints.stream import StoredTensor
 
@@ -53,7 +51,7 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         ...     tensors, torch.load(f"{folder}/w.pt")
         (1, {'w': tensor([1., 1.])})
     """
-    target, source = check_output(output, force=force), Path(checkpoint)
+    target, source = check_output(output, force=force), path_of("checkpoint", checkpoint)
     if source.is_file():
         raise NotADirectoryError(f"{source} is one file already: take its weights with lightning-tricks export.")
     if not source.is_dir():

@@ -13,11 +13,21 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
-from lightning_tricks.core.checks import UNSAFE, damage, some
+from lightning_tricks.core.checks import UNSAFE, check_bool, check_kind, damage, some
 
 PathLike = str | os.PathLike[str]
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
+
+def path_of(name: str, value: PathLike) -> Path:
+    """The argument as a path.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    check_kind(name, value, str, os.PathLike)
+    return Path(value)
 
 
 def load(path: PathLike) -> dict[str, Any]:
@@ -115,9 +125,10 @@ def check_output(output: PathLike, *, force: bool) -> Path:
         FileExistsError: If it exists, unless ``force``.
         ImportError: For a .safetensors file, if safetensors is missing.
     """
-    file = Path(output)
+    file = path_of("output", output)
+    check_bool("force", force)
     if file.suffix not in SUFFIXES:
-        raise ValueError(f"the name of the output must end in {', '.join(SUFFIXES)}, got {file.name!r}.")
+        raise ValueError(f"output must have a name that ends in {', '.join(SUFFIXES)}, got {file.name!r}.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {file.parent}: make it first.")
     if file.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,15 +33,22 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         elif name == "momentum":
             _check_momentum(value)
         elif name == "cycles":
-            check_count(name, value)
+            _check_cycles(value, settings["growth"])
         elif name == "shape":
             check_choice(name, value, curves.COOLDOWNS)
-        elif name == "growth":
-            check_range(name, value, 1.0)
         elif name == "power":
             check_range(name, value, 0.0)
-        else:
+        elif name != "growth":
             check_range(name, value, 0.0, 1.0)
+
+
+def _check_cycles(cycles: int, growth: float) -> None:
+    check_count("cycles", cycles)
+    check_range("growth", growth, 1.0)
+    if cycles > 1000 or cycles * math.log(growth) > 700:  # exp(710) is no float
+        raise ValueError(
+            f"cycles must be at most 1000, and growth**cycles a number, got cycles={cycles}, growth={growth}."
+        )
 
 
 def _check_momentum(pair: tuple[float, float]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
+from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_kind, check_range
 from lightning_tricks.schedules.build import Duration, Schedule, check_arguments, count_steps, trainer_of, whole_steps
 from lightning_tricks.schedules.scheduler import base_lr, set_lr
 
@@ -41,6 +41,8 @@ class PlateauLR(ReduceLROnPlateau):
     """
 
     def __init__(self, optimizer: Optimizer, *, warmup: float = 0, floor: float = 0.0, **settings: Any) -> None:
+        check_range("warmup", warmup, 0.0)
+        check_range("floor", floor, 0.0, 1.0)
         super().__init__(optimizer, min_lr=0.0, **settings)
         self.warmup, self.floor, self.steps = warmup, floor, 0
         self._begun = False
@@ -143,6 +145,7 @@ def reduce_on_plateau(
         'val_accuracy'
     """
     check_arguments(optimizer, module)
+    check_kind("monitor", monitor, str)
     check_choice("mode", mode, ("min", "max"))
     check_range("factor", factor, 0.0, 1.0, below=True)
     if patience != 0 or isinstance(patience, bool):
