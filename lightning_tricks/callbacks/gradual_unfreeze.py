@@ -243,7 +243,7 @@ class GradualUnfreeze(Callback):
 
 
 def _check_times(at: Sequence[int | float]) -> None:
-    if isinstance(at, str) or not isinstance(at, Sequence) or not at:
+    if isinstance(at, str | bytes) or not isinstance(at, Sequence) or not at:
         raise TypeError(f"at must be a list of times, one for each group, as [1, 2, 0.5], got {at!r}.")
     for place, time in enumerate(at):
         check_duration(f"at[{place}]", time)

@@ -22,6 +22,7 @@ from lightning_tricks.core.checks import check_kind
 from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.step_guard import Window
 from lightning_tricks.core.trainer import grad_scaler, is_fitting
+from lightning_tricks.core.whole_file import whole_file
 
 
 @final
@@ -101,12 +102,16 @@ class TerminateOnNonFinite(Callback):
         folder = _new_folder(parent, trainer.global_step) if trainer.is_global_zero else parent
         folder = trainer.strategy.broadcast(folder)
         batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        torch.save(batch, folder / f"batch-rank={trainer.global_rank}.pt")
-        trainer.save_checkpoint(folder / "last_good.ckpt")
+        kept = f"The state before it and the batch are in {folder}."
+        try:
+            with whole_file(folder / f"batch-rank={trainer.global_rank}.pt") as file:
+                torch.save(batch, file)
+            trainer.save_checkpoint(folder / "last_good.ckpt")
+        except (OSError, RuntimeError) as error:  # which shall not hide the reason to stop
+            kept = f"Not all of the state before it and the batch is in {folder}: {str(error).splitlines()[0]}"
         raise FloatingPointError(
             f"TerminateOnNonFinite has stopped training after step {trainer.global_step}, in batch"
-            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. The state before it and the batch"
-            f" are in {folder}."
+            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. {kept}"
         )
 
 

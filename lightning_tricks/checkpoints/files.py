@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import secrets
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
 from lightning_tricks.core.checks import UNSAFE, check_bool, check_kind, damage, some
+from lightning_tricks.core.whole_file import whole_file
 
 PathLike = str | os.PathLike[str]
 
@@ -151,8 +151,7 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
         ValueError: If safetensors cannot hold it, and as ``check_output``.
     """
     file = check_output(output, force=force)
-    temporary = file.with_name(f".{secrets.token_hex(8)}.tmp")  # in the same folder: a rename there is atomic
-    try:
+    with whole_file(file) as temporary:
         with temporary.open("xb") as opened:
             if file.suffix == ".safetensors":
                 write_safetensors(opened, _only_tensors(weights_in(checkpoint, output)))
@@ -164,11 +163,6 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
             opened.flush()
             os.fsync(opened.fileno())
         check_output(file, force=force)  # another process may have been quicker
-        temporary.replace(file)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f"{file} was not written: {str(error).splitlines()[0]}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _only_tensors(state: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks.core.whole_file import whole_file
 from lightning_tricks.schedules import LRFinderResult, find_lr
 from lightning_tricks.schedules.lr_finder import Method
 
@@ -71,7 +72,8 @@ def _draw(result: LRFinderResult, plot: Path) -> None:
     from matplotlib.figure import Figure  # not of pyplot, which may ask for a screen
 
     figure, _ = result.plot(Figure(layout="constrained").subplots())
-    figure.savefig(plot)
+    with whole_file(plot) as file:
+        figure.savefig(file)
 
 
 def read_model(configs: Sequence[Path]) -> Any:

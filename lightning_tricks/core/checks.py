@@ -7,9 +7,10 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+MOST = 2**62  # of anything that is counted: sums of two of them are numbers of torch, too
 UNSAFE = (
     "to load more than tensors and plain values can run code. If you trust it, allow that with"
     " torch.serialization.add_safe_globals"
@@ -25,14 +26,22 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"),
         raise ValueError(f"{name} must be in [{low}, {high}{end}, got {value!r}.")
 
 
-def check_count(name: str, value: int) -> None:
-    """Raise unless ``value`` is a whole number of at least 1."""
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Raise unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}.")
-    if value > sys.maxsize:
-        raise ValueError(f"{name} must be at most {sys.maxsize}, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}.")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {value!r}.")
+
+
+def check_decays(name: str, pair: Sequence[float]) -> None:
+    """Raise unless ``pair`` is two numbers in [0, 1)."""
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise TypeError(f"{name} must be two numbers in [0, 1), got {pair!r}.")
+    for place, each in enumerate(pair):
+        check_range(f"{name}[{place}]", each, 0.0, 1.0, below=True)
 
 
 def check_bool(name: str, value: bool) -> None:

@@ -26,7 +26,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if name in ("warmup", "flat", "cooldown"):
             check_duration(name, value)
         elif name == "milestones":
-            if isinstance(value, str) or not isinstance(value, Sequence):
+            if isinstance(value, str | bytes) or not isinstance(value, Sequence):
                 raise TypeError(f"milestones must be a list of ints (steps) and floats (fractions), got {value!r}.")
             for milestone in value:
                 check_duration(name, milestone)

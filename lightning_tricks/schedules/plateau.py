@@ -148,8 +148,7 @@ def reduce_on_plateau(
     check_kind("monitor", monitor, str)
     check_choice("mode", mode, ("min", "max"))
     check_range("factor", factor, 0.0, 1.0, below=True)
-    if patience != 0 or isinstance(patience, bool):
-        check_count("patience", patience)
+    check_count("patience", patience, least=0)
     check_range("threshold", threshold, 0.0)
     check_range("floor", floor, 0.0, 1.0)
     check_duration("warmup", warmup)

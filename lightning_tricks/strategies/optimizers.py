@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from lightning_tricks.core.checks import check_kind, check_range
+from lightning_tricks.core.checks import check_decays, check_kind, check_range
 
 DEAD = 900  # seconds after which nothing compiles any more; it takes about 60
 
@@ -76,11 +76,7 @@ def adamw(
     check_range("lr", lr, 0.0)
     check_range("eps", eps, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
-    check_kind("betas", betas, list, tuple)
-    for each in betas:
-        check_range("betas", each, 0.0, 1.0, below=True)
-    if len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {betas!r}.")
+    check_decays("betas", betas)
     groups = _training(module.parameters() if params is None else params)
     if not groups:
         raise ValueError(f"params: adamw needs weights that train, got none of {type(module).__name__}: unfreeze some.")
@@ -100,7 +96,7 @@ def adamw(
 def _training(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups of the weights that train."""
     check_kind("params", params, Iterable)
-    given: list[Any] = list(params)
+    given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     found = []
     for group in groups:

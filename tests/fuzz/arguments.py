@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_tricks as lt
-from tests.nets import Net, loader, trainer
+from tests.nets import Net, PlainNet, loader, trainer
 
 # ---- the calls: what each one needs besides the arguments that are tried
 
@@ -47,7 +47,7 @@ def make_files() -> None:
 
 SCHEDULE = {"optimizer": sgd, "module": lambda: None, "total_steps": lambda: 20}
 SCALE = {"batch_size": lambda: 64, "base_batch_size": lambda: 32}
-TRAINED = {"trainer": trainer, "module": Net, "train_dataloaders": lambda: loader(16)}
+TRAINED = {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16)}
 WRITTEN = {"output": lambda: "out.pt", "force": lambda: True}
 FACTORIES = (
     *("constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt", "linear", "one_cycle", "polynomial"),
@@ -80,7 +80,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "train_dataloaders": lambda: loader(16),
         "max_size": lambda: 4,
     },
-    "find_lr": {"trainer": trainer, "module": Net, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
+    "find_lr": {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
     "freeze": {"model": layers, "patterns": lambda: "0"},
     "greedy_soup": {
         "paths": lambda: [FILE],
@@ -154,7 +154,7 @@ def fits(value: Any, hint: Any) -> bool:
         number = isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
         return number and (hint is int or abs(value) <= sys.float_info.max)
     if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection):
-        if isinstance(value, str | bytes) or not isinstance(value, origin):
+        if isinstance(value, str | bytes) or not isinstance(value, (list | tuple) if origin is list else origin):
             return False
         if origin is tuple and inner[-1:] != (Ellipsis,):
             return len(value) == len(inner) and all(map(fits, value, inner))
