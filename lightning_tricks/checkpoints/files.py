@@ -128,7 +128,7 @@ def check_output(output: PathLike, *, force: bool) -> Path:
     file = path_of("output", output)
     check_bool("force", force)
     if file.suffix not in SUFFIXES:
-        raise ValueError(f"output must have a name that ends in {', '.join(SUFFIXES)}, got {file.name!r}.")
+        raise ValueError(f"the name of the output must end in {', '.join(SUFFIXES)}, got {file.name!r}.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {file.parent}: make it first.")
     if file.is_dir():
