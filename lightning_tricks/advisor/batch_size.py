@@ -154,8 +154,8 @@ def find_batch_size(
     """
     check_range("margin", margin, 0.0, 1.0, below=True)
     for name, value in (("start", start), ("steps", steps), ("effective", effective), ("max_size", max_size)):
-        if value is not None:
-            check_count(name, value)
+        if value is not None or name in ("start", "steps"):
+            check_count(name, value)  # type: ignore[arg-type]
     if steps < 2:
         raise ValueError(f"steps must be at least 2, got {steps}: optimizer states come into being in the first.")
     require_undoable(trainer, module, train_dataloaders, "find_batch_size")

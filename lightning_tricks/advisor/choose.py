@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any, final
 
 from torch import nn
@@ -13,7 +14,7 @@ from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.memory import estimate_memory
 from lightning_tricks.advisor.reasons import DEVICE, advice, shortage, why_it_fits, why_not
 from lightning_tricks.advisor.states import OptimizerLike
-from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.checks import check_count, check_kind, check_range
 
 
 @final
@@ -106,6 +107,7 @@ def suggest_strategy(
         >>> suggestion.preset
         'fsdp2_bf16'
     """
+    check_kind("hardware", hardware, Hardware, NoneType)
     hardware = hardware or Hardware.detect()
     check_range("margin", margin, 0.0, 1.0, below=True)
     if batch_size is not None:

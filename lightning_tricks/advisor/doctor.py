@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_tricks.advisor.lints import RULES, SYNC_DIST, Finding, lint, lint_training
 from lightning_tricks.core.active import Trick
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.checks import check_choice, check_strings
 from lightning_tricks.core.trainer import is_fitting
 from lightning_tricks.core.wrapping import wrap_method
 
@@ -41,6 +41,7 @@ class Doctor(Trick):
     """
 
     def __init__(self, silence: str | Sequence[str] = ()) -> None:
+        check_strings("silence", silence)
         silence = (silence,) if isinstance(silence, str) else tuple(silence)
         for rule in silence:
             check_choice("silence", rule, RULES)

@@ -69,5 +69,5 @@ class Hardware:
             found["device_memory"] = min(device.memory for device in devices)
             found["bf16"] = all(device.bf16 for device in devices)
         elif "device_memory" not in known:
-            raise ValueError("No CUDA device is seen here: pass device_memory= in bytes, of the devices to train on.")
+            raise ValueError("No CUDA device is seen here: pass device_memory= in bytes, of the hardware to train on.")
         return cls(**{**found, **known})

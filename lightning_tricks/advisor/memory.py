@@ -13,7 +13,7 @@ from lightning_tricks.advisor.estimate import MemoryEstimate
 from lightning_tricks.advisor.layout import Layout, layout_of
 from lightning_tricks.advisor.parameters import Parameters, parameters_of
 from lightning_tricks.advisor.states import OptimizerLike, States, states_of
-from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.checks import check_choice, check_count, check_kind
 
 # Elements that DeepSpeed sends at a time, as the presets set it, and that it keeps gathered since they are used again
 # within max_reuse_distance: the last ones of the forward pass.
@@ -79,6 +79,7 @@ def estimate_memory(
     check_count("devices", devices)
     check_count("nodes", nodes)
     check_choice("device", device, ("cuda", "cpu"))
+    check_kind("extras", extras, list, tuple, set, frozenset)
     for extra in extras:
         check_choice("extras", extra, EXTRAS)
     if not isinstance(model, nn.Module):

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.active import Trick
 from lightning_tricks.core.blocks import chosen_blocks
-from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.checks import check_choice, check_count, check_strings
 from lightning_tricks.core.recompute import recompute
 from lightning_tricks.core.wrapping import wrap_method
 
@@ -58,10 +58,8 @@ class ActivationCheckpointing(Trick):
     ) -> None:
         if isinstance(blocks, int):
             check_count("blocks", blocks)
-        elif blocks is not None and not all(isinstance(name, str) for name in blocks):
-            raise TypeError(
-                f"blocks must be names of submodules or classes, or a number of parameters, got {blocks!r}."
-            )
+        elif blocks is not None:
+            check_strings("blocks", blocks)
         check_choice("policy", policy, ("full", "selective"))
         self.blocks = blocks
         self.policy = policy

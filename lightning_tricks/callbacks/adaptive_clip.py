@@ -43,6 +43,8 @@ def adaptive_clip_(parameters: Tensor | Iterable[Tensor], clip_factor: float = 0
     References:
         Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, arXiv 2102.06171.
     """
+    check_range("clip_factor", clip_factor, 0.0, 1e30)
+    check_range("eps", eps, 0.0, 1e30)
     found = [each for each in ([parameters] if isinstance(parameters, Tensor) else parameters) if each.grad is not None]
     gradients = [each.grad.detach() for each in found if each.grad is not None]
     _clip(
@@ -103,8 +105,8 @@ class AdaptiveClip(GradientCallback):
     """
 
     def __init__(self, clip_factor: float = 0.01, *, eps: float = 1e-3, exclude: Sequence[str] = ()) -> None:
-        check_range("clip_factor", clip_factor, 0.0)
-        check_range("eps", eps, 0.0)
+        check_range("clip_factor", clip_factor, 0.0, 1e30)
+        check_range("eps", eps, 0.0, 1e30)
         if isinstance(exclude, str) or not isinstance(exclude, Sequence):
             raise TypeError(f'exclude must be a list of regexes, for example ["^model.head"], got {exclude!r}.')
         for pattern in exclude:

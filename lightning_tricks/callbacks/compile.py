@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.active import Trick
 from lightning_tricks.core.blocks import chosen_blocks
-from lightning_tricks.core.checks import check_bool, check_choice
+from lightning_tricks.core.checks import check_bool, check_choice, check_strings
 from lightning_tricks.core.replay import ModuleState, random_state, set_random_state, tensors_in
 from lightning_tricks.core.wrapping import wrap_method
 
@@ -72,8 +72,8 @@ class Compile(Trick):
         fallback: bool = True,
         backend: str = "inductor",
     ) -> None:
-        if modules is not None and not all(isinstance(name, str) for name in modules):
-            raise TypeError(f"modules must be names of submodules or of their classes, got {modules!r}.")
+        if modules is not None:
+            check_strings("modules", modules)
         check_choice("mode", mode, MODES)
         check_bool("fallback", fallback)
         check_choice("backend", backend, torch.compiler.list_backends(exclude_tags=()))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_tricks.callbacks.stages import batchnorms_of
-from lightning_tricks.core.checks import compiled, examples
+from lightning_tricks.core.checks import check_strings, compiled, examples
 
 
 def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
@@ -34,6 +34,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
         >>> model[1].training
         False
     """
+    check_strings("patterns", patterns)
     parameters, found = dict(model.named_parameters()), set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         regex = compiled("patterns", pattern)

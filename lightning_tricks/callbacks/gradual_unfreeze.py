@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_tricks.callbacks.stages import Stages, unfreeze_order
 from lightning_tricks.core.active import Trick
-from lightning_tricks.core.checks import check_choice, check_duration, check_range, compiled, examples
+from lightning_tricks.core.checks import check_choice, check_duration, check_range, check_strings, compiled, examples
 from lightning_tricks.core.gradients import gradients_held
 from lightning_tricks.core.shards import LocalWeights
 from lightning_tricks.core.steps import steps_of
@@ -73,6 +73,7 @@ class GradualUnfreeze(Trick):
         lr_factor: float = 1.0,
     ) -> None:
         _check_times(at)
+        check_strings("groups", groups or [])
         if groups is not None and not isinstance(groups, str) and len(groups) != len(at):
             raise ValueError(f"groups must be as many as at, {len(at)}, got {len(groups)}: {list(groups)!r}.")
         for pattern in [groups] if isinstance(groups, str) else groups or []:
@@ -243,7 +244,7 @@ class GradualUnfreeze(Trick):
 
 
 def _check_times(at: Sequence[int | float]) -> None:
-    if isinstance(at, str) or not isinstance(at, Sequence) or not at:
+    if isinstance(at, str | bytes) or not isinstance(at, Sequence) or not at:
         raise TypeError(f"at must be a list of times, one for each group, as [1, 2, 0.5], got {at!r}.")
     for place, time in enumerate(at):
         check_duration(f"at[{place}]", time)

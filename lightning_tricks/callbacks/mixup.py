@@ -30,7 +30,7 @@ def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
     References:
         Zhang et al., arXiv 1710.09412.
     """
-    if isinstance(lam, int | float):
+    if not isinstance(lam, Tensor):
         check_range("lam", lam, 0.0, 1.0)
     else:
         lam = lam.to(x.device, x.dtype).view(-1, *[1] * (x.ndim - 1))

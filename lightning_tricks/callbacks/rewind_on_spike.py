@@ -90,11 +90,11 @@ class RewindOnSpike(Trick):
         lr_steps: int = 0,
     ) -> None:
         check_range("threshold", threshold, 0.0)
-        check_count("window", window - 1 if isinstance(window, int) else window)
+        check_count("window", window, least=2)
         check_count("every_n_steps", every_n_steps)
         check_count("max_rewinds", max_rewinds)
         check_range("lr_factor", lr_factor, 0.0, 1.0)
-        check_range("lr_steps", lr_steps, 0)
+        check_count("lr_steps", lr_steps, least=0)
         self.threshold = threshold
         self.window = window
         self.every_n_steps = every_n_steps

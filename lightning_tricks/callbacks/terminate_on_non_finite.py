@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from types import NoneType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -16,9 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.active import Trick
+from lightning_tricks.core.checks import check_kind
 from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.step_guard import Window
 from lightning_tricks.core.trainer import grad_scaler, is_fitting
+from lightning_tricks.core.whole_file import whole_file
 
 
 @final
@@ -46,6 +50,7 @@ class TerminateOnNonFinite(Trick):
     """
 
     def __init__(self, dirpath: str | None = None) -> None:
+        check_kind("dirpath", dirpath, str, os.PathLike, NoneType)
         self.dirpath = dirpath
         self._watch, self._window = FiniteWatch(), Window()
         self._batch: Any = None
@@ -98,12 +103,16 @@ class TerminateOnNonFinite(Trick):
         folder = _new_folder(parent, trainer.global_step) if trainer.is_global_zero else parent
         folder = trainer.strategy.broadcast(folder)
         batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        torch.save(batch, folder / f"batch-rank={trainer.global_rank}.pt")
-        trainer.save_checkpoint(folder / "last_good.ckpt")
+        kept = f"The state before it and the batch are in {folder}."
+        try:
+            with whole_file(folder / f"batch-rank={trainer.global_rank}.pt") as file:
+                torch.save(batch, file)
+            trainer.save_checkpoint(folder / "last_good.ckpt")
+        except (OSError, RuntimeError) as error:  # which shall not hide the reason to stop
+            kept = f"Not all of the state before it and the batch is in {folder}: {str(error).splitlines()[0]}"
         raise FloatingPointError(
             f"TerminateOnNonFinite has stopped training after step {trainer.global_step}, in batch"
-            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. The state before it and the batch"
-            f" are in {folder}."
+            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. {kept}"
         )
 
 

@@ -17,11 +17,12 @@ from lightning_tricks.checkpoints.files import (
     identity,
     is_lightning,
     load,
+    path_of,
     save,
     some,
     weights_in,
 )
-from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.checks import check_kind, check_range
 from lightning_tricks.core.progress import progress
 
 PIECE = 2**18  # elements averaged at a time: in double precision they fit into a cache
@@ -102,9 +103,9 @@ def listed(paths: Iterable[PathLike]) -> list[Path]:
         TypeError: If it is one path, not several.
         ValueError: If it is empty.
     """
-    if isinstance(paths, str | os.PathLike):
-        raise TypeError(f"paths must be a list of files, got {os.fspath(paths)!r}.")
-    files = [Path(path) for path in paths]
+    if isinstance(paths, str | os.PathLike | Tensor) or not isinstance(paths, Iterable):
+        raise TypeError(f"paths must be a list of files, got {paths!r}.")
+    files = [path_of(f"paths[{place}]", path) for place, path in enumerate(paths)]
     if not files:
         raise ValueError("paths must name at least one file, got none.")
     return files
@@ -114,6 +115,7 @@ def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
     """The weights, the largest of them 1."""
     if weights is None:
         return [1.0] * count
+    check_kind("weights", weights, list, tuple)
     if len(weights) != count:
         raise ValueError(f"weights must be as many as the files, got {len(weights)} for {count} files.")
     for place, weight in enumerate(weights):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import PathLike, check_output, save
+from lightning_tricks.checkpoints.files import PathLike, check_output, path_of, save
 from lightning_tricks.checkpoints.folders import stored_weights
 from lightning_tricks.checkpoints.stream import StoredTensor
 
@@ -22,8 +20,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
     and so does the file. Frozen weights and buffers have the dtypes in which they were saved, under DeepSpeed buffers
     at least fp32. Tied weights are written under each name; those of DeepSpeed stay tied in a torch file.
 
-    Missing files and files cut short are found; checksums are not compared. Folders hold pickled objects, which can run
-    code when they are read: consolidate only those that you trust.
+    Missing files and files cut short are found; checksums are not compared. Nothing in a folder is run: objects that
+    could are refused.
 
     Args:
         checkpoint: The folder that Lightning saved.
@@ -35,8 +33,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         The number of tensors in the file.
 
     Raises:
-        ValueError: If the folder was not finished, is damaged or no checkpoint; for an unknown suffix of ``output``; if
-            a .safetensors file cannot hold it.
+        ValueError: If the folder was not finished, is damaged or no checkpoint, or holds objects that could run code;
+            for an unknown suffix of ``output``; if a .safetensors file cannot hold it.
         FileNotFoundError: If the checkpoint, or the folder of ``output``, does not exist.
         FileExistsError: If ``output`` exists, unless ``force``.
         NotADirectoryError: If the checkpoint is one file already: ``export_weights`` takes its weights.
@@ -53,7 +51,7 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         ...     tensors, torch.load(f"{folder}/w.pt")
         (1, {'w': tensor([1., 1.])})
     """
-    target, source = check_output(output, force=force), Path(checkpoint)
+    target, source = check_output(output, force=force), path_of("checkpoint", checkpoint)
     if source.is_file():
         raise NotADirectoryError(f"{source} is one file already: take its weights with lightning-tricks export.")
     if not source.is_dir():

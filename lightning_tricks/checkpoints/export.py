@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, save, weights_in
+from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, path_of, save, weights_in
 from lightning_tricks.checkpoints.folders import averages_beside, stored_weights
-from lightning_tricks.core.checks import check_choice, some
+from lightning_tricks.core.checks import check_choice, check_kind, some
 
 
 def export_weights(
@@ -33,8 +34,8 @@ def export_weights(
 
     Every weight has the dtype that it has in the ``state_dict``. Tied weights stay tied in a torch file; a .safetensors
     file, which has no ties, gets them under each name. A sharded checkpoint (a folder by FSDP or DeepSpeed) gives its
-    ``state_dict`` as whole tensors, under DeepSpeed the fp32 masters, on one process without a GPU. Files are loaded
-    without running what is in them; torch and DeepSpeed unpickle folders, so export only folders that you trust.
+    ``state_dict`` as whole tensors, under DeepSpeed the fp32 masters, on one process without a GPU. Files and folders
+    are loaded without running what is in them.
 
     Args:
         checkpoint: The file or folder that Lightning saved, or a file with a plain ``state_dict``.
@@ -64,7 +65,9 @@ def export_weights(
     """
     check_choice("which", which, ("averaged", "raw"))
     target = check_output(output, force=force)
-    source = Path(checkpoint)
+    source = path_of("checkpoint", checkpoint)
+    check_kind("strip_prefix", strip_prefix, str)
+    check_kind("callback", callback, str, NoneType)
     if source.is_dir():
         _require_in_state_dict(source, which, callback)
         chosen = stored_weights(source)
@@ -172,5 +175,6 @@ def _without_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     stripped = {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
     if not stripped:
         present = sorted({name.split(".")[0] + "." for name in state if "." in name})
-        raise ValueError(f"no weight is in {start!r}; there are: {some(present) or 'weights without a prefix only'}.")
+        there = some(present) or "weights without a prefix only"
+        raise ValueError(f"strip_prefix: no weight is in {start!r}; there are: {there}.")
     return stripped

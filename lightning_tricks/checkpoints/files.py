@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import secrets
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,22 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
-from lightning_tricks.core.checks import damage, some
+from lightning_tricks.core.checks import UNSAFE, check_bool, check_kind, damage, some
+from lightning_tricks.core.whole_file import whole_file
 
 PathLike = str | os.PathLike[str]
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
+
+def path_of(name: str, value: PathLike) -> Path:
+    """The argument as a path.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    check_kind(name, value, str, os.PathLike)
+    return Path(value)
 
 
 def load(path: PathLike) -> dict[str, Any]:
@@ -48,21 +58,19 @@ def _load_torch(file: Path) -> Any:
         if wrong is None:
             return torch.load(file, map_location="cpu", mmap=zipped, weights_only=True)
     except Exception as error:  # a damaged file raises almost anything
-        raise ValueError(_reason(file)) from error
+        raise ValueError(unread(file)) from error
     raise ValueError(f"{file} is damaged: {wrong}.")
 
 
-def _reason(file: Path) -> str:
+def unread(file: Path) -> str:
+    """Why torch has refused to read a file."""
     try:
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # the file is damaged in a way that stops this too
         refused = []
     if not refused:
         return f"{file} is damaged or not a checkpoint."
-    return (
-        f"{file} was not read: it holds {', '.join(sorted(refused))}, and to load more than tensors and plain values"
-        " can run code. If you trust the file, allow them with torch.serialization.add_safe_globals."
-    )
+    return f"{file} was not read: it holds {', '.join(sorted(refused))}, and {UNSAFE}."
 
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:
@@ -117,7 +125,8 @@ def check_output(output: PathLike, *, force: bool) -> Path:
         FileExistsError: If it exists, unless ``force``.
         ImportError: For a .safetensors file, if safetensors is missing.
     """
-    file = Path(output)
+    file = path_of("output", output)
+    check_bool("force", force)
     if file.suffix not in SUFFIXES:
         raise ValueError(f"the name of the output must end in {', '.join(SUFFIXES)}, got {file.name!r}.")
     if not file.parent.is_dir():
@@ -142,8 +151,7 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
         ValueError: If safetensors cannot hold it, and as ``check_output``.
     """
     file = check_output(output, force=force)
-    temporary = file.with_name(f".{secrets.token_hex(8)}.tmp")  # in the same folder: a rename there is atomic
-    try:
+    with whole_file(file) as temporary:
         with temporary.open("xb") as opened:
             if file.suffix == ".safetensors":
                 write_safetensors(opened, _only_tensors(weights_in(checkpoint, output)))
@@ -155,11 +163,6 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
             opened.flush()
             os.fsync(opened.fileno())
         check_output(file, force=force)  # another process may have been quicker
-        temporary.replace(file)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(f"{file} was not written: {str(error).splitlines()[0]}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _only_tensors(state: dict[str, Any]) -> dict[str, Any]:

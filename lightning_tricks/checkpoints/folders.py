@@ -1,7 +1,6 @@
 """Whole weights from sharded checkpoints: the folders that Lightning saves under FSDP and DeepSpeed.
 
-No process group and no GPU is needed. The folders are read by torch's own readers, which unpickle: read only folders
-that you trust.
+No process group and no GPU is needed, and nothing in the folders is run.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from typing_extensions import override
 
 from lightning_tricks.checkpoints.stream import StoredTensor
 from lightning_tricks.checkpoints.zero_folder import zero_weights
 from lightning_tricks.core.checks import unfinished
+from lightning_tricks.core.plain import PlainReader, load_plain
 
 PREFIXES = ("state_dict", "model")  # Lightning's ModelParallelStrategy (FSDP2), its FSDPStrategy
 
@@ -61,7 +59,7 @@ def averages_beside(folder: Path) -> dict[str, bool]:
     found = {}
     for shards in sorted(file.parent for file in folder.glob("averages/*/.metadata")):
         try:
-            names = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+            names = PlainReader(shards).metadata.state_dict_metadata
         except Exception as error:  # a damaged file raises almost anything
             raise ValueError(f"{shards} is damaged ({type(error).__name__}).") from error
         found[shards.name] = any(name.startswith("raw/") for name in names)
@@ -74,24 +72,13 @@ def _or_damaged(folder: Path, read: Callable[[], Any]) -> Any:
     except ImportError:
         raise
     except (Exception, CheckpointException) as error:  # a damaged file raises almost anything
-        reason = str(error) if isinstance(error, ValueError) else type(error).__name__
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = str(first) if isinstance(first, ValueError) else type(first).__name__
         raise ValueError(f"{folder} is damaged or not a checkpoint: {' '.join(reason.split())}.") from error
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once, not for each tensor."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.metadata = super().read_metadata()
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-
 def _from_shards(folder: Path) -> dict[str, Any]:
-    reader = _Reader(folder)
+    reader = PlainReader(folder)
     _require_all_bytes(folder, reader.metadata)
     state: dict[str, Any] = {}
     small: dict[str, Any] = {}
@@ -130,15 +117,15 @@ def _empty(entry: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None
     return torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _read_tensor(reader: _Reader, key: str, entry: TensorStorageMetadata) -> Tensor:
+def _read_tensor(reader: PlainReader, key: str, entry: TensorStorageMetadata) -> Tensor:
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     _load(reader, {key: tensor})
     return tensor
 
 
-def _load(reader: _Reader, values: dict[str, Any]) -> None:
+def _load(reader: PlainReader, values: dict[str, Any]) -> None:
     """Read the values in place."""
     alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}  # other ranks do not take part
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # to say so is no news here
-        dcp.load(values, storage_reader=reader, **alone)
+        load_plain(values, reader, **alone)

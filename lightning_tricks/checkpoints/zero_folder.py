@@ -7,6 +7,7 @@ out the frozen ones of ZeRO-1, and extra state.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tricks.checkpoints.files import unread
 from lightning_tricks.checkpoints.stream import StoredTensor
 
 MODEL, OPTIMIZER = "_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"
@@ -68,7 +70,16 @@ def _whole(model: dict[str, Any], found: Collection[str], *, placeholders: bool)
 
 
 def _load(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]  # records of DeepSpeed's, which run nothing
+    try:
+        with torch.serialization.safe_globals(own):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(unread(file)) from error
 
 
 def _by_rank(tag: Path, ending: str) -> list[Path]:

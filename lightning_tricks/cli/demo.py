@@ -18,6 +18,7 @@ import torch
 
 from lightning_tricks.cli.digits import VARIANTS, run
 from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.whole_file import whole_file
 
 EPOCHS = 55
 
@@ -61,7 +62,8 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0
     console.print(_table(results))
     _picture(results, output / "report.png")
     report = {"machine": machine(), "noise": noise, "epochs": epochs, "runs": results}
-    (output / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    with whole_file(output / "results.json") as file:
+        file.write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"wrote {output}/report.png, {output}/results.json and {output}/digits.ckpt (the last run's weights)")
     return results
 
@@ -88,7 +90,8 @@ def _picture(results: Results, path: Path) -> None:
         _draw(right, [r[key] for r in results["EMA"]], label)
     left.set(title="plain training, and three lines more", xlabel="epoch", ylabel="validation accuracy")
     right.set(title="EMA(): raw and averaged weights", xlabel="epoch")
-    figure.savefig(path, dpi=120)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=120)
 
 
 def _draw(axes: Any, curves: list[list[float]], label: str) -> None:

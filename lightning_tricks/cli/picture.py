@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_tricks.core.whole_file import whole_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -37,4 +39,5 @@ def picture(path: Path) -> Iterator[Axes]:
 
     figure = Figure(layout="constrained")
     yield figure.subplots()
-    figure.savefig(path)
+    with whole_file(path) as file:
+        figure.savefig(file)

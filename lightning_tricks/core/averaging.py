@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -85,7 +85,9 @@ class AveragingCallback(SavedAverages):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_step, self._finished = self._first_step(trainer), False
-        if self._running.tracks or trainer.global_step >= self._start_step:
+        if self._running.tracks:
+            self._track(joined=self._running.tensors)  # in the middle of an epoch nobody else joins
+        elif trainer.global_step >= self._start_step:
             self._track()
         self._watch.start(trainer)
 
@@ -185,6 +187,7 @@ class AveragingCallback(SavedAverages):
             self._finished = True
             self._save_postponed()
 
-    def _track(self) -> None:
+    def _track(self, joined: Collection[str] | None = None) -> None:
         buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
-        self._running.track({**self._running.weights.trainable(), **buffers})
+        found = {**self._running.weights.trainable(), **buffers}
+        self._running.track({name: part for name, part in found.items() if joined is None or name in joined})

@@ -5,9 +5,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+
+MOST = 2**62  # of anything that is counted: sums of two of them are numbers of torch, too
+UNSAFE = (
+    "to load more than tensors and plain values can run code. If you trust it, allow that with"
+    " torch.serialization.add_safe_globals"
+)
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf"), *, below: bool = False) -> None:
@@ -15,22 +22,45 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"),
     end = ")" if below or high == float("inf") else "]"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number in [{low}, {high}{end}, got {value!r}.")
-    if not low <= value <= high or (value == high and end == ")"):
+    if not low <= value <= high or (value == high and end == ")") or abs(value) > sys.float_info.max:
         raise ValueError(f"{name} must be in [{low}, {high}{end}, got {value!r}.")
 
 
-def check_count(name: str, value: int) -> None:
-    """Raise unless ``value`` is a whole number of at least 1."""
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Raise unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}.")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {value!r}.")
+
+
+def check_decays(name: str, pair: Sequence[float]) -> None:
+    """Raise unless ``pair`` is two numbers in [0, 1)."""
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise TypeError(f"{name} must be two numbers in [0, 1), got {pair!r}.")
+    for place, each in enumerate(pair):
+        check_range(f"{name}[{place}]", each, 0.0, 1.0, below=True)
 
 
 def check_bool(name: str, value: bool) -> None:
     """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_kind(name: str, value: object, *kinds: type) -> None:
+    """Raise unless ``value`` is of one of the kinds."""
+    if not isinstance(value, kinds):
+        allowed = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise TypeError(f"{name} must be {allowed}, got {value!r}.")
+
+
+def check_strings(name: str, value: object) -> None:
+    """Raise unless ``value`` is a string or a list of strings."""
+    if not all(isinstance(each, str) for each in (value if isinstance(value, list | tuple) else [value])):
+        raise TypeError(f"{name} must be a string or a list of strings, got {value!r}.")
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
@@ -52,9 +82,10 @@ def check_duration(name: str, value: float) -> None:
 
 def compiled(argument: str, pattern: str) -> re.Pattern[str]:
     """A regular expression, or an error that names the argument."""
+    check_kind(argument, pattern, str)
     try:
         return re.compile(pattern)
-    except (re.error, TypeError) as error:
+    except re.error as error:
         raise ValueError(f"{argument}: {pattern!r} is no regex: {error}.") from error
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import override
 
+from lightning_tricks.core.plain import PlainReader, load_plain
 from lightning_tricks.core.weights import global_norm, trainable
 
 STAMP = "stamp"
@@ -193,7 +194,8 @@ def read(
     Raises:
         ValueError: If the folder has another stamp than is expected, so that it belongs to something else.
     """
-    found: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    reader = PlainReader(folder)
+    found: dict[str, Any] = reader.metadata.state_dict_metadata
     keys = dict(zip(parts, weights.portable(parts), strict=True))
     kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
     tensors = {STAMP: torch.tensor(-1)}
@@ -201,7 +203,7 @@ def read(
         there = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
         mine.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in there.items()})
         tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.portable(mine).items()})
-    dcp.load(tensors, checkpoint_id=folder)
+    load_plain(tensors, reader)
     if tensors[STAMP].item() != stamp:
         raise ValueError(f"it is of step {tensors[STAMP].item()}, the checkpoint of step {stamp}")
     return kinds

@@ -8,14 +8,16 @@ from typing import Any
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Make ``owner.name(...)`` call ``wrapper(original, ...)`` until the returned function is called."""
-    before = owner.__dict__.get(name)  # somebody else's wrapper
-    wrapped = _Wrapped(wrapper, getattr(owner, name))
+    wrapped = _Wrapped(wrapper, getattr(owner, name), owner.__dict__.get(name))
     setattr(owner, name, wrapped)
 
     def undo() -> None:
         wrapped.wrapper = None
         if owner.__dict__.get(name) is not wrapped:
             return  # somebody has wrapped it again since, and may call it
+        before = wrapped.before
+        while isinstance(before, _Wrapped) and before.wrapper is None:  # undone, when this one stood before it
+            before = before.before
         if before is None:
             del owner.__dict__[name]
         else:
@@ -27,9 +29,10 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[
 class _Wrapped:
     """A method with a wrapper, or without when that is undone; unlike a closure it can be pickled."""
 
-    def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
+    def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any], before: Any) -> None:
         self.wrapper: Callable[..., Any] | None = wrapper
         self.original = original
+        self.before = before  # somebody else's wrapper in the place of this one, if there was one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.wrapper is None else self.wrapper(self.original, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,22 +27,29 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if name in ("warmup", "flat", "cooldown"):
             check_duration(name, value)
         elif name == "milestones":
-            if isinstance(value, str) or not isinstance(value, Sequence):
+            if isinstance(value, str | bytes) or not isinstance(value, Sequence):
                 raise TypeError(f"milestones must be a list of ints (steps) and floats (fractions), got {value!r}.")
             for milestone in value:
                 check_duration(name, milestone)
         elif name == "momentum":
             _check_momentum(value)
         elif name == "cycles":
-            check_count(name, value)
+            _check_cycles(value, settings["growth"])
         elif name == "shape":
             check_choice(name, value, curves.COOLDOWNS)
-        elif name == "growth":
-            check_range(name, value, 1.0)
         elif name == "power":
             check_range(name, value, 0.0)
-        else:
+        elif name != "growth":
             check_range(name, value, 0.0, 1.0)
+
+
+def _check_cycles(cycles: int, growth: float) -> None:
+    check_count("cycles", cycles)
+    check_range("growth", growth, 1.0)
+    if cycles > 1000 or cycles * math.log(growth) > 700:  # exp(710) is no float
+        raise ValueError(
+            f"cycles must be at most 1000, and growth**cycles a number, got cycles={cycles}, growth={growth}."
+        )
 
 
 def _check_momentum(pair: tuple[float, float]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
+from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_kind, check_range
 from lightning_tricks.schedules.build import (
     Duration,
     Schedule,
@@ -49,6 +49,8 @@ class PlateauLR(ReduceLROnPlateau):
     """
 
     def __init__(self, optimizer: Optimizer, *, warmup: float = 0, floor: float = 0.0, **settings: Any) -> None:
+        check_range("warmup", warmup, 0.0)
+        check_range("floor", floor, 0.0, 1.0)
         super().__init__(optimizer, min_lr=0.0, **settings)
         self.warmup, self.floor, self.steps = warmup, floor, 0
         self._begun = False
@@ -159,10 +161,10 @@ def reduce_on_plateau(
         'val_accuracy'
     """
     check_arguments(optimizer, module)
+    check_kind("monitor", monitor, str)
     check_choice("mode", mode, ("min", "max"))
     check_range("factor", factor, 0.0, 1.0, below=True)
-    if patience != 0 or isinstance(patience, bool):
-        check_count("patience", patience)
+    check_count("patience", patience, least=0)
     check_range("threshold", threshold, 0.0)
     check_range("floor", floor, 0.0, 1.0)
     check_duration("warmup", warmup)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_range
+from lightning_tricks.core.checks import check_choice, check_count, check_decays, check_duration, check_range
 from lightning_tricks.core.steps import EpochPlan
 from lightning_tricks.core.trainer import callbacks_of
 from lightning_tricks.schedules.scheduler import set_lr
@@ -96,8 +96,8 @@ def scale_adam(
     check_range("lr", lr, 0.0)
     check_range("eps", eps, 0.0)
     k = _ratio(batch_size, base_batch_size)
+    check_decays("betas", betas)
     for place, beta in enumerate(betas):
-        check_range(f"betas[{place}]", beta, 0.0, 1.0, below=True)
         if k * (1 - beta) > 1 + 1e-9:  # k = 10 with 0.9 is allowed
             raise ValueError(
                 f"batch_size must be at most {base_batch_size / (1 - beta):.0f} = base_batch_size / (1 - beta) for"

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_tricks.core.checks import check_kind
+
 
 @final
 class CurveLR(LRScheduler):
@@ -58,6 +60,9 @@ class CurveLR(LRScheduler):
                 f"The momentum can be cycled where there is some, got {type(optimizer).__name__} without: leave"
                 " momentum out, or give the optimizer one."
             )
+        check_kind("last_epoch", last_epoch, int)
+        if last_epoch != -1 and not all("initial_lr" in group for group in optimizer.param_groups):
+            raise ValueError(f"last_epoch must be -1 for groups without an initial_lr, got {last_epoch}.")
         self.curve: Callable[[float], float] = curve
         self.momentum = momentum
         self.settings = _plain(curve) if momentum is None else {**_plain(curve), "momentum": _plain(momentum)}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.averaging import AveragingCallback
+from lightning_tricks.core.checks import check_bool
 from lightning_tricks.core.trainer import callbacks_of, keep_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.compression import Compression, Compressor, LocalSGD, make_compressor
@@ -84,6 +85,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **settings: Any,
     ) -> None:
+        check_bool("gradient_as_bucket_view", gradient_as_bucket_view)
         self.compression = compression
         self._compressor = make_compressor(
             compression,

@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.active import begin
+from lightning_tricks.core.checks import check_bool, check_kind
 from lightning_tricks.core.trainer import is_fitting, steps_now
 from lightning_tricks.core.zero import load_whole
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
@@ -112,6 +114,11 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         require_deepspeed()
+        check_kind("nvme_path", nvme_path, str, NoneType)
+        check_bool("load_full_weights", load_full_weights)
+        check_bool("exclude_frozen_parameters", exclude_frozen_parameters)
+        check_kind("process_group_backend", process_group_backend, str, NoneType)
+        check_kind("timeout", timeout, timedelta, NoneType)
         self.stage, self.offload, self.nvme_path = stage, offload, nvme_path
         self._waits_for_step = False  # with gradients, of a module that steps by itself
         super().__init__(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_bool
+from lightning_tricks.core.checks import check_bool, check_kind, check_strings
 from lightning_tricks.core.trainer import is_fitting
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.blocks import run_again, sharding_groups
@@ -80,6 +81,10 @@ class FSDP2Preset(WholeFolders, PresetStrategy, ModelParallelStrategy):
         check_bool("offload", offload)
         check_bool("activation_checkpointing", activation_checkpointing)
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        check_kind("blocks", blocks, list, tuple, NoneType)
+        check_strings("blocks", blocks or [])
+        check_kind("process_group_backend", process_group_backend, str, NoneType)
+        check_kind("timeout", timeout, timedelta)
         self.offload = offload
         self.blocks = blocks
         self.activation_checkpointing = activation_checkpointing

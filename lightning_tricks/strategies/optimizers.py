@@ -17,6 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from lightning_tricks.core.checks import check_decays, check_kind, check_range
+
 DEAD = 900  # seconds after which nothing compiles any more; it takes about 60
 
 
@@ -71,9 +73,13 @@ def adamw(
     References:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, https://arxiv.org/abs/1711.05101
     """
+    check_range("lr", lr, 0.0)
+    check_range("eps", eps, 0.0)
+    check_range("weight_decay", weight_decay, 0.0)
+    check_decays("betas", betas)
     groups = _training(module.parameters() if params is None else params)
     if not groups:
-        raise ValueError(f"adamw needs weights that train, got none of {type(module).__name__}: unfreeze some.")
+        raise ValueError(f"params: adamw needs weights that train, got none of {type(module).__name__}: unfreeze some.")
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     trainer = _trainer(module)
     if trainer is not None and isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -89,11 +95,15 @@ def adamw(
 
 def _training(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups of the weights that train."""
-    given: list[Any] = list(params)
+    check_kind("params", params, Iterable)
+    given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     found = []
     for group in groups:
-        weights = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        inner = group.get("params") if isinstance(group, dict) else None
+        weights = [inner] if isinstance(inner, Tensor) else list(inner or [])
+        if inner is None or not all(isinstance(weight, Tensor) for weight in weights):
+            raise TypeError(f"params must be weights, or groups with weights under 'params', got {group!r}.")
         found.append({**group, "params": [weight for weight in weights if weight.requires_grad]})
     return [group for group in found if group["params"]]
 

@@ -103,7 +103,7 @@ def preset(name: str, **overrides: Any) -> dict[str, Any]:
         >>> pl.Trainer(**preset("single_bf16"), accelerator="cpu", logger=False).precision
         'bf16-mixed'
     """
-    check_choice("preset", name, _TABLE)
+    check_choice("preset name", name, _TABLE)
     row = _TABLE[name]
     allowed = _arguments(row.strategy)
     if unknown := sorted(overrides.keys() - allowed):

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_tricks.core.plain import PlainReader, load_plain
+
 
 def read_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     """Load the weights; all ranks take part."""
     state = {"state_dict": get_model_state_dict(module)}
-    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+    load_plain(state, PlainReader(folder), strict=strict)
     set_model_state_dict(module, state["state_dict"], options=StateDictOptions(strict=strict))
 
 
@@ -32,12 +32,12 @@ def read_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer, *, num
     Raises:
         ValueError: If the checkpoint has no such optimizer, or one of other parameters.
     """
-    reader = dcp.FileSystemReader(folder)
-    metadata = reader.read_metadata()
+    reader = PlainReader(folder)
+    metadata = reader.metadata
     own = {name.replace("_orig_mod.", ""): p for name, p in module.named_parameters()}  # as torch saves compiled ones
     paths = {key: path for key, path in metadata.planner_data.items() if path[0] == f"optimizer_{number}"}
     flat = {key: _empty(metadata.state_dict_metadata[key], own.get(path[2])) for key, path in paths.items()}
-    dcp.load(flat, storage_reader=reader)
+    load_plain(flat, reader)
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for key, (_, kind, owner, name) in paths.items():

@@ -54,7 +54,7 @@ def zero_config(
         >>> zero_config(stage=2, config={"zero_optimization": {"overlap_comm": False}})["zero_optimization"]
         {'stage': 2, 'reduce_bucket_size': 200000000, 'allgather_bucket_size': 200000000, 'overlap_comm': False}
     """
-    if isinstance(stage, bool) or stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}.")
     check_choice("offload", offload, ("none", "cpu", "nvme"))
     _check_nvme(stage, offload, nvme_path)

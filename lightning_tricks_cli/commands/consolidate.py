@@ -15,7 +15,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="make one file from a sharded checkpoint",
         description="Write the weights of a sharded checkpoint, a folder by FSDP2 or DeepSpeed, to one file: whole"
         " tensors, of DeepSpeed the fp32 masters, read and written one after the other. No GPU is needed, and memory"
-        " for one tensor. Take only folders that you trust, since reading them can run code.",
+        " for one tensor.",
         epilog="example: lightning-tricks consolidate last.ckpt -o model.safetensors",
     )
     consolidate.set_defaults(run=run)

@@ -14,8 +14,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "export",
         help="write the averaged or raw weights of a checkpoint for a bare module",
         description="Write the weights of a checkpoint as a plain state_dict: the averaged ones if a callback such as"
-        " EMA kept some, or the raw ones. Folders of FSDP and DeepSpeed become whole tensors; export only folders that"
-        " you trust, since reading them can run code.",
+        " EMA kept some, or the raw ones. Folders of FSDP and DeepSpeed become whole tensors.",
         epilog="example: lightning-tricks export best.ckpt -o model.safetensors --strip-prefix model.",
     )
     export.set_defaults(run=run)

@@ -225,7 +225,7 @@ def test_two_ranks_are_bit_equal_to_two_ranks_without(engines: list[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"blocks": [nn.Linear]}, "names of submodules or classes"),
+        ({"blocks": [nn.Linear]}, "blocks must be a string or a list"),
         ({"blocks": 0}, "at least 1"),
         ({"policy": "some"}, "must be one of"),
     ],

@@ -399,7 +399,7 @@ def test_two_ranks_train_as_two_eager_ones(engines: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"modules": [nn.Linear]}, "names of submodules"),
+        ({"modules": [nn.Linear]}, "modules must be a string or a list"),
         ({"mode": "fast"}, "must be one of"),
         ({"backend": "inductr"}, "Did you mean 'inductor'"),
         ({"mode": "max-autotune", "backend": "eager"}, "leave mode out"),

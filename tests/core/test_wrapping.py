@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 from lightning_tricks.core.wrapping import wrap_method
 
 
@@ -18,6 +20,17 @@ def test_a_method_is_wrapped_until_it_is_given_back() -> None:
     undo()
     assert owner.add(1, b=2) == 3
     assert vars(owner) == {}
+
+
+def test_wrappers_undone_in_any_order_leave_nothing() -> None:
+    for order in permutations(range(3)):
+        owner, undo = Owner(), []
+        for factor in (2, 3, 5):
+            undo.append(wrap_method(owner, "add", lambda original, a, factor=factor: factor * original(a)))
+        assert owner.add(1) == 60
+        for place in order:
+            undo[place]()
+        assert vars(owner) == {}, order
 
 
 # -- the transfer of batches ------------------------------------------------------------------------------------------

@@ -100,9 +100,9 @@ def test_each_call_gives_a_new_strategy() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ddp_bf61", r"preset must be one of .*, got 'ddp_bf61'. Did you mean 'ddp_bf16'\?"),
+        ("ddp_bf61", r"preset name must be one of .*, got 'ddp_bf61'. Did you mean 'ddp_bf16'\?"),
         ("SINGLE_BF16", r"Did you mean 'single_bf16'\?"),
-        ("zzz", "preset must be one of 'single_bf16', 'single_fp16', .*, 'zero3_nvme_bf16', got 'zzz'.$"),
+        ("zzz", "preset name must be one of 'single_bf16', 'single_fp16', .*, 'zero3_nvme_bf16', got 'zzz'.$"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) -> None:

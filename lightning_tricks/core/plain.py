@@ -1,0 +1,91 @@
+"""Folders of shards read as tensors and plain values: torch's own readers unpickle, and so run, what is in them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from typing_extensions import override
+
+from lightning_tricks.core.checks import UNSAFE
+
+# What torch writes into .metadata, besides dtypes: records of names, sizes and offsets.
+RECORDS = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # of Python 3.13
+}
+
+
+class _Records(pickle.Unpickler):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._name = file.name
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and name not in RECORDS.get(module, ()):
+            raise ValueError(f"{self._name} holds {module}.{name}, which can run code")
+        return super().find_class(module, name)
+
+
+class PlainReader(dcp.FileSystemReader):
+    """Reads the metadata once, not for each tensor, and only if it is made of records.
+
+    Raises:
+        ValueError: If it names anything else.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        with (folder / ".metadata").open("rb") as file:
+            self.metadata: Metadata = _Records(file).load()
+        if getattr(self.metadata, "storage_meta", None) is None:
+            self.metadata.storage_meta = StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+class _PlainPlanner(DefaultLoadPlanner):
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            plain = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{read_item.storage_index.fqn} was not read, since {UNSAFE}") from error
+        again = io.BytesIO()
+        torch.save(plain, again)  # which torch's own planner unpickles
+        again.seek(0)
+        super().load_bytes(read_item, again)
+
+
+def load_plain(values: dict[str, Any], reader: PlainReader, *, strict: bool = True, **options: Any) -> None:
+    """Read the values in place, as ``torch.distributed.checkpoint.load`` with these options.
+
+    Args:
+        values: Tensors to read into, and None for what is no tensor and is put in its place.
+        reader: Of the folder.
+        strict: Whether all of them must be there.
+        options: Of torch.
+
+    Raises:
+        CheckpointException: If a file is damaged, or holds more than plain values.
+    """
+    dcp.load(values, storage_reader=reader, planner=_PlainPlanner(allow_partial_load=not strict), **options)

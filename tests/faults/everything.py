@@ -1,0 +1,88 @@
+"""A training with all tricks that go together at work, which can be interrupted anywhere and compared bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+import lightning_tricks as lt
+from tests.faults.runs import Resumable
+from tests.nets import NormNet, build, loader, trainer
+
+EPOCHS = 3
+
+
+class Everything(lt.SAMMixin, NormNet):
+    """Images for CutMix, BatchNorm for SAM and SWA; no dropout, whose random numbers Lightning does not save."""
+
+    sam = lt.SAM(rho=0.05)
+
+    def __init__(self) -> None:
+        super().__init__(0.03)
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 2)
+        )
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].unflatten(1, (2, 2, 2)), batch[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.flatten(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+
+def tricks(folder: Path) -> list[Callback]:
+    return [
+        lt.SkipNonFinite(),
+        lt.TerminateOnNonFinite(str(folder / "non_finite")),
+        lt.RewindOnSpike(threshold=1e6, window=4, every_n_steps=3),
+        lt.AdaptiveClip(0.1),
+        lt.EMA(0.9, start=2),
+        lt.SWA(0.5, every=2, validate="raw", at_end="raw", recalibrate_batchnorm=False),
+        lt.HardExampleFilter(0.75),
+        lt.Mixup(0.4, prob=0.4),
+        lt.CutMix(prob=0.4),
+        lt.LRSchedule("cosine", warmup=3),
+        lt.GradualUnfreeze([2, 6], groups=[r"^layers\.3", r"^layers\.[01]\."]),
+        lt.ActivationCheckpointing(["layers.0"]),
+    ]
+
+
+def make(folder: Path, *others: Callback, **settings: Any) -> pl.Trainer:
+    given = {"max_epochs": EPOCHS, "default_root_dir": folder, "callbacks": [*others, *tricks(folder)], **settings}
+    return trainer(**given)
+
+
+def run(made: pl.Trainer, module: pl.LightningModule, train: Any = None, ckpt_path: Path | None = None) -> None:
+    """Fit from the same random numbers."""
+    pl.seed_everything(7, verbose=False)
+    made.fit(module, Resumable() if train is None else train, loader(24), ckpt_path=ckpt_path)
+
+
+def fresh(kind: type[pl.LightningModule] = Everything) -> Any:
+    return build(kind)
+
+
+def outcome(made: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+    """All that must be bit-equal after a fit: weights, averages of both kinds, optimizer, schedule and steps."""
+    states = {
+        type(each).__name__: each.state_dict()
+        for each in made.callbacks  # type: ignore[attr-defined]
+        if isinstance(each, lt.EMA | lt.SWA)
+    }
+    averages = {name: {k: v for k, v in each.items() if k != "history"} for name, each in states.items()}
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "averages": averages,
+        "optimizer": [each.state_dict() for each in made.optimizers],
+        "schedule": [each.scheduler.state_dict() for each in made.lr_scheduler_configs],
+        "steps": made.global_step,
+    }

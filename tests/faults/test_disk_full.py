@@ -1,0 +1,210 @@
+"""A disk that is full while something is saved: what was there stays, and no file is half written."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import Callback
+
+from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
+from lightning_tricks.core.whole_file import whole_file
+from tests.faults.everything import Everything, fresh, make, outcome, run
+from tests.faults.runs import differences, load
+from tests.ranks import run_ranks
+
+LIMIT = 1000  # bytes of a file: less than any file here
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process grows beyond ``LIMIT``: writing fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# -- what is written at the end ---------------------------------------------------------------------------------------
+
+
+def figure(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import lightning_tricks as lt
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    drawn, _ = lt.plot_schedule(lt.cosine(optimizer, total_steps=10), 10)
+    with whole_file(path) as file:  # as the commands do
+        drawn.savefig(file)
+
+
+WRITERS: dict[str, Callable[[Path, Path], Any]] = {
+    "average_checkpoints": lambda folder, out: average_checkpoints([folder / "a.pt"] * 2, out, force=True),
+    "greedy_soup": lambda folder, out: greedy_soup([folder / "a.pt"], lambda _: 1.0, out, force=True),
+    "export_weights": lambda folder, out: export_weights(folder / "a.pt", out, force=True),
+    "export_weights of a folder": lambda folder, out: export_weights(folder / "sharded.ckpt", out, force=True),
+    "consolidate": lambda folder, out: consolidate(folder / "sharded.ckpt", out, force=True),
+}
+CASES = [*((name, suffix) for name in WRITERS for suffix in (".pt", ".safetensors")), ("plot", ".png")]
+
+
+def inputs(folder: Path) -> None:
+    state = {"w": torch.randn(64, 64)}
+    torch.save(state, folder / "a.pt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        dcp.save({"state_dict": state}, checkpoint_id=folder / "sharded.ckpt", no_dist=True)
+    torch.save({}, folder / "sharded.ckpt" / "meta.pt")
+
+
+def write_all(folder: Path, wall: Callable[[], Any]) -> list[str]:
+    """The errors of each writer behind the wall; what had the name is as it was, and beside it is nothing new."""
+    said = []
+    for name, suffix in CASES:
+        out = folder / f"out{suffix}"
+        out.write_bytes(b"old")
+        before = sorted(each.name for each in folder.iterdir())
+        with wall(), pytest.raises(OSError, match="was not written") as caught:
+            figure(out) if name == "plot" else WRITERS[name](folder, out)
+        assert out.read_bytes() == b"old", name
+        assert sorted(each.name for each in folder.iterdir()) == before, name
+        said.append(str(caught.value))
+        figure(out) if name == "plot" else WRITERS[name](folder, out)
+        assert out.read_bytes() != b"old", name
+        out.unlink()
+    return said
+
+
+def limited(folder: str) -> list[str]:
+    inputs(Path(folder))
+    return write_all(Path(folder), full_disk)
+
+
+def test_no_writer_leaves_a_part_of_a_file(tmp_path: Path) -> None:
+    (said,) = run_ranks(limited, str(tmp_path), nprocs=1)
+    assert all(str(tmp_path / "out") in each for each in said)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def test_no_writer_leaves_a_part_of_a_file_on_a_small_disk(small_disk: Path) -> None:
+    inputs(small_disk)
+    filler = small_disk / "filler"
+
+    @contextmanager
+    def filled() -> Iterator[None]:
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(1024))
+        try:
+            yield
+        finally:
+            filler.write_bytes(b"")
+
+    filler.touch()
+    assert all("No space" in each or "writ" in each for each in write_all(small_disk, filled))
+
+
+# -- a training that saves at every step ------------------------------------------------------------------------------
+
+
+class Saving(Callback):
+    """Saves under one name after every step; the disk is full at one of them."""
+
+    def __init__(self, path: Path, full_at: int, goes_on: bool) -> None:
+        self.path, self.full_at, self.goes_on = path, full_at, goes_on
+        self.failed: str | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != self.full_at:
+            trainer.save_checkpoint(self.path)
+            return
+        try:
+            with full_disk():
+                trainer.save_checkpoint(self.path)
+        except (OSError, RuntimeError) as error:
+            self.failed = str(error)
+            if not self.goes_on:
+                raise
+
+
+def train(folder: Path, full_at: int = -1, goes_on: bool = False, ckpt_path: Path | None = None) -> Any:
+    made, module = make(folder), fresh()
+    saving = Saving(folder / "a.ckpt", full_at, goes_on)
+    made.callbacks.append(saving)  # type: ignore[attr-defined]
+    raised = None
+    try:
+        run(made, module, ckpt_path=ckpt_path)
+    except (OSError, RuntimeError) as error:
+        raised = str(error)
+    return outcome(made, module) if raised is None else raised, saving.failed
+
+
+def saved_on_a_full_disk(folder: str) -> None:
+    root = Path(folder)
+    for name in ("whole", "full", "on"):
+        (root / name).mkdir()
+    expected, _ = train(root / "whole")
+    raised, failed = train(root / "full", full_at=9)
+    assert raised == failed is not None
+    assert [each.name for each in (root / "full").iterdir()] == ["a.ckpt"]
+    assert load(root / "full" / "a.ckpt")["global_step"] == 8
+    resumed, _ = train(root / "full", ckpt_path=root / "full" / "a.ckpt")
+    assert not differences(resumed, expected)
+    went_on, failed = train(root / "on", full_at=9, goes_on=True)
+    assert failed is not None
+    assert not differences(went_on, expected)
+
+
+def test_a_training_whose_disk_is_full_resumes_from_the_last_whole_checkpoint_or_goes_on(tmp_path: Path) -> None:
+    run_ranks(saved_on_a_full_disk, str(tmp_path), nprocs=1)
+
+
+class Breaks(Everything):
+    """Its loss is not a number once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.trainer.global_step == 7 else loss
+
+
+def stopped_on_a_full_disk(folder: str) -> str:
+    made = make(Path(folder))
+    made.callbacks[:] = [each for each in made.callbacks if "Skip" not in type(each).__name__]  # type: ignore
+    with full_disk(), pytest.raises(FloatingPointError) as caught:
+        run(made, fresh(Breaks))
+    return str(caught.value)
+
+
+def test_the_reason_to_stop_is_told_on_a_full_disk(tmp_path: Path) -> None:
+    (said,) = run_ranks(stopped_on_a_full_disk, str(tmp_path), nprocs=1)
+    assert "TerminateOnNonFinite has stopped training after step 7" in said
+    assert "Not all of the state before it and the batch is in" in said
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []

@@ -1,0 +1,216 @@
+"""A checkpoint that would run code when it is read is refused by every reader, and nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_tricks as lt
+from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
+from lightning_tricks.cli.main import main
+from tests.checkpoints.sharded import save_zero3
+from tests.faults.runs import resume
+from tests.nets import PlainNet, build, rank_loader, trainer
+from tests.ranks import run_ranks
+
+PACKAGE = Path(lt.__file__).parent
+
+
+class Hostile:
+    """Makes a file as soon as it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def by_the_cli(*arguments: Any) -> None:
+    """The command, whose one line on standard error is raised here."""
+    if main([str(argument) for argument in arguments]):
+        raise ValueError("see standard error")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+FILE_READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "average_checkpoints": lambda file, out: average_checkpoints([file, file], out),
+    "greedy_soup": lambda file, out: greedy_soup([file], lambda _: 1.0, out),
+    "export_weights": lambda file, out: export_weights(file, out),
+    "lightning-tricks average": lambda file, out: by_the_cli("average", file, "-o", out),
+    "lightning-tricks export": lambda file, out: by_the_cli("export", file, "-o", out),
+    "resume": lambda file, _: resume(file),
+}
+
+
+@pytest.mark.parametrize("place", ["state_dict", "callbacks", "a plain state_dict"])
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "before torch 1.6"])
+@pytest.mark.parametrize("reader", FILE_READERS)
+def test_a_hostile_file_is_refused(reader: str, old: bool, place: str, tmp_path: Path, capsys: Any) -> None:
+    mark, file, out = tmp_path / "mark", tmp_path / "a.ckpt", tmp_path / "out.pt"
+    trap = {"w": torch.ones(2), "trap": Hostile(mark)}
+    checkpoint = trap if place == "a plain state_dict" else {"state_dict": {"w": torch.ones(2)}, place: trap}
+    torch.save(checkpoint, file, _use_new_zipfile_serialization=not old)
+    with pytest.raises((ValueError, pickle.UnpicklingError)) as caught:
+        FILE_READERS[reader](file, out)
+    said = str(caught.value) + capsys.readouterr().err
+    assert ("a.ckpt is damaged or not a checkpoint" if old and reader != "resume" else "posix.system") in said
+    assert not mark.exists()
+    assert not out.exists()
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+FOLDER_READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "consolidate": lambda folder, out: consolidate(folder, out),
+    "export_weights": lambda folder, out: export_weights(folder, out),
+    "lightning-tricks consolidate": lambda folder, out: by_the_cli("consolidate", folder, "-o", out),
+    "lightning-tricks export": lambda folder, out: by_the_cli("export", folder, "-o", out),
+}
+
+
+class Extra(PlainNet):
+    """With an entry of the state_dict that is no tensor, which torch pickles."""
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"note": "extra"}
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        assert state == {"note": "extra"}
+
+
+def fsdp2(folder: str, ckpt_path: str | None = None) -> None:
+    strategy = lt.preset("fsdp2_bf16", precision="32-true")
+    run = trainer(devices=2, max_epochs=1, use_distributed_sampler=False, callbacks=[lt.EMA(0.5)], **strategy)
+    run.fit(build(Extra), rank_loader(), ckpt_path=ckpt_path)
+    if ckpt_path is None:
+        run.save_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def fsdp2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp2") / "a.ckpt"
+    run_ranks(fsdp2, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zero_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("zero3") / "a.ckpt"
+    run_ranks(save_zero3, str(folder))
+    return folder
+
+
+def in_metadata(folder: Path, mark: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))
+
+
+def in_extra_state(folder: Path, mark: Path) -> None:
+    """The value that is no tensor becomes a trap behind the other shards."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if "_extra_state" in index.fqn)
+    entry = metadata.storage_data[index]
+    with (folder / entry.relative_path).open("ab") as file:
+        start = file.tell()
+        torch.save(Hostile(mark), file)
+        metadata.storage_data[index] = replace(entry, offset=start, length=file.tell() - start)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_meta(folder: Path, mark: Path) -> None:
+    torch.save({"trap": Hostile(mark)}, folder / "meta.pt")
+
+
+def in_averages(folder: Path, mark: Path) -> None:
+    in_metadata(next(folder.glob("averages/*")), mark)
+
+
+def in_states(pattern: str, folder: Path, mark: Path) -> None:
+    file = next(folder.glob(pattern))
+    torch.save({**torch.load(file, weights_only=False), "trap": Hostile(mark)}, file)
+
+
+@pytest.mark.parametrize("trap", [in_metadata, in_extra_state], ids=lambda trap: trap.__name__)
+@pytest.mark.parametrize("reader", FOLDER_READERS)
+def test_a_hostile_folder_of_fsdp2_is_refused(
+    reader: str, trap: Callable[..., None], fsdp2_folder: Path, tmp_path: Path
+) -> None:
+    assert_refused(reader, trap, fsdp2_folder, tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["*/*model_states.pt", "*/*optim_states.pt"])
+@pytest.mark.parametrize("reader", FOLDER_READERS)
+def test_a_hostile_folder_of_zero_is_refused(reader: str, pattern: str, zero_folder: Path, tmp_path: Path) -> None:
+    assert_refused(reader, lambda *args: in_states(pattern, *args), zero_folder, tmp_path)
+
+
+def assert_refused(reader: str, trap: Callable[..., None], folder: Path, tmp_path: Path) -> None:
+    mark, copied, out = tmp_path / "mark", tmp_path / "a.ckpt", tmp_path / "out.pt"
+    shutil.copytree(folder, copied)
+    FOLDER_READERS[reader](copied, out)  # while it is not hostile
+    out.unlink()
+    trap(copied, mark)
+    with pytest.raises(ValueError, match=r"run code|see standard error"):
+        FOLDER_READERS[reader](copied, out)
+    assert not mark.exists()
+    assert not out.exists()
+
+
+TRAPS = (in_metadata, in_extra_state, in_meta, in_averages)
+
+
+def refused_by_fsdp2(folder: str) -> list[str]:
+    """The errors of resuming from a copy of the folder with each trap in turn; one process group lasts for all."""
+    said = []
+    fsdp2("", ckpt_path=f"{folder}.untouched")
+    for trap in TRAPS:
+        copied = Path(f"{folder}.{trap.__name__}")
+        with pytest.raises(BaseException) as caught:  # noqa: PT011 (of torch's own)
+            fsdp2("", ckpt_path=str(copied))
+        said.append(str(caught.value))
+    return said
+
+
+def test_resuming_from_a_hostile_folder_of_fsdp2_is_refused(fsdp2_folder: Path, tmp_path: Path) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "a.ckpt"
+    shutil.copytree(fsdp2_folder, f"{folder}.untouched")
+    for trap in TRAPS:
+        copied = Path(f"{folder}.{trap.__name__}")
+        shutil.copytree(fsdp2_folder, copied)
+        trap(copied, mark)
+    for said in run_ranks(refused_by_fsdp2, str(folder)):
+        assert len(said) == len(TRAPS)
+        assert all("run code" in each or "weights_only" in each for each in said), said
+    assert not mark.exists()
+
+
+# -- the source -------------------------------------------------------------------------------------------------------
+
+
+def calls(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+@pytest.mark.parametrize("file", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")))
+def test_the_package_unpickles_nothing(file: str) -> None:
+    """``torch.load`` has ``weights_only=True`` or what Lightning was told; no other reader of pickles is called."""
+    readers = ("pickle.load", "pickle.loads", "torch.jit.load", "torch.distributed.checkpoint.load", "dcp.load")
+    for call in calls(ast.parse((PACKAGE / file).read_text())):
+        name = ast.unparse(call.func)
+        if name == "torch.load":
+            given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+            allowed = ("True", "weights_only") if file == "strategies/fsdp.py" else ("True",)
+            assert given.get("weights_only") in allowed, ast.unparse(call)
+        assert name not in readers or file == "core/plain.py", ast.unparse(call)
+        assert name != "dcp.FileSystemReader", "core.plain.PlainReader reads its metadata without running it"

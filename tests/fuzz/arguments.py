@@ -1,0 +1,287 @@
+"""Arguments of everything public, right and wrong: what a call must do with them, told from its annotations alone."""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import math
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+import lightning_tricks as lt
+from tests.nets import Net, PlainNet, loader, trainer
+
+# ---- the calls: what each one needs besides the arguments that are tried
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def layers() -> nn.Module:
+    return Net().layers
+
+
+FILE, FOLDER = "weights.pt", "sharded.ckpt"  # in the current folder, by ``make_files``
+
+
+def make_files() -> None:
+    torch.save({"w": torch.ones(2)}, FILE)
+    with warnings.catch_warnings(action="ignore"):  # torch says that there is no process group
+        dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=FOLDER, no_dist=True)
+    torch.save({}, f"{FOLDER}/meta.pt")
+
+
+SCHEDULE = {"optimizer": sgd, "module": lambda: None, "total_steps": lambda: 20}
+SCALE = {"batch_size": lambda: 64, "base_batch_size": lambda: 32}
+TRAINED = {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16)}
+WRITTEN = {"output": lambda: "out.pt", "force": lambda: True}
+FACTORIES = (
+    *("constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt", "linear", "one_cycle", "polynomial"),
+    *("reduce_on_plateau", "step_decay", "wsd"),
+)
+
+NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
+    **dict.fromkeys(FACTORIES, SCHEDULE),
+    "reduce_on_plateau": {"optimizer": sgd, "module": lambda: None},
+    "swa_tail": {"schedule": lambda: lt.cosine(sgd(), total_steps=20), "swa_lr": lambda: 0.05},
+    "BatchSizeWarmup": {"end": lambda: 8},
+    "GradualUnfreeze": {"at": lambda: [0.2, 0.5]},
+    "Hardware": {"device_memory": lambda: 8e9},
+    "HiddenMixup": {"layer": lambda: "layers.0"},
+    "CurveLR": {"optimizer": sgd, "curve": lambda: partial(lambda step: 1.0)},
+    "PlateauLR": {"optimizer": sgd},
+    "adamw": {"module": Net, "lr": lambda: 1e-3},
+    "adaptive_clip_": {"parameters": lambda: [nn.Parameter(torch.ones(2))]},
+    "add_stochastic_depth": {"model": layers, "rate": lambda: 0.1, "branches": lambda: "0"},
+    "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
+    "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
+    "cutmix": {"x": lambda: torch.ones(2, 1, 4, 4), "lam": lambda: 0.5, "index": lambda: torch.tensor([1, 0])},
+    "discriminative_groups": {"model": layers, "lrs": lambda: {"0": 0.1, "": 0.01}},
+    "effective_batch_size": {"trainer": trainer, "per_device": lambda: 8},
+    "estimate_memory": {"model": lambda: 10**6},
+    "export_weights": {"checkpoint": lambda: FILE, **WRITTEN},
+    "find_batch_size": {
+        "trainer": trainer,
+        "module": Net,
+        "train_dataloaders": lambda: loader(16),
+        "max_size": lambda: 4,
+    },
+    "find_lr": {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
+    "freeze": {"model": layers, "patterns": lambda: "0"},
+    "greedy_soup": {
+        "paths": lambda: [FILE],
+        "evaluate": lambda: lambda state: 1.0,
+        "output": lambda: "out.pt",
+        "force": lambda: True,
+    },
+    "layer_decay_groups": {"model": layers, "lr": lambda: 1e-3, "decay": lambda: 0.7, "pattern": lambda: r"^(\d+)"},
+    "mixup": {"x": lambda: torch.ones(2, 3), "lam": lambda: 0.5, "index": lambda: torch.tensor([1, 0])},
+    "no_weight_decay_groups": {"model": layers, "weight_decay": lambda: 0.1},
+    "ohem_loss": {"losses": lambda: torch.ones(4), "keep": lambda: 0.5},
+    "plot_schedule": {"schedule": lambda: lt.cosine(sgd(), total_steps=20)},
+    "preset": {"name": lambda: "single_bf16"},
+    "scale_adam": {"lr": lambda: 1e-3, **SCALE},
+    "scale_ema_decay": {"decay": lambda: 0.99, **SCALE},
+    "scale_lr": {"lr": lambda: 1e-3, **SCALE},
+    "suggest_strategy": {"model": lambda: 10**6, "hardware": lambda: lt.Hardware(8e9)},
+}
+LEFT_OUT = {
+    "drop_bias_before_batchnorm": "has a model only",
+    **dict.fromkeys(
+        ["BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"],
+        "a result, which nobody constructs",
+    ),
+    "UnknownTotalSteps": "an error, which nobody constructs",
+    "SAMMixin": "has no arguments",
+    "ChannelsLast": "has no arguments",
+    "environment_report": "has no arguments",
+    "presets": "has no arguments",
+    "optimizer_steps": "has a Trainer only; tests/schedules/test_steps_fuzz.py has its settings",
+    "ray_trainer": "needs Ray's workers",
+    "sharpness": "needs a loss and a loader; tests/modules/test_sharpness.py",
+}
+NAMES = [name for name in lt.__all__ if name not in LEFT_OUT]
+COSTLY = {"steps", "max_size", "effective"}  # what is done so often
+# What is an object of the user's or of torch, and is tried only as what it should be.
+OBJECTS = {
+    *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
+    *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
+}
+
+
+@cache
+def parameters(name: str) -> dict[str, Any]:
+    """The annotations of the arguments that are tried."""
+    call = getattr(lt, name)
+    function = call.__init__ if inspect.isclass(call) else call
+    home = vars(sys.modules[call.__module__])  # a decorator's function has another
+    hints = typing.get_type_hints(function, {**vars(collections.abc), "Axes": Any, "Figure": Any, **home})
+    kinds = {each.name: each.kind for each in inspect.signature(call).parameters.values()}
+    return {
+        each: hints.get(each, Any)
+        for each, kind in kinds.items()
+        if kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL) and each not in OBJECTS
+    }
+
+
+# ---- what fits an annotation
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what the annotation says; no number may be undefined or infinite, and no bool is a number."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is typing.Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    if hint is float or hint is int:
+        number = isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
+        return number and (hint is int or abs(value) <= sys.float_info.max)
+    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection):
+        if isinstance(value, str | bytes) or not isinstance(value, (list | tuple) if origin is list else origin):
+            return False
+        if origin is tuple and inner[-1:] != (Ellipsis,):
+            return len(value) == len(inner) and all(map(fits, value, inner))
+        return all(fits(each, inner[0]) for each in value)
+    if origin in (dict, collections.abc.Mapping):
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    return isinstance(value, origin or hint)
+
+
+# ---- values
+
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    10,
+    -1,
+    2**31,
+    2**63,
+    10**400,
+    -(10**400),
+    0.0,
+    -0.0,
+    0.5,
+    0.9,
+    1.0,
+    1.5,
+    -0.5,
+    1e-9,
+    1e308,
+    5e-324,
+)
+STRANGE = (
+    math.nan,
+    math.inf,
+    -math.inf,
+    True,
+    False,
+    None,
+    "",
+    "x",
+    "0.5",
+    "nan",
+    b"x",
+    "\x00",
+    "(",
+    "a.b",
+    [],
+    (),
+    {},
+)
+
+
+def strange() -> st.SearchStrategy[Any]:
+    """Values that most arguments must refuse."""
+    alone = st.one_of(
+        st.sampled_from(NUMBERS),
+        st.sampled_from(STRANGE),
+        st.sampled_from([np.float64(0.5), np.float32(0.5), np.int64(2), np.array([1, 2]), np.bool_(True)]),
+        st.sampled_from([torch.tensor(0.5), torch.tensor(2), torch.ones(2), torch.tensor(math.nan)]),
+        st.sampled_from([object, len, nn.Identity(), timedelta(seconds=1), {1}, 1j, slice(2), range(3)]),
+    )
+    several = st.lists(alone, max_size=3)
+    return st.one_of(alone, several, several.map(tuple), st.dictionaries(st.text(max_size=3), alone, max_size=2))
+
+
+def fitting(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of the annotation's type, among them those out of range."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*map(fitting, inner))
+    if origin is typing.Literal:
+        return st.sampled_from(inner)
+    if origin is tuple and inner[-1:] != (Ellipsis,):
+        return st.tuples(*map(fitting, inner))
+    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection):
+        return st.lists(fitting(inner[0]), max_size=3)
+    if origin in (dict, collections.abc.Mapping):
+        return st.dictionaries(fitting(inner[0]), fitting(inner[1]), max_size=3)
+    simple = {
+        bool: st.booleans(),
+        int: st.one_of(st.integers(-3, 12), st.integers()),
+        float: st.one_of(st.floats(0, 1), st.floats(), st.integers(-3, 12)),
+        str: st.one_of(st.sampled_from(["cosine", "layers", "0", "", "val_loss", "32-true"]), st.text(max_size=5)),
+        types.NoneType: st.none(),
+        timedelta: st.timedeltas(),
+    }
+    return simple.get(hint, st.none())
+
+
+@st.composite
+def changes(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """One argument of a call, seldom two, with a value of its type or a strange one."""
+    hints = parameters(name)
+    chosen = draw(st.lists(st.sampled_from(sorted(hints)), min_size=1, max_size=2, unique=True))
+    kinds = {each: draw(st.booleans()) for each in chosen}
+    drawn = {each: draw(fitting(hints[each]) if right else strange()) for each, right in kinds.items()}
+    costly = [each for each, value in drawn.items() if each in COSTLY and type(value) is int and value > 12]
+    return {**drawn, **dict.fromkeys(costly, 3)}
+
+
+# ---- calls
+
+NAMED = (ValueError, TypeError, MisconfigurationException, ImportError)
+
+
+def problem(name: str, changed: dict[str, Any]) -> str | None:
+    """What is wrong with how a call takes these arguments; None if nothing is."""
+    call, hints = getattr(lt, name), parameters(name)
+    arguments = {**{each: make() for each, make in NEEDED.get(name, {}).items()}, **changed}
+    positional = [arguments.pop(each) for each in positional_only(name) if each in arguments]
+    try:
+        call(*positional, **arguments)
+    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, lt.UnknownTotalSteps):
+        return None  # which name the file, or what is missing
+    except NAMED as error:
+        said = str(error)
+        if any(each in said for each in changed):
+            return None
+        return f"{type(error).__name__} names none of the arguments: {said.splitlines()[0] if said else ''}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    wrong = [each for each, value in changed.items() if not fits(value, hints[each])]
+    return f"accepts {', '.join(wrong)}" if wrong else None
+
+
+def positional_only(name: str) -> list[str]:
+    kinds = inspect.signature(getattr(lt, name)).parameters.values()
+    return [each.name for each in kinds if each.kind is inspect.Parameter.POSITIONAL_ONLY]
