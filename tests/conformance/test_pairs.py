@@ -39,7 +39,7 @@ def samples(*names: str) -> TensorDataset:
     """Where steps may be left out, the third batch is not finite."""
     given = data(44)
     if "SkipNonFinite" in names:
-        given.tensors[0][17] = torch.nan
+        given.tensors[0][16:24] = torch.nan
     return given
 
 
