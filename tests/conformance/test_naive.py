@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 import lightning_tricks as lt
 from tests.conformance.runs import fp16, refusal, run
@@ -30,9 +31,15 @@ NAIVE: dict[str, Callable[[Any, Any], Naive]] = {
     "Mixup": lambda batches, seen: naive.Mixed(seen),
     "Mixup(per_sample=True)": lambda batches, seen: naive.Mixed(seen),
     "SAMMixin": lambda batches, seen: naive.SAM(),
+    "reduce_on_plateau": lambda batches, seen: naive.WarmUp(),  # no second epoch ends before the last step
     "SWA": lambda batches, seen: naive.SWA(batches),
     **{name: lambda batches, seen, curve=curve: naive.Scheduled(curve) for name, curve in naive.CURVES.items()},
 }
+
+
+def overflowing() -> dict[str, Any]:
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24))]}
+
 
 # Settings of the Trainer, of the plain loop, and how far apart they may be.
 REGIMES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], float]] = {
@@ -41,6 +48,7 @@ REGIMES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], float]] =
     "fp16": (fp16, {"autocast": torch.float16, "scale": 64.0}, 1e-6),
     "accumulate": (lambda: {"accumulate_grad_batches": 3}, {"accumulate": 3}, 1e-6),
     "clip": (lambda: {"gradient_clip_val": 0.1}, {"clip": 0.1}, 1e-6),
+    "overflow": (overflowing, {"autocast": torch.float16, "scale": 2.0**24}, 1e-6),  # of the first steps in fp16
 }
 
 
@@ -60,9 +68,11 @@ def test_a_plain_loop_gives_the_same(name: str, regime: str, cell: Callable[...,
     seen = naive.Seen(callbacks[0]) if callbacks and hasattr(callbacks[0], "drawn") else None
     module, reference = build(trick.module(NormNet, "on")), build(trick.plain(NormNet))
     fit(module, train=batches, callbacks=[*callbacks, *([seen] if seen else [])], **settings())
-    naive_fit(reference, NAIVE.get(name, lambda *_: Naive())(list(batches), seen), list(batches), **loop)
+    left_out = naive_fit(reference, NAIVE.get(name, lambda *_: Naive())(list(batches), seen), list(batches), **loop)
     assert_close(weights(module), weights(reference), tolerance)
-    cell(name, regime)
+    assert (left_out > 0) == (regime == "overflow")
+    if regime != "overflow":
+        cell(name, regime)
 
 
 @pytest.mark.parametrize(

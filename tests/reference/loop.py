@@ -63,10 +63,14 @@ def naive_fit(
     clip: float | None = None,
     autocast: torch.dtype | None = None,
     scale: float = 1.0,
-) -> None:
-    """Train ``module`` in place by SGD; ``scale`` is that of the loss, undone before the gradients are looked at."""
+) -> int:
+    """Train ``module`` in place by SGD; gives how many steps were left out.
+
+    ``scale`` is that of the loss, undone before the gradients are looked at. As with a GradScaler a step whose
+    gradients overflow is left out and the scale halved; it counts as a step, as with Lightning.
+    """
     optimizer = torch.optim.SGD(module.parameters(), lr=module.lr, momentum=0.9, weight_decay=1e-3)
-    trick.autocast, step, number = autocast, 0, 0
+    trick.autocast, step, number, left_out = autocast, 0, 0, 0
     total = sum(math.ceil(len(batches) / trick.size(epoch, accumulate)) for epoch in range(epochs))
     module.train()
     trick.begin(module, optimizer)
@@ -82,10 +86,14 @@ def naive_fit(
                 number += 1
             for parameter in module.parameters():
                 parameter.grad /= scale
-            trick.clip(module, optimizer, step)
+            step += 1
+            if not all(p.grad.isfinite().all() for p in module.parameters()):
+                scale, left_out = scale / 2, left_out + 1
+                continue
+            trick.clip(module, optimizer, step - 1)
             if clip is not None:
                 nn.utils.clip_grad_norm_([p for p in module.parameters() if p.grad is not None], clip)
             optimizer.step()
-            step += 1
             trick.stepped(module, step, first + size >= len(batches))
     trick.end(module)
+    return left_out

@@ -22,6 +22,18 @@ class Scheduled(Naive):
         self.factor = factor  # type: ignore[method-assign]
 
 
+class WarmUp(Naive):
+    """Over three steps of the optimizer, of which one that is left out is none."""
+
+    made = 0
+
+    def factor(self, step: int, total: int) -> float:
+        return min(1.0, (self.made + 1) / 3)
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        self.made += 1
+
+
 class Average(Naive):
     """In fp64; ``share(n)`` is that of the weights in the update after n others, None for no update."""
 
@@ -54,7 +66,7 @@ class SWA(Average):
         self.batches = batches
 
     def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
-        if step == 3 or (step > 3 and ends_epoch):
+        if step >= 3 and (ends_epoch or not self.updates):
             self.update(module, 1 / (self.updates + 1))
 
     def end(self, module: Any) -> None:
@@ -230,7 +242,6 @@ CURVES: dict[str, Callable[[int, int], float]] = {
     "linear": lambda t, total: 1 - t / total,
     "one_cycle": _one_cycle,
     "polynomial": lambda t, total: (1 - t / total) ** 0.9,
-    "reduce_on_plateau": lambda t, total: min(1.0, (t + 1) / 3),  # no second epoch has ended before the last step
     "step_decay": lambda t, total: 0.1 ** ((2 * t >= total) + (4 * t >= 3 * total)),
     "swa_tail": lambda t, total: _cosine(t / total) if 2 * t < total else 0.5,
     "wsd": lambda t, total: 1 - math.sqrt(max(0.0, 1 - (total - t) / (0.2 * total))),
