@@ -136,7 +136,7 @@ def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callabl
         fit(alone, train=loader(80, 16), **{**FIT.get(regime, {}), **own})
         for rank in told:
             given = {key: torch.from_numpy(each) for key, each in rank[regime].items()}
-            assert_close(given, weights(alone), 1e-3 if own else 1e-5)  # 16 bits round the ranks' sums differently
+            assert_close(given, weights(alone), 5e-3 if own else 1e-5)  # DeepSpeed computes with 16-bit weights
         cell(family, regime)
     for other in ("DDP", "FSDP2", "DeepSpeed"):
         if other == OWN.get(family):
