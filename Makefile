@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check clean FORCE
+.PHONY: help demo test test-all matrix check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -26,6 +26,11 @@ test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 
 test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+
+matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks/cli/matrix.json and docs/compatibility.md
+	$(BIN)/python -m pytest tests/conformance -n auto -m "not gpu" --deselect tests/conformance/test_matrix.py \
+	    --matrix lightning_tricks/cli/matrix.json
+	$(BIN)/python -m benchmarks.matrix
 
 check: $(VENV)/.test
 	$(BIN)/ruff check

@@ -49,7 +49,8 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
     Every rank runs ``training_step`` without gradients on its batches; the mean is over the batches of all ranks, the
     same on each. Nothing is logged and no hook runs but those of batch transfer. The module and its metrics, random
     numbers, the loaders' own state and the Trainer's progress are afterwards as before. Layers that take no statistics
-    in training (in eval mode, or never called) are left out. A loader without a length is read for as many batches as
+    in training (in eval mode, or never called) are left out, and so is a batch whose statistics are not finite, whose
+    step may have been left out as well (``SkipNonFinite``). A loader without a length is read for as many batches as
     the epoch in progress has had.
 
     Args:
@@ -75,7 +76,8 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
                 layer.reset_running_stats()
             trainer.strategy.training_step(*arguments)
             for name, layer in layers.items():
-                sums[name] += _statistics(layer) * cast(Tensor, layer.num_batches_tracked)
+                found = _statistics(layer) * cast(Tensor, layer.num_batches_tracked)
+                sums[name] += torch.where(found.isfinite().all(), found, 0.0)
             steps += 1
     if not trainer.strategy.reduce_boolean_decision(steps > 0, all=False):
         raise RuntimeError(

@@ -70,7 +70,7 @@ class Tap:
         self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
         self.descends = False  # whether the step on the last batch came to a backward pass
         self._steps = 0  # before that
-        self._callbacks = callbacks
+        self._callbacks = sorted(callbacks, key=lambda each: each.state_key)  # whatever order the Trainer has them in
         self._work: Work | None = None
         self._undo: Callable[[], None] | None = wrap_method(
             trainer.strategy, "batch_to_device", partial(self._transferred, trainer)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.conformance.test_regimes import Gather, ShardedNet, fp16
+from tests.conformance.runs import Gather, ShardedNet, fp16
 from tests.core.test_scoring import (
     CE,
     KeepingPlain,

@@ -2,73 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
-from tests.nets import Net
-
-
-@dataclass(frozen=True)
-class Trick:
-    """A trick that does something (``on``) and the same trick where it must change nothing (``off``).
-
-    Args:
-        callbacks: Callbacks of the trick, made by a function of "on" or "off".
-        sam: Radius of SAM, by the same key.
-        schedule: Factory for ``configure_optimizers``, by the same key.
-        images: Whether it needs images.
-        by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
-        accumulates: Whether it sets the accumulation itself.
-        yaml: What a user adds to a LightningCLI configuration for it; None where there is nothing to add.
-        neutral: Whether trained weights are those without it: it saves memory or time, or waits for bad batches.
-        refused: The engines, of FSDP2 and DeepSpeed, where it raises an error that names the strategy.
-    """
-
-    callbacks: dict[str, Callable[[], list[Callback]]] | None = None
-    sam: dict[str, float] | None = None
-    schedule: dict[str, Callable[..., Any]] | None = None
-    images: bool = False
-    by_batches: bool = False
-    accumulates: bool = False
-    yaml: dict[str, Any] | None = None
-    neutral: bool = False
-    refused: tuple[str, ...] = ()
-
-    def module(self, base: type[Net], state: str) -> type[Net]:
-        """``base`` with the trick's mixin or schedule."""
-        body: dict[str, Any] = {}
-        if self.sam is not None:
-            body["sam"] = lt.SAM(self.sam[state])
-        if self.schedule is not None:
-            factory = self.schedule[state]
-            body["configure_optimizers"] = lambda module: factory(base.configure_optimizers(module), module)
-        if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
-            body["on_after_batch_transfer"] = lambda module, batch, _: (batch[0].unflatten(1, (2, 4)), batch[1])
-            body["forward"] = lambda module, x: base.forward(module, x.flatten(1))
-        bases = (lt.SAMMixin, base) if self.sam is not None else (base,)
-        return type(base)("Tricked", bases, body)
-
-    def make_callbacks(self, state: str) -> list[Callback]:
-        return self.callbacks[state]() if self.callbacks else []
-
-
-def schedule(factory: Callable[..., Any], **off: float) -> Trick:
-    return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
-
-
-def neutral(callback: Callable[[], Callback], yaml: Any, *refused: str) -> Trick:
-    return Trick(
-        callbacks={"on": lambda: [callback()], "off": lambda: [callback()]},
-        neutral=True,
-        yaml={"trainer": {"callbacks": [yaml]}},
-        refused=refused,
-    )
-
+from tests.conformance.trick import Trick, neutral, schedule
 
 SETTINGS: dict[str, Trick] = {
     "AdaptiveClip": Trick(
@@ -89,10 +26,15 @@ SETTINGS: dict[str, Trick] = {
         lambda: lt.Compile("layers", backend="aot_eager"),
         {"class_path": "Compile", "init_args": {"modules": "layers", "backend": "aot_eager"}},
     ),
+    "ChannelsLast": neutral(lt.ChannelsLast, "ChannelsLast", net="ConvNet", convolutions=True),
     "CutMix": Trick(
         callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
         images=True,
         by_batches=True,
+        yaml={
+            "trainer": {"callbacks": ["CutMix"]},
+            "model": {"class_path": "tests.conformance.yaml_nets.ImagesNet"},
+        },
     ),
     "Doctor": neutral(lt.Doctor, "Doctor"),
     "EMA": Trick(
@@ -120,6 +62,7 @@ SETTINGS: dict[str, Trick] = {
         callbacks={"on": lambda: [lt.HardExampleFilter()], "off": lambda: [lt.HardExampleFilter(1.0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": ["HardExampleFilter"]}},
+        refused=("manual",),
     ),
     'HardExampleFilter(mode="loss")': Trick(
         callbacks={
@@ -140,7 +83,7 @@ SETTINGS: dict[str, Trick] = {
             "off": lambda: [lt.LRSchedule("cosine", floor=1.0)],
         },
         yaml={"trainer": {"callbacks": [{"class_path": "LRSchedule", "init_args": {"curve": "cosine", "warmup": 2}}]}},
-        refused=("DeepSpeed",),
+        refused=("DeepSpeed", "manual"),
     ),
     "Mixup": Trick(
         callbacks={"on": lambda: [lt.Mixup()], "off": lambda: [lt.Mixup(alpha=0)]},
@@ -155,31 +98,30 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
-    "RewindOnSpike": neutral(lt.RewindOnSpike, "RewindOnSpike", "DeepSpeed"),
+    "RewindOnSpike": neutral(lt.RewindOnSpike, "RewindOnSpike", "DeepSpeed", "manual"),
     "SAMMixin": Trick(
         sam={"on": 0.1, "off": 0.0},
-        yaml={"model": {"class_path": "tests.conformance.test_regimes.YamlSAMNet", "init_args": {"sam": {"rho": 0.1}}}},
+        yaml={"model": {"class_path": "tests.conformance.yaml_nets.SharpNet", "init_args": {"sam": {"rho": 0.1}}}},
         refused=("DeepSpeed",),
     ),
     "SWA": Trick(
         callbacks={
-            "on": lambda: [lt.SWA(start=0.5)],
+            "on": lambda: [lt.SWA(start=3)],
             "off": lambda: [lt.SWA(start=1.0, recalibrate_batchnorm=False)],  # the last weights alone
         },
-        yaml={"trainer": {"callbacks": [{"class_path": "SWA", "init_args": {"start": 0.5}}]}},
+        yaml={"trainer": {"callbacks": [{"class_path": "SWA", "init_args": {"start": 3}}]}},
     ),
     "BatchSizeWarmup": Trick(
         callbacks={
             "on": lambda: [lt.BatchSizeWarmup(1, end=2, over=1)],
             "off": lambda: [lt.BatchSizeWarmup(1, end=1)],
         },
-        accumulates=True,
         yaml={"trainer": {"callbacks": [{"class_path": "BatchSizeWarmup", "init_args": {"end": 2, "over": 1}}]}},
-        refused=("DeepSpeed",),
+        refused=("DeepSpeed", "accumulate", "manual"),
     ),
     "SkipNonFinite": neutral(lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed"),
     "TerminateOnNonFinite": neutral(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
-    "constant": Trick(schedule={"on": lambda o, m: lt.constant(o, m, warmup=3), "off": lt.constant}),
+    "constant": Trick(schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant}),
     "cosine": schedule(lt.cosine),
     "cosine_restarts": schedule(lt.cosine_restarts),
     "flat_cos": schedule(lt.flat_cos),
@@ -187,10 +129,17 @@ SETTINGS: dict[str, Trick] = {
     "linear": schedule(lt.linear),
     "one_cycle": schedule(lt.one_cycle, start=1.0),
     "polynomial": schedule(lt.polynomial),
+    "reduce_on_plateau": Trick(
+        schedule={
+            # no epoch is as much better than the one before: after the second one the rate falls with each
+            "on": partial(lt.reduce_on_plateau, warmup=3, factor=0.5, patience=0, threshold=0.9),
+            "off": lt.reduce_on_plateau,
+        }
+    ),
     "step_decay": schedule(lt.step_decay),
     "swa_tail": Trick(
         schedule={
-            "on": lambda o, m: lt.swa_tail(lt.cosine(o, m), start=0.5, swa_lr=0.05),
+            "on": lambda o, m=None, **total: lt.swa_tail(lt.cosine(o, m, **total), start=0.5, swa_lr=0.05),
             "off": lambda o, m: lt.swa_tail(lt.cosine(o, m, floor=1.0), swa_lr=0.1),
         }
     ),
@@ -198,7 +147,6 @@ SETTINGS: dict[str, Trick] = {
 }
 
 EXEMPT: dict[str, str] = {
-    "ChannelsLast": "needs convolutions; tests/callbacks/test_channels_last.py has its regimes",
     "CurveLR": "what the factories return; tests/schedules/test_scheduler.py",
     "SAM": "the settings of SAMMixin",
     "Sharpness": "what sharpness gives",
@@ -234,7 +182,6 @@ EXEMPT: dict[str, str] = {
     "no_weight_decay_groups": "groups for an optimizer; tests/schedules/test_param_groups.py",
     "plot_schedule": "draws; tests/schedules/test_plot.py",
     "ray_trainer": "needs Ray's workers; tests/strategies/test_ray.py",
-    "reduce_on_plateau": "steps when Lightning does, which is after a checkpoint; tests/schedules/test_plateau.py",
     "scale_adam": "a formula; tests/schedules/test_scaling.py",
     "scale_lr": "a formula; tests/schedules/test_scaling.py",
     "export_weights": "works on files; tests/checkpoints/test_export.py",

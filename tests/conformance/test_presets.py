@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer
+from tests.conformance.preset_runs import PRECISIONS, settings_of, whole
+from tests.conformance.runs import Compiled
+from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 
 EPOCHS = 4
-TINY = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else ZeRO-3 leaves so few weights whole
-PRECISIONS = {row["name"]: row["precision"] for row in lt.presets() if row["name"] != "zero3_nvme_bf16"}
 
 
 class Scheduled(PlainNet):
@@ -44,24 +44,6 @@ class Watch(Callback):
         self.weights = whole(trainer, pl_module)
         self.lr = trainer.optimizers[0].param_groups[0]["lr"]
         self.steps = trainer.global_step
-
-
-def whole(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return {name: safe_get_full_fp32_param(p).clone() for name, p in module.named_parameters()}
-    state = {name: value.detach() for name, value in module.state_dict().items()}  # reshards FSDP2
-    return {name: getattr(value, "full_tensor", value.clone)() for name, value in state.items()}
-
-
-def settings_of(name: str, precision: str) -> dict[str, Any]:
-    overrides: dict[str, Any] = {} if precision == PRECISIONS[name] else {"precision": precision}
-    if name.startswith("zero"):
-        overrides["config"] = TINY
-        if precision == "16-mixed":  # from a scale of 2**16 the first steps would be left out
-            overrides["config"] = {**TINY, "fp16": {"initial_scale_power": 4}}
-    return lt.preset(name, **overrides)
 
 
 def train(name: str, precision: str, watch: Watch, batches: Any, **more: Any) -> pl.Trainer:
@@ -137,3 +119,30 @@ def evaluated(weights: dict[str, Tensor]) -> dict[str, Any]:
         "test": run.test(module, loader(24), verbose=False)[0],
         "predict": torch.cat(run.predict(module, loader(24))),
     }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"accumulate_grad_batches": 4}, {"gradient_clip_val": 0.1}, {"max_steps": 5}],
+    ids=str,
+)
+def test_a_preset_equals_strategy_and_precision_apart(settings: dict[str, Any]) -> None:
+    together, apart = build(Compiled), build(Compiled)
+    fit(together, strategy="single_bf16", **settings)
+    fit(apart, precision="bf16-mixed", **settings)
+    assert_equal(weights(together), weights(apart))
+
+
+def preset_and_apart(settings: dict[str, Any]) -> None:
+    ours = {"strategy": "ddp_bf16"}
+    theirs = {"strategy": DDPStrategy(gradient_as_bucket_view=True), "precision": "bf16-mixed"}
+    ended = []
+    for strategy in (ours, theirs):
+        module = build(Compiled)
+        fit(module, train=rank_loader(), devices=2, use_distributed_sampler=False, **strategy, **settings)
+        ended.append(weights(module))
+    assert_equal(*ended)
+
+
+def test_two_ranks_of_a_preset_equal_strategy_and_precision_apart() -> None:
+    run_ranks(preset_and_apart, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import Accuracy
 
+import lightning_tricks as lt
 from lightning_tricks.core.batchnorm import batchnorm_layers, recalibrate
 from tests.nets import (
     Net,
@@ -468,3 +469,14 @@ def test_ranks_agree_on_the_mean_over_all_of_their_batches() -> None:
 def test_cuda_statistics_equal_naive_ones() -> None:
     module, found = take(NormNet, accelerator="cuda")
     assert_statistics(module.cpu(), {name: value.cpu() for name, value in found.items()}, inputs())
+
+
+def test_a_batch_that_is_not_finite_does_not_count() -> None:
+    samples, take = data(32), Recalibrate()
+    samples.tensors[0][8:16] = torch.nan
+    module = build(NormNet, lr=0.0)
+    fit(module, train=DataLoader(samples, batch_size=8), callbacks=[take, lt.SkipNonFinite()], max_epochs=1)
+    inputs = [samples.tensors[0][first : first + 8] for first in (0, 16, 24)]
+    mean, variance = naive_statistics(module.layers, 1, inputs)
+    torch.testing.assert_close(take.found[MEAN].double(), mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(take.found[VARIANCE].double(), variance, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,87 @@
+"""The compatibility matrix as Markdown; ``python -m benchmarks.matrix`` writes docs/compatibility.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+JSON = ROOT / "lightning_tricks" / "cli" / "matrix.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+
+HEADS = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "accumulate": "accumulate",
+    "clip": "clip",
+    "manual": "manual",
+    "DDP": "DDP",
+    "FSDP2": "FSDP2",
+    "DeepSpeed": "ZeRO-3",
+    "compile": "compile",
+    "resume": "resume",
+    "exception": "retry",
+    "second": "second",
+    "yaml": "YAML",
+}
+SIGNS = {"right": "✓", "refused": "refused", "none": "n/a"}
+LEGEND = (
+    "✓: a test shows that it is right: equal to a naive reference, or to the run in one process, without interruption,"
+    " uncompiled. *refused*: an error by name before the first optimizer step. n/a: has no meaning."
+)
+TITLE = "# What works with what"
+COLUMNS = """\
+- **fp32**, **bf16** (`bf16-mixed`), **fp16** (`16-mixed` with a GradScaler), **accumulate** (3 batches, the last window
+  shorter), **clip** (`gradient_clip_val`): equal to a plain loop without Lightning.
+- **manual**: `automatic_optimization = False` trains what automatic optimization trains, bit for bit; curves are given
+  their `total_steps`.
+- **DDP**, **FSDP2**, **ZeRO-3**: two processes train what one process trains on their batches.
+- **compile**: equal to the network run eagerly.
+- **resume**: from a checkpoint in the middle of an epoch and at its end, bit-equal to the run without interruption. The
+  loader has `state_dict` and `load_state_dict`; with any other one Lightning itself begins the epoch's batches again.
+- **retry**: the same callbacks after a fit that raised, bit-equal to new ones. **second**: a second Trainer.
+- **YAML**: a LightningCLI configuration file, bit-equal to the same in Python."""
+
+
+def cells() -> dict[str, dict[str, dict[str, str]]]:
+    """Of each row, what was found in each regime."""
+    found: dict[str, Any] = json.loads(JSON.read_text())["tricks"]
+    return found
+
+
+def markdown() -> str:
+    """The table of the README: rows whose cells are equal share one."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row, of in cells().items():
+        groups.setdefault(tuple(SIGNS[of[regime]["cell"]] for regime in HEADS), []).append(f"`{row}`")
+    ordered = sorted(groups.items(), key=lambda group: (sum(sign != "✓" for sign in group[0]), group[1]))
+    return _table([(", ".join(rows), list(signs)) for signs, rows in ordered]) + "\n\n" + LEGEND + "\n"
+
+
+def page() -> str:
+    """docs/compatibility.md: a row each, and what a refusal says."""
+    notes: list[str] = []
+    rows = []
+    for row, of in cells().items():
+        signs = []
+        for regime in HEADS:
+            why = of[regime].get("why")
+            if why and why not in notes:
+                notes.append(why)
+            signs.append(SIGNS[of[regime]["cell"]] + (f" [{notes.index(why) + 1}](#notes)" if why else ""))
+        rows.append((f"`{row}`", signs))
+    versions = ", ".join(f"{name} {number}" for name, number in json.loads(JSON.read_text())["versions"].items())
+    numbered = "\n".join(f"{number}. {why}" for number, why in enumerate(notes, 1))
+    head = f"{TITLE}\n\nWritten by `make matrix`, from tests in `tests/conformance` that passed with {versions}."
+    return "\n\n".join([head, LEGEND, COLUMNS, _table(rows), "## Notes", numbered]) + "\n"
+
+
+def _table(rows: list[tuple[str, list[str]]]) -> str:
+    lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
+    return "\n".join([*lines, *(f"| {name} | " + " | ".join(signs) + " |" for name, signs in rows)])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

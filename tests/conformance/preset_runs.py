@@ -1,0 +1,32 @@
+"""The presets as they run on CPUs, and the whole weights of whatever they cut into slices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+
+import lightning_tricks as lt
+
+TINY = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else ZeRO-3 leaves so few weights whole
+PRECISIONS = {row["name"]: row["precision"] for row in lt.presets() if row["name"] != "zero3_nvme_bf16"}
+
+
+def whole(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in module.named_parameters()}
+    state = {name: value.detach() for name, value in module.state_dict().items()}  # reshards FSDP2
+    return {name: getattr(value, "full_tensor", value.clone)() for name, value in state.items()}
+
+
+def settings_of(name: str, precision: str) -> dict[str, Any]:
+    overrides: dict[str, Any] = {} if precision == PRECISIONS[name] else {"precision": precision}
+    if name.startswith("zero"):
+        overrides["config"] = TINY
+        if precision == "16-mixed":  # from a scale of 2**16 the first steps would be left out
+            overrides["config"] = {**TINY, "fp16": {"initial_scale_power": 4}}
+    return lt.preset(name, **overrides)

@@ -1,0 +1,53 @@
+"""The same callbacks after an exception, and in a second Trainer: as if they were new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from tests.conformance.runs import fp16, run
+from tests.conformance.settings import SETTINGS
+from tests.nets import NormNet, assert_equal, build, fit, weights
+
+
+class Stop(Callback):
+    """Raises after some batches, in the middle of an accumulated window if there is one."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("planned")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_fit_after_one_that_raised_gives_the_same(name: str, accumulate: int, cell: Callable[..., None]) -> None:
+    if accumulate > 1 and "accumulate" in SETTINGS[name].refused:
+        return
+    trick, settings = SETTINGS[name], {"accumulate_grad_batches": accumulate}
+    fresh, callbacks = run(trick, **settings), trick.make_callbacks("on")
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(build(trick.module(NormNet, "on")), callbacks=[*callbacks, Stop(8)], **settings)
+    module = build(trick.module(NormNet, "on"))
+    fit(module, callbacks=callbacks, **settings)
+    assert_equal(weights(module), fresh)
+    if accumulate == 1:
+        cell(name, "exception")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_second_trainer_gives_the_same_whatever_the_first_one_did(name: str, cell: Callable[..., None]) -> None:
+    trick = SETTINGS[name]
+    callbacks, fresh = trick.make_callbacks("on"), run(trick)
+    fit(build(trick.module(NormNet, "on")), callbacks=callbacks, max_epochs=3, **fp16())
+    for _ in range(2):
+        module = build(trick.module(NormNet, "on"))
+        fit(module, callbacks=callbacks)
+        assert_equal(weights(module), fresh)
+    cell(name, "second")

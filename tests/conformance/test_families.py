@@ -1,0 +1,145 @@
+"""A preset of each family through the regimes, in two processes where it has two: equal to one process, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import Subset
+
+import lightning_tricks as lt
+from tests.conformance.preset_runs import settings_of, whole
+from tests.conformance.runs import fp16
+from tests.conformance.test_again import Stop
+from tests.conformance.test_manual import ManualNet
+from tests.conformance.test_resume import Resumable
+from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, quiet, trainer, weights
+from tests.ranks import run_ranks
+
+FAMILIES = {"single_*": "single_bf16", "ddp_*": "ddp_bf16", "fsdp2_*": "fsdp2_bf16", "zero*": "zero3_bf16"}
+OWN = {"ddp_*": "DDP", "fsdp2_*": "FSDP2", "zero*": "DeepSpeed"}
+PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # of a regime
+FIT: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {},
+    "fp16": {},
+    "accumulate": {"accumulate_grad_batches": 3},
+    "clip": {"gradient_clip_val": 0.1},
+}
+REFUSED = ("fsdp2_bf16", "fp16")
+ALIKE: dict[str, Any] = {"use_distributed_sampler": False}
+
+
+class Whole(Callback):
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.weights = {name: value.detach().float() for name, value in whole(trainer, pl_module).items()}
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def halves() -> Resumable:
+    """This rank's half of every 16 samples of 80: five batches."""
+    size = 16 // ranks()
+    begin = size * int(os.environ.get("RANK", 0))
+    return Resumable(Subset(data(80), [16 * batch + n for batch in range(5) for n in range(begin, begin + size)]), size)
+
+
+def trained(name: str, precision: str = "32-true", net: Any = PlainNet, **settings: Any) -> dict[str, Tensor]:
+    """The end weights of a fit with a preset."""
+    gather, given = Whole(), settings_of(name, precision)
+    devices = ranks()
+    callbacks = [*settings.pop("callbacks", []), gather]
+    fit(build(net), train=halves(), callbacks=callbacks, devices=devices, **{**given, **ALIKE, **settings})
+    return gather.weights
+
+
+def configured(name: str, folder: Path) -> dict[str, Tensor]:
+    """The same by a configuration file."""
+    devices = ranks()
+    settings = {**quiet, **ALIKE, "devices": devices, "strategy": name, "callbacks": []}
+    path = folder / f"{os.environ.get('RANK', 0)}.yaml"
+    path.write_text(
+        json.dumps({"trainer": settings, "model": {"class_path": "tests.nets.PlainNet"}, "seed_everything": 3})
+    )
+    sys.argv = ["fit.py", "--config", str(path)]
+    cli, gather = LightningCLI(save_config_callback=None, run=False), Whole()
+    cli.trainer.callbacks.append(gather)
+    pl.seed_everything(7, verbose=False)
+    cli.trainer.fit(cli.model, halves(), loader(24))
+    return gather.weights
+
+
+def everything(name: str, folder: Path) -> dict[str, Any]:
+    """The end weights in each regime; of one that is refused the message."""
+    if name.startswith("zero"):
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True  # CPUs without AMX compute in fp16 as well, slowly
+    found: dict[str, Any] = {}
+    for regime, settings in FIT.items():
+        if (name, regime) == REFUSED:
+            with pytest.raises((ValueError, MisconfigurationException), match="16-mixed") as caught:
+                trainer(strategy=name, precision="16-mixed")
+            found[regime] = str(caught.value)
+        else:
+            found[regime] = trained(name, PRECISIONS.get(regime, "32-true"), **settings)
+    found["manual"] = trained(name, net=ManualNet)
+    found["compile"] = trained(name, callbacks=[lt.Compile("layers", backend="aot_eager")])
+    save = ModelCheckpoint(folder, "middle", every_n_train_steps=7, save_top_k=-1, enable_version_counter=False)
+    assert_equal(trained(name, callbacks=[save], enable_checkpointing=True), found["fp32"])
+    found["resume"] = trained(name, ckpt_path=folder / "middle.ckpt")
+    with pytest.raises(RuntimeError, match="planned"):
+        trained(name, callbacks=[Stop(7)])
+    found["exception"] = trained(name)
+    trained(name, "bf16-mixed", max_epochs=1)
+    found["second"] = trained(name)
+    for regime in ("resume", "exception", "second"):
+        assert_equal(found[regime], found["fp32"])
+    found["yaml"] = configured(name, folder)
+    assert_equal(found["yaml"], found["bf16"])
+    if dist.is_initialized():
+        dist.barrier()
+    as_numpy = {
+        regime: {key: each.numpy() for key, each in value.items()}
+        for regime, value in found.items()
+        if isinstance(value, dict)
+    }
+    return {**found, **as_numpy}
+
+
+@pytest.mark.slow  # test_presets has the precisions, accumulation, clipping and resume of each preset
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callable[..., None]) -> None:
+    name, processes = FAMILIES[family], 1 if family == "single_*" else 2
+    told = run_ranks(everything, name, tmp_path, nprocs=processes, timeout=600)
+    for regime, value in told[0].items():
+        if isinstance(value, str):
+            assert "fsdp2_bf16" in value
+            cell(family, regime, "refused", value)
+            continue
+        alone = build(PlainNet)
+        own = {"precision": "bf16-mixed"} if regime in ("bf16", "yaml") else fp16() if regime == "fp16" else {}
+        fit(alone, train=loader(80, 16), **{**FIT.get(regime, {}), **own})
+        for rank in told:
+            given = {key: torch.from_numpy(each) for key, each in rank[regime].items()}
+            assert_close(given, weights(alone), 5e-3 if own else 1e-5)  # DeepSpeed computes with 16-bit weights
+        cell(family, regime)
+    for other in ("DDP", "FSDP2", "DeepSpeed"):
+        if other == OWN.get(family):
+            cell(family, other)  # in fact all that is above
+        else:
+            cell(family, other, "none", "a strategy itself")

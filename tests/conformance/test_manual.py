@@ -1,0 +1,123 @@
+"""Manual optimization: a module that steps by itself trains, with a trick, what automatic optimization trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_tricks as lt
+from tests.conformance.runs import refusal, run
+from tests.conformance.settings import SETTINGS
+from tests.nets import NormNet, PlainNet, assert_equal, build, fit, weights
+
+STEPS = 12  # of two epochs
+
+
+class ManualNet(PlainNet):
+    """Steps after each batch, or lets SAM do it, and steps the schedule."""
+
+    factory: Any = None  # of a schedule
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return optimizer if self.factory is None else self.factory(optimizer, **self.length())
+
+    def length(self) -> dict[str, Any]:
+        """A module that steps by itself tells a curve how often, and a plateau's schedule that it is one."""
+        name = getattr(self.factory, "func", self.factory).__name__
+        return {"module": self} if name == "reduce_on_plateau" else {"total_steps": STEPS}
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = partial(super().training_step, batch, batch_idx)
+        if isinstance(self, lt.SAMMixin):
+            self.sam_step(loss)
+            return
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        optimizer.zero_grad()
+        self.manual_backward(loss())
+        optimizer.step()
+        if isinstance(schedule, lt.CurveLR):
+            schedule.step()
+
+    def on_validation_epoch_end(self) -> None:
+        schedule = self.lr_schedulers() if self.factory else None
+        if isinstance(schedule, lt.PlateauLR):
+            schedule.step(self.trainer.callback_metrics["val_loss"])
+
+
+class TwoOptimizers(ManualNet):
+    """Each layer has an optimizer, and both step after each batch."""
+
+    def configure_optimizers(self) -> Any:
+        first, last = (layer.parameters() for layer in (self.layers[0], self.layers[-1]))
+        return [torch.optim.SGD(each, lr=self.lr, momentum=0.9, weight_decay=1e-3) for each in (first, last)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(PlainNet.training_step(self, batch, batch_idx))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def by_hand(name: str, base: type[ManualNet] = ManualNet) -> dict[str, Tensor]:
+    """The end weights of a fit with the trick in a module that steps by itself."""
+    trick = SETTINGS[name]
+    net = trick.plain(base)
+    body = {"factory": staticmethod(trick.schedule["on"])} if trick.schedule else {}
+    if trick.sam:
+        net, body = type(net)("Sharp", (lt.SAMMixin, net), {}), {"sam": lt.SAM(trick.sam["on"])}
+    module = build(type(net)("Net", (net,), body))
+    fit(module, callbacks=trick.make_callbacks("on"))
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_steps_by_hand_give_the_same(name: str, cell: Callable[..., None]) -> None:
+    trick = SETTINGS[name]
+    if "manual" in trick.refused:
+        message = refusal(trick, base=ManualNet)
+        assert name in message
+        assert "automatic_optimization" in message
+        cell(name, "manual", "refused", message)
+        return
+    assert_equal(by_hand(name), run(trick, base=PlainNet))
+    cell(name, "manual")
+
+
+# that do not count steps, of which there are two a batch
+@pytest.mark.parametrize(
+    "name",
+    ["EMA", "AdaptiveClip", "Mixup", "HiddenMixup", 'HardExampleFilter(mode="loss")', "SkipNonFinite", "Doctor"],
+)
+def test_two_optimizers_give_the_same(name: str) -> None:
+    assert_equal(by_hand(name, TwoOptimizers), run(SETTINGS[name], base=PlainNet))
+
+
+@pytest.mark.parametrize("name", [name for name, trick in SETTINGS.items() if trick.schedule])
+def test_a_curve_asks_for_its_length(name: str) -> None:
+    if name in ("constant", "inverse_sqrt", "reduce_on_plateau"):  # which need none
+        return
+    module = build(ManualNet)
+    module.configure_optimizers = lambda: SETTINGS[name].schedule["on"](PlainNet.configure_optimizers(module), module)
+    with pytest.raises(lt.UnknownTotalSteps, match="automatic_optimization=False"):
+        fit(module)
+
+
+def test_statistics_cannot_be_taken_by_a_step_that_steps() -> None:
+    class ManualNormNet(ManualNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.layers = NormNet().layers
+
+    assert "recalibrate_batchnorm=False" in refusal(SETTINGS["SWA"], base=ManualNormNet)

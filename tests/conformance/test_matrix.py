@@ -1,0 +1,79 @@
+"""The committed matrix: whole, found by tests that exist, and shown in the documentation as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.matrix import HEADS, JSON, PAGE, cells, markdown, page
+from tests.conformance.matrix import REGIMES, ROWS, as_json, empty
+from tests.conformance.settings import SETTINGS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_every_row_is_there_and_no_cell_is_empty() -> None:
+    matrix = json.loads(JSON.read_text())
+    assert list(matrix["tricks"]) == sorted(ROWS), "run make matrix"
+    assert matrix["regimes"] == list(REGIMES) == list(HEADS)
+    assert empty(matrix) == []
+
+
+@pytest.mark.parametrize("row", SETTINGS)
+def test_what_is_refused_is_what_the_settings_say(row: str) -> None:
+    of = cells()[row]
+    assert {regime for regime in of if of[regime]["cell"] == "refused"} == set(SETTINGS[row].refused)
+    assert all(of[regime]["cell"] == "right" for regime in REGIMES if regime not in (*SETTINGS[row].refused, "yaml"))
+
+
+def test_every_named_test_is_collected() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-qq",
+        "-m",
+        "",
+        "-o",
+        "addopts=",
+        str(Path(__file__).parent),
+    ]
+    run = subprocess.run([*command, "-q"], capture_output=True, text=True, cwd=ROOT, check=False)
+    collected = set(run.stdout.splitlines())
+    named = {cell["test"] for of in cells().values() for cell in of.values()}
+    assert named <= collected, sorted(named - collected)[:5]
+
+
+def test_the_page_is_what_the_matrix_gives() -> None:
+    assert PAGE.read_text() == page(), "run make matrix"
+
+
+def test_the_short_table_has_every_row_once() -> None:
+    table = markdown()
+    assert all(table.count(f"`{row}`") == 1 for row in ROWS)
+
+
+def test_what_no_test_has_found_is_named() -> None:
+    some = as_json([(("EMA", "fp32", "right", ""), "test"), (("EMA", "DDP", "refused", "because"), "test")])
+    assert some["tricks"]["EMA"]["DDP"] == {"cell": "refused", "test": "test", "why": "because"}
+    missing = empty(some)
+    assert len(missing) == len(ROWS) * len(REGIMES) - 2
+    assert "EMA x bf16" in missing
+
+
+@pytest.mark.parametrize(
+    "cell", [("EMA", "fp32", "perhaps", ""), ("EMA", "fp64", "right", ""), ("EMA", "DDP", "refused", "")]
+)
+def test_there_is_no_third_state(cell: tuple[str, str, str, str]) -> None:
+    with pytest.raises(ValueError, match="no such cell"):
+        as_json([(cell, "test")])
+
+
+def test_a_cell_is_found_by_one_test() -> None:
+    with pytest.raises(ValueError, match="one and two"):
+        as_json([(("EMA", "fp32", "right", ""), name) for name in ("one", "two")])

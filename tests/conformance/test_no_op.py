@@ -1,0 +1,60 @@
+"""A trick that is on does something, unless it is to be neutral; at its no-op limit training is bit-equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conformance.runs import fp16, refusal, run
+from tests.conformance.settings import SETTINGS
+from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, weights
+
+REGIMES: dict[str, Callable[[], dict[str, Any]]] = {
+    "fp32": dict,
+    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
+    "fp64": lambda: {"precision": "64-true"},
+    "fp16": fp16,
+    "accumulate": lambda: {"accumulate_grad_batches": 4},
+    "clip-norm": lambda: {"gradient_clip_val": 0.1},
+    "clip-value": lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "single_bf16": lambda: {"strategy": "single_bf16", "accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
+}
+
+
+@cache
+def without(name: str, base: type[Net], regime: str) -> dict[str, Tensor]:
+    """The end weights of a fit without the trick, in a network that has what it needs."""
+    module = build(SETTINGS[name].plain(base))
+    fit(module, **REGIMES[regime]())
+    return weights(module)
+
+
+def plain(name: str, base: type[Net], regime: str = "fp32") -> dict[str, Tensor]:
+    trick = SETTINGS[name]
+    own = trick.convolutions or trick.images
+    return without(name if own else "EMA", base, regime)  # one fit for all that need nothing
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_trick_does_something_unless_it_is_to_be_neutral(name: str) -> None:
+    tricked, ended = run(SETTINGS[name]), plain(name, NormNet)
+    if SETTINGS[name].convolutions:
+        assert_close(tricked, ended)  # in another memory format sums have another order
+    else:
+        assert SETTINGS[name].neutral == all(torch.equal(tricked[key], ended[key]) for key in ended)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_no_op_limit_is_bit_equal_to_a_run_without(name: str, regime: str) -> None:
+    trick, settings = SETTINGS[name], REGIMES[regime]()
+    if "accumulate" in trick.refused and "accumulate_grad_batches" in settings:
+        assert "accumulate_grad_batches" in refusal(trick, base=Net, **settings)
+        return
+    compare = assert_close if trick.convolutions else assert_equal
+    compare(run(trick, "off", Net, **settings), plain(name, Net, regime))

@@ -1,0 +1,88 @@
+"""Two processes train what one process trains on their batches: DDP, FSDP2 and ZeRO-3, or refuse by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_tricks as lt
+from tests.conformance.engines import cpu_deepspeed
+from tests.conformance.runs import Gather, ShardedNet, Steps, run
+from tests.conformance.settings import SETTINGS
+from tests.nets import PlainNet, assert_close, build, fit, loader, rank_loader
+from tests.ranks import run_ranks
+
+
+def two_ranks(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    trick = SETTINGS[name]
+    ended = run(trick, base=PlainNet, devices=2, train=rank_loader(), use_distributed_sampler=False, **settings)
+    return {key: value.numpy() for key, value in ended.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_bf16"])
+def test_two_ranks_agree_and_equal_one_process(name: str, strategy: str, cell: Callable[..., None]) -> None:
+    first, second = run_ranks(two_ranks, name, {"strategy": strategy})
+    assert all((first[key] == second[key]).all() for key in first)
+    bf16, by_itself = strategy == "ddp_bf16", "accumulate" in SETTINGS[name].refused
+    batches = {"train": loader(48, 16)} if by_itself else {"train": loader(48), "accumulate_grad_batches": 2}
+    alone = run(SETTINGS[name], base=PlainNet, **batches, **({"strategy": "single_bf16"} if bf16 else {}))
+    wide = by_itself and bf16  # 16 bits round sums over other batches differently
+    for key, value in alone.items():
+        torch.testing.assert_close(torch.from_numpy(first[key]), value, atol=1e-3 if wide else 1e-5, rtol=1e-4)
+    if not bf16:
+        cell(name, "DDP")
+
+
+def sharded(name: str, engine: str) -> dict[str, Any] | str:
+    fsdp = engine == "FSDP2"
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if fsdp else cpu_deepspeed()
+    trick, gather, steps = SETTINGS[name], Gather(), Steps()
+    module = build(trick.module(ShardedNet if fsdp else PlainNet, "on"))
+    callbacks = [*trick.make_callbacks("on"), gather, steps]
+    try:
+        fit(
+            module,
+            train=rank_loader(),
+            callbacks=callbacks,
+            strategy=strategy,
+            devices=2,
+            use_distributed_sampler=False,
+        )
+    except MisconfigurationException as error:
+        assert steps.made == 0, "refused too late"
+        return str(error)
+    return {name: weight.numpy() for name, weight in gather.weights.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("engine", ["FSDP2", "DeepSpeed"])
+def test_sharded_weights_are_right_or_refused_by_name(name: str, engine: str, cell: Callable[..., None]) -> None:
+    first, _ = run_ranks(sharded, name, engine)
+    if engine in SETTINGS[name].refused:
+        assert {"FSDP2": "ModelParallelStrategy", "DeepSpeed": "DeepSpeedStrategy"}[engine] in first
+        assert name.removesuffix("Mixin") in first
+        cell(name, engine, "refused", first)
+    else:
+        apart = {"train": loader(48), "accumulate_grad_batches": 2}  # the batches of both ranks
+        together = {"train": loader(48, batch_size=16)}
+        alone = run(SETTINGS[name], base=PlainNet, **(apart if SETTINGS[name].by_batches else together))
+        assert_close({key: torch.from_numpy(value) for key, value in first.items()}, alone, 1e-5)
+        cell(name, engine)
+
+
+def accumulating_across_epochs() -> str:
+    module = build(SETTINGS["cosine"].module(PlainNet, "on"))
+    with pytest.raises(lt.UnknownTotalSteps) as caught:
+        fit(module, strategy=cpu_deepspeed(), devices=2, accumulate_grad_batches=2)
+    return str(caught.value)
+
+
+def test_accumulation_by_deepspeed_is_not_counted_but_refused() -> None:
+    first, second = run_ranks(accumulating_across_epochs)
+    assert first == second == "CPUDeepSpeedStrategy accumulates gradients across epochs; pass total_steps=..."

@@ -1,0 +1,42 @@
+"""What a LightningCLI configuration file asks for trains what the same callback trains in Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_tricks as lt
+from tests.conformance.runs import run
+from tests.conformance.settings import SETTINGS
+from tests.nets import assert_equal, loader, quiet, weights
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_configuration_file_gives_the_same(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, cell: Callable[..., None]
+) -> None:
+    if SETTINGS[name].yaml is None:
+        assert callable(getattr(lt, name))
+        assert SETTINGS[name].schedule
+        cell(name, "yaml", "none", "a function, to be called in configure_optimizers; YAML has the callback LRSchedule")
+        return
+    given = trained(SETTINGS[name].yaml, tmp_path, monkeypatch)
+    assert_equal(given, run(SETTINGS[name]))
+    cell(name, "yaml")
+
+
+def trained(yaml: dict[str, Any], folder: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The end weights of a fit by a configuration file that holds this."""
+    settings = {**quiet, **yaml.get("trainer", {})}
+    model = {"class_path": "tests.nets.NormNet", **yaml.get("model", {})}
+    (folder / "config.yaml").write_text(json.dumps({"trainer": settings, "model": model, "seed_everything": 3}))
+    monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(folder / "config.yaml")])
+    cli = LightningCLI(save_config_callback=None, run=False)
+    pl.seed_everything(7, verbose=False)
+    cli.trainer.fit(cli.model, loader(), loader(24))
+    return weights(cli.model)

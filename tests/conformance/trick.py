@@ -1,0 +1,91 @@
+"""What an entry of ``SETTINGS`` is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+import lightning_tricks as lt
+from tests.nets import Net
+
+
+@dataclass(frozen=True)
+class Trick:
+    """A trick that does something (``on``) and the same trick where it must change nothing (``off``).
+
+    Args:
+        callbacks: Callbacks of the trick, made by a function of "on" or "off".
+        sam: Radius of SAM, by the same key.
+        schedule: Factory for ``configure_optimizers``, by the same key.
+        images: Whether it needs images.
+        by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
+        convolutions: Whether it needs convolutions.
+        yaml: What a user adds to a LightningCLI configuration for it; None for a function, which YAML does not call.
+        neutral: Whether trained weights are those without it: it saves memory or time, or waits for bad batches.
+        refused: The regimes (of ``REGIMES``) in which it raises an error by name before the first optimizer step.
+    """
+
+    callbacks: dict[str, Callable[[], list[Callback]]] | None = None
+    sam: dict[str, float] | None = None
+    schedule: dict[str, Callable[..., Any]] | None = None
+    images: bool = False
+    by_batches: bool = False
+    convolutions: bool = False
+    yaml: dict[str, Any] | None = None
+    neutral: bool = False
+    refused: tuple[str, ...] = ()
+
+    def plain(self, base: type[Net]) -> type[Net]:
+        """``base`` with what the trick needs to be there."""
+        if self.convolutions:
+            return type(base)("Net", (base,), {"__init__": lambda module: convolve(base, module)})
+        if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
+            body = {
+                "on_after_batch_transfer": lambda module, batch, _: (batch[0].unflatten(1, (2, 4)), batch[1]),
+                "forward": lambda module, x: base.forward(module, x.flatten(1)),
+            }
+            return type(base)("Net", (base,), body)
+        return base
+
+    def module(self, base: type[Net], state: str) -> type[Net]:
+        """The same with the trick's mixin or schedule."""
+        plain, body = self.plain(base), dict[str, Any]()
+        if self.sam is not None:
+            body["sam"] = lt.SAM(self.sam[state])
+        if self.schedule is not None:
+            factory = self.schedule[state]
+            body["configure_optimizers"] = lambda module: factory(base.configure_optimizers(module), module)
+        return type(base)("Net", (lt.SAMMixin, plain) if self.sam is not None else (plain,), body)
+
+    def make_callbacks(self, state: str) -> list[Callback]:
+        return self.callbacks[state]() if self.callbacks else []
+
+
+def schedule(factory: Callable[..., Any], **off: float) -> Trick:
+    return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
+
+
+def convolve(base: type[Net], module: Net) -> None:
+    """Have convolutions in place of the first layer."""
+    base.__init__(module)
+    norms = [nn.BatchNorm2d(8)] if any(isinstance(layer, nn.BatchNorm1d) for layer in module.layers) else []
+    first = [nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 3, padding=1)]
+    module.layers = nn.Sequential(*first, *norms, nn.Tanh(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def neutral(
+    callback: Callable[[], Callback], yaml: Any, *refused: str, net: str | None = None, convolutions: bool = False
+) -> Trick:
+    model = {"model": {"class_path": f"tests.conformance.yaml_nets.{net}"}} if net else {}
+    return Trick(
+        callbacks={"on": lambda: [callback()], "off": lambda: [callback()]},
+        neutral=True,
+        yaml={"trainer": {"callbacks": [yaml]}, **model},
+        refused=refused,
+        convolutions=convolutions,
+    )

@@ -1,0 +1,36 @@
+"""Modules that configuration files name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import lightning_tricks as lt
+from tests.conformance.trick import convolve
+from tests.nets import NormNet
+
+
+class SharpNet(lt.SAMMixin, NormNet):
+    """Takes SAM's settings from a configuration file."""
+
+    def __init__(self, sam: lt.SAM | None = None, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.sam = sam or lt.SAM()
+
+
+class ImagesNet(NormNet):
+    """Gets images of two rows."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].unflatten(1, (2, 4)), batch[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1))
+
+
+class ConvNet(NormNet):
+    """Has convolutions."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        convolve(NormNet, self)

@@ -1,0 +1,248 @@
+"""Naive forms of the tricks for the plain loop: one tensor, one sample at a time, as their formulas are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from tests.reference.loop import Batch, Naive
+from tests.reference.sam import naive_perturb
+from tests.reference.swa import naive_statistics
+
+
+class Scheduled(Naive):
+    def __init__(self, factor: Callable[[int, int], float]) -> None:
+        self.factor = factor  # type: ignore[method-assign]
+
+
+class WarmUp(Naive):
+    """Over three steps of the optimizer, of which one that is left out is none."""
+
+    made = 0
+
+    def factor(self, step: int, total: int) -> float:
+        return min(1.0, (self.made + 1) / 3)
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        self.made += 1
+
+
+class Average(Naive):
+    """In fp64; ``share(n)`` is that of the weights in the update after n others, None for no update."""
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.average: list[Tensor] = [p.detach().double().clone() for p in module.parameters()]
+        self.updates = 0
+
+    def update(self, module: Any, share: float) -> None:
+        for average, p in zip(self.average, module.parameters(), strict=True):
+            average += share * (p.detach().double() - average)
+        self.updates += 1
+
+    def end(self, module: Any) -> None:
+        with torch.no_grad():
+            for average, p in zip(self.average, module.parameters(), strict=True):
+                p.copy_(average)
+
+
+class EMA(Average):
+    """Decay 0.9, with warm-up."""
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        self.update(module, 1 - min(0.9, (1 + self.updates) / (10 + self.updates)))
+
+
+class SWA(Average):
+    """From step 3 on: that step, and each epoch's last one. BatchNorm's statistics are those of the mean."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        if step >= 3 and (ends_epoch or not self.updates):
+            self.update(module, 1 / (self.updates + 1))
+
+    def end(self, module: Any) -> None:
+        super().end(module)
+        with self.cast():
+            mean, var = naive_statistics(module.layers, 1, [x for x, _ in self.batches])
+        module.layers[1].running_mean, module.layers[1].running_var = mean.float(), var.float()
+
+
+class SAM(Naive):
+    """Radius 0.1."""
+
+    def descend(self, module: Any, batch: Batch, number: int, share: float) -> None:
+        loss = self.of(module, batch)
+        gradients = torch.autograd.grad(loss * share, list(module.parameters()))
+        old, buffers = _copied(module.parameters()), _copied(module.buffers())
+        naive_perturb(dict(module.named_parameters()), [g / share for g in gradients], 0.1, None)
+        (self.of(module, batch) * share).backward()
+        _write(module.parameters(), old)
+        _write(module.buffers(), buffers)  # as the first run left them
+
+
+class Hardest(Naive):
+    """The half with the largest losses, which a pass that leaves no traces finds."""
+
+    def loss(self, module: Any, batch: Batch, number: int) -> Tensor:
+        buffers = _copied(module.buffers())
+        with torch.no_grad():
+            losses = self.of(module, batch, "none").tolist()
+        _write(module.buffers(), buffers)
+        kept = sorted(sorted(range(len(losses)), key=losses.__getitem__)[-max(1, round(len(losses) / 2)) :])
+        return self.of(module, (batch[0][kept], batch[1][kept]))
+
+
+class HardestLosses(Naive):
+    """The mean of the larger half of the losses."""
+
+    def loss(self, module: Any, batch: Batch, number: int) -> Tensor:
+        losses = self.of(module, batch, "none")
+        return losses.sort(descending=True).values[: max(1, round(len(losses) / 2))].mean()
+
+
+class Seen(Callback):
+    """What a mixing callback drew, and the batch that it made of it; such random numbers have no naive form."""
+
+    def __init__(self, mixing: Any) -> None:
+        self.mixing = mixing
+        self.drawn: list[Any] = []
+        self.inputs: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(self.mixing.drawn)
+        self.inputs.append(batch[0].clone())
+
+
+class Mixed(Naive):
+    """Each sample with its partner, one after the other."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+
+    def loss(self, module: Any, batch: Batch, number: int) -> Tensor:
+        x, y = batch
+        drawn = self.seen.drawn[number]
+        lams, index = torch.as_tensor(drawn.lam).expand(len(y)), drawn.index
+        assert sorted(index.tolist()) == list(range(len(y)))
+        with self.cast():
+            logits = self.logits(module, x, lams, index, number)
+            each = [F.cross_entropy(logits, target, reduction="none") for target in (y, y[index])]
+        return (lams * each[0] + (1 - lams) * each[1]).sum() / len(y)
+
+    def logits(self, module: Any, x: Tensor, lams: Tensor, index: Tensor, number: int) -> Tensor:
+        mixed = [lam * x[i] + (1 - lam) * x[j] for i, (lam, j) in enumerate(zip(lams, index, strict=True))]
+        torch.testing.assert_close(torch.stack(mixed), self.seen.inputs[number], atol=1e-6, rtol=1e-6)
+        return module(self.seen.inputs[number])
+
+
+class Cut(Mixed):
+    """A box of each image is its partner's, as large as the loss says."""
+
+    def logits(self, module: Any, x: Tensor, lams: Tensor, index: Tensor, number: int) -> Tensor:
+        own, given = x.unflatten(1, (2, 4)), self.seen.inputs[number]
+        cut = (own != given).any(0)
+        assert torch.equal(given, torch.where(cut, own[index], own))
+        rows, columns = cut.any(1).sum(), cut.any(0).sum()
+        assert cut.sum() == rows * columns  # a box
+        assert lams.unique().item() == 1 - cut.sum() / 8
+        return module(given)
+
+
+class Hidden(Mixed):
+    """What the second layer is given is mixed."""
+
+    def logits(self, module: Any, x: Tensor, lams: Tensor, index: Tensor, number: int) -> Tensor:
+        hidden = module.layers[0](x)
+        return module.layers[1:](torch.lerp(hidden[index], hidden, float(lams[0])))
+
+
+class UnitClip(Naive):
+    """A row's or a vector's gradient is at most 0.02 times its weights."""
+
+    def clip(self, module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for p in module.parameters():
+            for weight, gradient in zip(p.data, p.grad, strict=True) if p.ndim > 1 else [(p.data, p.grad)]:
+                limit = 0.02 * max(weight.norm().item(), 1e-3)
+                gradient *= min(1.0, limit / max(gradient.norm().item(), 1e-12))
+
+
+class PercentileClip(Naive):
+    """The gradient's norm is at most the tenth percentile of the norms so far."""
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.norms: list[float] = []
+
+    def clip(self, module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        self.norms.append(math.sqrt(sum(p.grad.double().square().sum().item() for p in module.parameters())))
+        for p in module.parameters():
+            p.grad *= min(1.0, np.percentile(self.norms, 10) / self.norms[-1])
+
+
+class Unfrozen(Naive):
+    """The first layer waits for step 3, and has half the learning rate."""
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        late = list(module.layers[0].parameters())
+        (group,) = optimizer.param_groups
+        group["params"] = [p for p in group["params"] if all(p is not other for other in late)]
+        optimizer.add_param_group({"params": late, "lr": group["lr"] / 2})
+
+    def clip(self, module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for p in module.layers[0].parameters() if step < 3 else []:
+            p.grad = None
+
+
+class Growing(Naive):
+    """One batch makes a step in the first epoch, two in those after it."""
+
+    def size(self, epoch: int, accumulate: int) -> int:
+        return min(epoch + 1, 2)
+
+
+def _copied(tensors: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@torch.no_grad()
+def _write(targets: Any, sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _one_cycle(t: int, total: int) -> float:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total, cycle_momentum=False)
+    for _ in range(t):
+        optimizer.step()
+        schedule.step()
+    return optimizer.param_groups[0]["lr"]
+
+
+def _cosine(p: float) -> float:
+    return (1 + math.cos(math.pi * p)) / 2
+
+
+CURVES: dict[str, Callable[[int, int], float]] = {
+    "LRSchedule": lambda t, total: (t + 1) / 2 if t < 2 else _cosine((t - 2) / (total - 2)),
+    "constant": lambda t, total: min(1.0, (t + 1) / 3),
+    "cosine": lambda t, total: _cosine(t / total),
+    "cosine_restarts": lambda t, total: _cosine(3 * t / total % 1),
+    "flat_cos": lambda t, total: _cosine(max(0.0, 4 * t / total - 3)),
+    "inverse_sqrt": lambda t, total: (t + 1) ** -0.5,
+    "linear": lambda t, total: 1 - t / total,
+    "one_cycle": _one_cycle,
+    "polynomial": lambda t, total: (1 - t / total) ** 0.9,
+    "step_decay": lambda t, total: 0.1 ** ((2 * t >= total) + (4 * t >= 3 * total)),
+    "swa_tail": lambda t, total: _cosine(t / total) if 2 * t < total else 0.5,
+    "wsd": lambda t, total: 1 - math.sqrt(max(0.0, 1 - (total - t) / (0.2 * total))),
+}
