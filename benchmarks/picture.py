@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-# panels: file, start of the case, and what a bar is divided by to be in the unit
+# panels: file, case, title; cases that a reduced run has, too
 PANELS = (
     ("ema", "added to a step, tiny", "EMA: added to a tiny step"),
-    ("ema", "update, resnet50", "EMA: an update, ResNet-50"),
+    ("ema", "update, vit_tiny", "EMA: an update, ViT-tiny"),
     ("sam", "step, resnet50", "SAM: a step, ResNet-50"),
     ("mixup", "Mixup, 128x3x64x64", "Mixup: a batch and its loss"),
     ("hard_examples", "step, resnet18", "Hard examples: a step, ResNet-18"),

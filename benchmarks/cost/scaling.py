@@ -15,7 +15,7 @@ from fitted import PLAIN, Net, drawn, fit
 from machine import available
 from rows import Row, row, rows_of
 from settings import Settings
-from timing import fits, in_turns, timed, works
+from timing import fits, in_turns, works
 from torch import Tensor, nn
 
 import lightning_tricks as lt
