@@ -63,17 +63,18 @@ def in_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int, warm_up: int
     shuffled = random.Random(0)
     gc.collect()
     gc.freeze()
-    for number in range(warm_up + rounds):
+    try:
+        for number in range(warm_up + rounds):
+            gc.collect()
+            gc.disable()
+            for name in shuffled.sample(list(turns), len(turns)):
+                for part, work in turns[name].items():
+                    taken = work()
+                    if number >= warm_up:
+                        measured.times[part].append(taken)
+    finally:
         gc.enable()
-        gc.collect()
-        gc.disable()
-        for name in shuffled.sample(list(turns), len(turns)):
-            for part, work in turns[name].items():
-                taken = work()
-                if number >= warm_up:
-                    measured.times[part].append(taken)
-    gc.enable()
-    gc.unfreeze()
+        gc.unfreeze()
     return measured
 
 
