@@ -71,8 +71,10 @@ def kept_memory() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-def available() -> int:
-    """Bytes of memory that nobody uses."""
+def available(device: str) -> int:
+    """Bytes of the device's memory that nobody uses."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)

@@ -23,7 +23,7 @@ from rows import written
 from settings import SEED, Settings
 from tables import markdown, renew
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 
 
@@ -68,7 +68,7 @@ def main() -> None:
         result = measured(benchmarks[name], Settings("reduced" if args.reduced else "full", args.device))
         (output / f"{name}{'' if args.device == 'cpu' else '_cuda'}.json").write_text(written(result))
         print(f"{markdown(result)}\n({time.perf_counter() - begin:.0f} s)\n", flush=True)
-    if output == RESULTS and args.device == "cpu":
+    if output.resolve() == RESULTS and args.device == "cpu":
         renew(list(benchmarks))
         draw(RESULTS)
 

@@ -132,7 +132,7 @@ MODULES: dict[str, type[Net]] = {PLAIN: Net, OURS: SharpNet, PEER: PeerNet}
 # network, shape of its batch, steps of a fit and of a lap
 STEPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     "tiny": (tiny, (32, 32), 300, 20),
-    "resnet50": (lambda: architecture("resnet50"), (32, 3, 64, 64), 5, 1),
+    "resnet50": (lambda: architecture("resnet50"), (16, 3, 64, 64), 4, 1),
 }
 
 
@@ -174,7 +174,7 @@ def run(settings: Settings) -> list[Row]:
     names = settings.pick("sets", ("200 x 64", "resnet50"), SMALL, SMALL)
     found = [each for name in names for each in of_set(name, settings, rounds)]
     for name, count in settings.pick(
-        "fits", {"tiny": 15, "resnet50": 5}, {"tiny": 2, "resnet50": 1}, {"tiny": 1}
+        "fits", {"tiny": 15, "resnet50": 4}, {"tiny": 2, "resnet50": 1}, {"tiny": 1}
     ).items():
         found += of_step(name, count, settings)
     return found

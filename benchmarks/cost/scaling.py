@@ -107,7 +107,7 @@ def run(settings: Settings) -> list[Row]:
     for millions, count in zip(sizes, rounds, strict=True):
         for what, measure in MEASURES.items():
             need, case = 4 * MILLION * millions * TENSORS[what], f"{what}, {millions} M parameters"
-            if 1.5 * need > available():
+            if 1.5 * need > available(settings.device):
                 found.append(Row(case, what, "ms", None, note=f"skipped: memory, it needs {need / 1e9:.0f} GB"))
             else:
                 found += [each._replace(case=case) for each in measure(millions, count, settings.device)]

@@ -183,7 +183,7 @@ CONVOLUTIONS = ("resnet18", "mobilenetv3_small_100", "convnext_atto")
 
 def run(settings: Settings) -> list[Row]:
     """All figures."""
-    device, rounds = settings.device, settings.pick("rounds", 7, 2, 1)
+    device, rounds = settings.device, settings.pick("rounds", 5, 2, 1)
     steps = settings.pick("steps", 600, 200, 60)
     found = trainers(settings.pick("fits", 4, 1, 1), steps, device) + idle(rounds, device)
     for name in settings.pick("checkpointed", CHECKPOINTED, (VIT,), ()):

@@ -74,14 +74,14 @@ def run(settings: Settings) -> list[Row]:
     steps = settings.pick("steps", 400, 200, 60)
     small = drawn((32, 1, 8, 4), 4, settings.device)
     contenders = {name: partial(step, tiny, small, steps, 20, each) for name, each in TINY.items()}
-    measured = in_turns(fits(contenders), settings.pick("fits", 10, 2, 1), warm_up=0)
+    measured = in_turns(fits(contenders), settings.pick("fits", 8, 2, 1), warm_up=0)
     found = [*rows_of("step, tiny", measured, PLAIN), *added_rows("added to a step, tiny", measured, PLAIN)]
     name = settings.pick("network", "vit_tiny_patch16_224", "vit_tiny_patch16_224", "")
     if name:
         batch = drawn(settings.pick("batch", (16, 3, 224, 224), (4, 3, 224, 224), ()), 4, settings.device)
         real = {PLAIN: empty, **SUMS}
         contenders = {key: partial(step, partial(architecture, name), batch, 5, 1, each) for key, each in real.items()}
-        measured = in_turns(fits(contenders), settings.pick("fits of the real one", 7, 1, 1), warm_up=0)
+        measured = in_turns(fits(contenders), settings.pick("fits of the real one", 5, 1, 1), warm_up=0)
         found += rows_of(REAL, measured, PLAIN, "ms")
     return found
 

@@ -133,7 +133,7 @@ def test_the_rounds_are_counted_without_those_that_warm_up() -> None:
 
 def test_what_needs_too_much_memory_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = part("cost.scaling")
-    monkeypatch.setattr(scaling, "available", lambda: 10**6)
+    monkeypatch.setattr(scaling, "available", lambda device: 10**6)
     found = scaling.run(part("settings").Settings("tiny"))
     assert [row.what for row in found] == list(scaling.MEASURES)
     assert all(row.note.startswith("skipped: memory") for row in found)
