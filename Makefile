@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all matrix check clean FORCE
+.PHONY: help demo test test-all matrix bench check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -31,6 +31,9 @@ matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks/cl
 	$(BIN)/python -m pytest tests/conformance -n auto -m "not gpu" --deselect tests/conformance/test_matrix.py \
 	    --matrix lightning_tricks/cli/matrix.json
 	$(BIN)/python -m benchmarks.matrix
+
+bench: $(VENV)/.bench ## measure what tricks cost, in two minutes; with FULL=1 renew the committed figures
+	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check
@@ -64,7 +67,7 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench: $(VENV)/torch.txt
 	@echo "installing .[$(extras)] beside $$(cat $<)"
 	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
@@ -73,3 +76,4 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
 $(VENV)/.demo: extras = demo,cli
 $(VENV)/.test: extras = test
 $(VENV)/.test-all: extras = test,ray
+$(VENV)/.bench: extras = test,bench
