@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_tricks.cli.commands.output import add_output
+from lightning_tricks_cli.commands.output import add_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
 
-from lightning_tricks.schedules.lr_finder import Method
+METHODS = ("valley", "steepest", "minimum/10")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,7 +33,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     find.add_argument("--plot", type=Path, metavar="OUT", help="draw losses and suggestions into this file")
     printed = find.add_mutually_exclusive_group()
     printed.add_argument(
-        "--method", choices=get_args(Method), default="valley", help="how to choose the suggestion (default: valley)"
+        "--method", choices=METHODS, default="valley", help="how to choose the suggestion (default: valley)"
     )
     printed.add_argument("--json", action="store_true", help="print learning rates and losses instead")
 

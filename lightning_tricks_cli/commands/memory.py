@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from lightning_tricks.cli.advise import add_target, read_target
+from lightning_tricks_cli.commands.target import add_target
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,6 +34,7 @@ def _names(text: str) -> list[str]:
 def run(options: argparse.Namespace) -> None:
     """Do it."""
     from lightning_tricks.advisor import estimate_memory
+    from lightning_tricks.cli.advise import read_target
 
     model, batch = read_target(options)
     estimate = estimate_memory(
