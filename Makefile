@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check clean FORCE
+.PHONY: help demo test test-all bench check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -26,6 +26,9 @@ test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 
 test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+
+bench: $(VENV)/.bench ## measure what tricks cost, in two minutes; with FULL=1 renew the committed figures
+	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check
@@ -59,7 +62,7 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench: $(VENV)/torch.txt
 	@echo "installing .[$(extras)] beside $$(cat $<)"
 	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
@@ -68,3 +71,4 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
 $(VENV)/.demo: extras = demo
 $(VENV)/.test: extras = test
 $(VENV)/.test-all: extras = test,ray
+$(VENV)/.bench: extras = test,bench

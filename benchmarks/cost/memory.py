@@ -1,31 +1,31 @@
 """Whether ``estimate_memory`` tells the truth: its bytes beside those of a training step in a Lightning Trainer.
 
 On CPU the bytes are those that torch's allocator hands out in the second step, as the profiler notes them, on CUDA
-``max_memory_allocated``. Run ``python benchmarks/memory.py`` (``--device cuda`` on a GPU); it prints the figures and
-writes ``benchmarks/results/memory.json``.
+``max_memory_allocated``. Weights, gradients and optimizer states must be equal to the byte.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from fitted import QUIET, architecture
 from lightning.pytorch.callbacks import Callback
-from machine import machine, prepare, table
+from rows import Row, target
+from settings import SEED, Settings
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_tricks.advisor import MemoryEstimate, estimate_memory
 
-RESULTS = Path(__file__).parent / "results"
+NAME = "memory"
+PEERS = ("timm", "transformers")
 LIMIT = 0.10  # of relative error
 PRECISIONS = ("32-true", "bf16-mixed")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -53,18 +53,6 @@ class Classifier(pl.LightningModule):
         return self.optimizer(self.parameters())
 
 
-def resnet50() -> nn.Module:
-    import timm
-
-    return timm.create_model("resnet50")
-
-
-def vit_tiny() -> nn.Module:
-    import timm
-
-    return timm.create_model("vit_tiny_patch16_224")
-
-
 def bert() -> nn.Module:
     """Two layers."""
     import transformers
@@ -82,9 +70,9 @@ def tokens(samples: int) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], int]] = {
-    "ResNet-50, 64 x 64": (resnet50, partial(images, 64), 4),
-    "ResNet-50, 128 x 128": (resnet50, partial(images, 128), 16),
-    "ViT-tiny, 224 x 224": (vit_tiny, partial(images, 224), 8),
+    "ResNet-50, 64 x 64": (partial(architecture, "resnet50"), partial(images, 64), 4),
+    "ResNet-50, 128 x 128": (partial(architecture, "resnet50"), partial(images, 128), 16),
+    "ViT-tiny, 224 x 224": (partial(architecture, "vit_tiny_patch16_224"), partial(images, 224), 8),
     "BERT of 2 layers, 128 tokens": (bert, tokens, 8),
 }
 
@@ -141,20 +129,10 @@ def total(tensors: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def trained(module: pl.LightningModule, batch: Any, precision: str, device: str) -> Meter:
+def trained(module: pl.LightningModule, batch: Any, precision: Any, device: str) -> Meter:
     """A meter that has seen two steps of a Trainer."""
     meter = Meter()
-    trainer = pl.Trainer(
-        accelerator=device,
-        devices=1,
-        precision=precision,  # type: ignore[arg-type]
-        max_epochs=1,
-        callbacks=[meter],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = pl.Trainer(accelerator=device, precision=precision, callbacks=[meter], **QUIET)
     trainer.fit(module, DataLoader([batch] * 2, batch_size=None))
     return meter
 
@@ -162,7 +140,7 @@ def trained(module: pl.LightningModule, batch: Any, precision: str, device: str)
 def compare(name: str, precision: str, optimizer: str, device: str) -> dict[str, Any]:
     """Estimated and measured bytes of a model, and the relative errors."""
     network, make, samples = MODELS[name]
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     module, batch = Classifier(network(), OPTIMIZERS[optimizer]), make(samples)
     estimate = estimate_memory(
         module, optimizer=OPTIMIZERS[optimizer], precision=precision, batch=make(2), batch_size=samples, device=device
@@ -186,33 +164,28 @@ def row(estimate: MemoryEstimate, meter: Meter) -> dict[str, Any]:
     }
 
 
-def measure(device: str) -> dict[str, Any]:
-    """All figures."""
-    rows = {
-        f"{name}, {precision}, {optimizer}": compare(name, precision, optimizer, device)
-        for name in MODELS
-        for precision in PRECISIONS
-        for optimizer in OPTIMIZERS
-    }
-    worst = max(abs(each[key]) for each in rows.values() for key in ("activations_error", "total_error"))
-    return {"rows": rows, "worst_error": worst, "target": LIMIT, "met": worst <= LIMIT}
+def run(settings: Settings) -> list[Row]:
+    """All models, precisions and optimizers."""
+    models = settings.pick("models", tuple(MODELS), ("ViT-tiny, 224 x 224",), ("BERT of 2 layers, 128 tokens",))
+    precisions = settings.pick("precisions", PRECISIONS, PRECISIONS[:1], PRECISIONS[:1])
+    optimizers = settings.pick("optimizers", tuple(OPTIMIZERS), tuple(OPTIMIZERS), ("sgd",))
+    found = []
+    for model, precision, optimizer in product(models, precisions, optimizers):
+        compared, what = compare(model, precision, optimizer, settings.device), f"{precision}, {optimizer}"
+        wrong = [key for key, equal in compared.items() if key.endswith("exact") and not equal]
+        note = f"not to the byte: {', '.join(wrong)}" if wrong else ""
+        for part, key in {"activations": "", "total": "total_"}.items():
+            estimated = Row(f"{part}, {model}", what, "MB", compared[f"{part}_mb"], note=note)
+            over = round(1 + compared[f"{part}_error"], 4)
+            found.append(estimated._replace(floor=f"{compared[f'measured_{key}mb']} measured", over_floor=over))
+    return found
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, help="where the figures go")
-    args = parser.parse_args()
-    prepare(("timm", "transformers"), args.threads)
-    place = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    result = {"machine": machine("timm", "transformers"), "device": place, **measure(args.device)}
-    table("estimated and measured", result["rows"])
-    output = args.output or RESULTS / ("memory.json" if args.device == "cpu" else "memory_cuda.json")
-    output.parent.mkdir(exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The largest relative error, and all that is known to the byte."""
+    worst = max(abs(each.over_floor - 1) for each in rows if each.over_floor)
+    wrong = sum(bool(each.note) for each in rows)
+    return [
+        target("largest relative error", round(worst, 4), "<=", LIMIT),
+        target("weights, gradients and states that are not equal to the byte", wrong, "<=", 0),
+    ]
