@@ -27,8 +27,9 @@ test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
-bench: $(VENV)/.bench ## measure what tricks cost, in two minutes; with FULL=1 renew the committed figures
+bench: $(VENV)/.bench ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
+	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check

@@ -1,7 +1,7 @@
 """Which tricks help and which hurt: three tasks, clean and wrong labels, a stock Trainer, five seeds.
 
-Run ``python benchmarks/quality.py`` (some five minutes on four idle cores; ``--reduced`` runs everything in under one). It
-writes ``benchmarks/results/quality.json`` after every fit, goes on where it was interrupted, and puts the tables into
+Run ``python benchmarks/quality.py`` (minutes on four cores; ``--reduced`` runs everything in under one). It
+writes ``benchmarks/results/quality.json`` after every fit, goes on where it was interrupted, and renews the tables of
 ``benchmarks/README.md``. The tasks are those of ``configs/``: digits (a perceptron), textures (a small CNN with
 BatchNorm), glosses (a transformer block). With noisy labels the same 40% of the training labels are another class in
 every run; validation and test labels are always true. The seed draws the initial weights and the order of the batches.
@@ -25,7 +25,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from functools import cache
 from itertools import chain
 from multiprocessing import get_context
@@ -34,10 +34,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from machine import machine
-from quality_report import PLAIN, Run, rows, write_tables
+from quality_report import PLAIN, Run, figures, renew, tables
+from rows import written
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
@@ -46,7 +46,7 @@ from lightning_tricks.cli import digits, glosses, textures
 from lightning_tricks.cli.demo import small_runs
 from lightning_tricks.cli.tasks import Classifier, SharpClassifier, Split, accuracy
 
-HERE = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
 NOISE = {"clean labels": 0.0, "noisy labels": 0.4}
 SEEDS, SWEEP_SEEDS = tuple(range(5)), (100, 101)
 
@@ -98,6 +98,9 @@ class Scale(NamedTuple):
     sweep_seeds: tuple[int, ...] = SWEEP_SEEDS
     epochs: int | None = None  # None: the task's
     batches: int | None = None  # of an epoch; None: all
+
+
+REDUCED = Scale((0, 1), (100,), epochs=1, batches=2)
 
 
 def digit_pictures(noise: float) -> Split:
@@ -201,36 +204,39 @@ def classifier(task: Task, recipe: Recipe, lr: float) -> Classifier:
 class Runs:
     """The runs of a file, which has those of an interrupted run with the same settings; missing ones are made."""
 
-    def __init__(self, output: Path, scale: Scale, pool: ProcessPoolExecutor) -> None:
+    def __init__(self, output: Path, scale: Scale, pool: Executor) -> None:
         self.output, self.scale, self.pool = output, scale, pool
+        settings = {**scale._asdict(), "noise": NOISE, "tasks": {name: described(name) for name in TASKS}}
         self.result: dict[str, Any] = {
+            "benchmark": "quality",
             "machine": machine("lightning-tricks", "scikit-learn", "scikit-image", "timm"),
-            "settings": {**scale._asdict(), "noise": NOISE, "tasks": {name: described(name) for name in TASKS}},
-            "sweep": {},
-            "rows": {},
-            "runs": {},
+            "settings": json.loads(json.dumps(settings)),  # as they are read
+            "sweep": [],
+            "rows": [],
         }
-        self.result = json.loads(json.dumps(self.result))  # as it is read
+        self.done: dict[str, Run] = {}
         if output.exists() and (before := json.loads(output.read_text()))["settings"] == self.result["settings"]:
-            self.result["runs"] = before["runs"]
+            self.done = {run.pop("job"): run for run in before["runs"]}
 
     def make(self, jobs: Iterable[Job]) -> None:
         """Run what is missing, at the same time."""
-        missing = {self.pool.submit(fit, job, self.scale): job for job in jobs if key(job) not in self.result["runs"]}
+        missing = {self.pool.submit(fit, job, self.scale): job for job in jobs if key(job) not in self.done}
         for number, future in enumerate(as_completed(missing), 1):
-            self.result["runs"][key(missing[future])] = future.result()
+            self.done[key(missing[future])] = future.result()
             self.write()
-            print(f"{number}/{len(missing)}", *missing[future], future.result(), flush=True)
+            print(f"{number}/{len(missing)}", key(missing[future]), future.result(), flush=True)
 
     def write(self) -> None:
         """Replace the file by what there is now."""
         new = self.output.with_suffix(".new")
-        new.write_text(json.dumps(self.result, indent=1) + "\n")
+        new.write_text(
+            written({**self.result, "runs": [{"job": job, **run} for job, run in sorted(self.done.items())]})
+        )
         new.replace(self.output)
 
     def of(self, jobs: list[Job]) -> list[Run]:
         """Their figures."""
-        return [self.result["runs"][key(job)] for job in jobs]
+        return [self.done[key(job)] for job in jobs]
 
 
 def key(job: Job) -> str:
@@ -248,7 +254,10 @@ def described(name: str) -> dict[str, Any]:
 
 
 def measure(runs: Runs, task: str, labels: str) -> None:
-    """The learning rate of plain training, the strengths of the tricks, then the runs that count."""
+    """The learning rate of plain training, the strengths of the tricks, then the runs that count.
+
+    A job of plain training has its strength in ``lr`` and no ``value``.
+    """
     tricks = {name: trick for name, trick in TRICKS.items() if task in trick.tasks}
 
     def jobs(name: str, value: float | None, lr: float, seeds: tuple[int, ...]) -> list[Job]:
@@ -265,34 +274,34 @@ def measure(runs: Runs, task: str, labels: str) -> None:
     lr, means = best(rates)
     grids = {name: {value: jobs(name, value, lr, again) for value in tricks[name].values} for name in tricks}
     runs.make(chain(*(each for grid in grids.values() for each in grid.values())))
-    found = {name: best(grid) for name, grid in grids.items() if grid}
+    found = {PLAIN: (lr, means), **{name: best(grid) for name, grid in grids.items() if grid}}
     strengths = {name: value for name, (value, _) in found.items()}
     strengths[ALL] = strengths["SAM"]
-    finals = {name: jobs(name, strengths.get(name), lr, runs.scale.seeds) for name in tricks}
+    finals = {name: jobs(name, strengths.get(name) if name != PLAIN else None, lr, runs.scale.seeds) for name in tricks}
     runs.make(chain(*finals.values()))
     setting = f"{task}, {labels}"
-    runs.result["sweep"][setting] = {"lr": means, **{name: each for name, (_, each) in found.items()}}
-    runs.result["rows"][setting] = rows(
-        {name: runs.of(each) for name, each in finals.items()}, {PLAIN: lr, **strengths}
-    )
+    runs.result["sweep"] += [{"setting": setting, "trick": name, "val": each} for name, (_, each) in found.items()]
+    runs.result["rows"] += figures(setting, {name: runs.of(each) for name, each in finals.items()}, strengths)
     runs.write()
 
 
 def main() -> None:
-    """Run, write, put the tables into the README."""
+    """Run, write; a full run puts its tables into the README, a reduced one prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reduced", action="store_true", help="two batches, two seeds: whether it runs")
+    parser.add_argument("--reduced", action="store_true", help="two batches and two seeds, into results/scratch")
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "quality.json", help="where the figures go")
-    parser.add_argument("--readme", type=Path, default=HERE / "README.md", help="where the tables go")
+    parser.add_argument("--output", type=Path, help="another folder for quality.json")
     args = parser.parse_args()
-    scale = Scale((0, 1), (100,), epochs=1, batches=2) if args.reduced else Scale()
-    torch.set_num_threads(1)
+    folder = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-        runs = Runs(args.output, scale, pool)
+        runs = Runs(folder / "quality.json", REDUCED if args.reduced else Scale(), pool)
         for task, labels in SETTINGS:
             measure(runs, task, labels)
-    write_tables(runs.result, args.readme)
+    if folder == RESULTS:
+        renew(runs.result)
+    else:
+        print(tables(runs.result))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -11,17 +12,20 @@ from typing import Any
 from scipy.stats import t
 
 PLAIN = "plain"
-BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- quality: written by benchmarks/quality.py -->", "<!-- end of quality -->"
 EQUAL = 0.03  # the share by which compute may differ to be called equal
 
 Run = dict[str, float]
 
 
-def rows(runs: dict[str, list[Run]], strengths: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """The figures of every trick of a setting, the runs being sorted by seed; accuracies in per cent."""
+def figures(setting: str, runs: dict[str, list[Run]], strengths: dict[str, float]) -> list[dict[str, Any]]:
+    """A row for every trick of a setting, its runs being sorted by seed; accuracies in per cent."""
     costs = {name: round(work(each) / work(runs[PLAIN]), 3) for name, each in runs.items()}
-    return {
-        name: {
+    return [
+        {
+            "setting": setting,
+            "trick": name,
             "strength": strengths.get(name),
             "test_mean": round(fmean(percent(each)), 2),
             "test_std": round(stdev(percent(each)), 2),
@@ -31,7 +35,7 @@ def rows(runs: dict[str, list[Run]], strengths: dict[str, float]) -> dict[str, d
             "over_equal": None if equal is None else paired(each, runs[equal]),
         }
         for name, each in runs.items()
-    }
+    ]
 
 
 def at_equal_compute(name: str, costs: dict[str, float]) -> str | None:
@@ -65,16 +69,20 @@ def sign(difference: dict[str, float]) -> int:
     return (difference["low"] > 0) - (difference["high"] < 0)
 
 
-def write_tables(result: dict[str, Any], readme: Path) -> None:
-    """Put the tables between the marks of the README."""
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{tables(result)}\n{END}{after}")
+def renew(result: dict[str, Any]) -> None:
+    """Write the tables between their marks."""
+    before, rest = README.read_text().split(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n\n{tables(result)}\n\n{END}{rest.split(END)[1]}")
 
 
 def tables(result: dict[str, Any]) -> str:
-    """One table of all differences, and one of all figures for each setting."""
-    return "\n\n".join([summary(result["rows"]), *(details(name, each) for name, each in result["rows"].items())])
+    """Machine and settings, one table of all differences, and one of all figures for each setting."""
+    machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    settings = {
+        setting: {row["trick"]: row for row in each}
+        for setting, each in groupby(result["rows"], lambda row: row["setting"])
+    }
+    return "\n\n".join([f"{machine}.", summary(settings), *(details(name, each) for name, each in settings.items())])
 
 
 def summary(settings: dict[str, dict[str, Any]]) -> str:
