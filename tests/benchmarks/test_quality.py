@@ -96,13 +96,11 @@ def test_the_tables_are_those_of_the_figures(report: ModuleType, committed: dict
 
 
 def test_the_passes_are_counted(committed: dict[str, Any]) -> None:
+    dear = {"HardExampleFilter, prune": 5 / 6, "SAM": 2, "SAM + EMA + flat_cos": 2, "plain, twice the epochs": 2}
     for (_, trick), row in rows(committed).items():
-        expected = {"HardExampleFilter, prune": 5 / 6, "SAM": 2, "SAM + EMA + flat_cos": 2}
-        expected |= {"plain, 1/4 of the epochs": 1 / 4, "plain, twice the epochs": 2}
-        if trick not in ("SWA", "plain, 1/2 of the epochs", "plain, 5/6 of the epochs"):
-            assert row["compute"] == pytest.approx(expected.get(trick, 1), rel=0.1)
-        if trick == "SAM":
-            assert row["equal"] == "plain, twice the epochs"
+        if trick in dear or not trick.startswith("plain"):
+            assert row["compute"] == pytest.approx(dear.get(trick, 1), rel=0.02)
+            assert row["equal"] is not None or trick.startswith("plain")
 
 
 def test_differences_are_paired(report: ModuleType) -> None:
