@@ -167,3 +167,29 @@ def test_the_script_makes_these_figures(committed: dict[str, Any], tmp_path: Pat
     assert list(rows(made)) == list(rows(committed))
     assert {tuple(row) for row in made["rows"]} == {tuple(row) for row in committed["rows"]}
     assert "| points over plain |" in run.stdout
+
+
+def told(report: ModuleType, committed: dict[str, Any], trick: str, better: int) -> set[str]:
+    """The settings in which the interval tells a trick from plain training."""
+    mine = {setting: row for (setting, each), row in rows(committed).items() if each == trick}
+    return {setting for setting, row in mine.items() if report.sign(row["over_plain"]) == better}
+
+
+def test_the_reading_is_that_of_the_figures(report: ModuleType, committed: dict[str, Any]) -> None:
+    found = rows(committed)
+    noisy = {setting for setting, _ in found if "noisy" in setting}
+    for trick in ("EMA", "SWA", "flat_cos", "one_cycle", "SAM", "SAM + EMA + flat_cos"):
+        assert told(report, committed, trick, 1) == {"digits, noisy labels", "textures, noisy labels"}
+        assert not told(report, committed, trick, -1)
+    for trick in ("HardExampleFilter, prune", "HardExampleFilter, loss"):
+        assert told(report, committed, trick, -1) == noisy | {"digits, clean labels"}
+    for trick in ("Mixup", "HiddenMixup", "AutoClip"):
+        assert not told(report, committed, trick, 1) | told(report, committed, trick, -1)
+    assert told(report, committed, "label smoothing", 1) == {"digits, clean labels", "glosses, clean labels"}
+    assert told(report, committed, "CutMix", 1) == {"textures, noisy labels"}
+    assert told(report, committed, "plain, twice the epochs", -1) == {"digits, noisy labels", "glosses, noisy labels"}
+    assert found["textures, noisy labels", "plain"]["test_std"] > 10
+    for setting in noisy:
+        lr = found[setting, "plain"]["strength"]
+        both = [runs(committed, found[setting, trick], lr) for trick in ("SAM + EMA + flat_cos", "EMA")]
+        assert report.sign(report.paired(*both)) <= 0
