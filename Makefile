@@ -32,8 +32,9 @@ matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks/cl
 	    --matrix lightning_tricks/cli/matrix.json
 	$(BIN)/python -m benchmarks.matrix
 
-bench: $(VENV)/.bench ## measure what tricks cost, in two minutes; with FULL=1 renew the committed figures
+bench: $(VENV)/.bench ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
+	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check

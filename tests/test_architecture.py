@@ -22,7 +22,7 @@ PACKAGE = ROOT / "lightning_tricks"
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 PUBLIC = [file for file in FILES if file.endswith("__init__.py") and file.split("/")[0] not in ("core", "cli")]
 SOURCES = [file for file in FILES if not file.endswith("__init__.py")]
-HEAVY = {"timm", "transformers", "deepspeed", "ray", "matplotlib", "rich", "sklearn", "jsonargparse"}
+HEAVY = {"timm", "transformers", "deepspeed", "ray", "matplotlib", "rich", "sklearn", "skimage", "jsonargparse"}
 
 ON_TOP = {"cli", "advisor"}  # may import anything, and are no tricks
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import lightning_tricks as lt
+from lightning_tricks.cli.tasks import Classifier, Split, TaskData, accuracy, mislabel
 
 SPLIT = (900, 300)  # training and validation images; the other 597 are for the test
 VARIANTS = {  # the tricks of each row of the table
@@ -31,26 +31,16 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-class Digits(pl.LightningModule):
+class Digits(Classifier):
     """Ordinary training of the network."""
 
     def __init__(self, schedule: bool = False) -> None:
-        super().__init__()
-        self.network = network()
+        super().__init__(network())
         self.schedule = schedule
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self.network(images), labels)
-
-    @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_accuracy", accuracy(self.network, *batch), sync_dist=True)
-
-    @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = super().configure_optimizers()
         return lt.flat_cos(optimizer, self, warmup=0.05) if self.schedule else optimizer
 
 
@@ -60,25 +50,12 @@ class SharpDigits(lt.SAMMixin, Digits):
     sam = lt.SAM(rho=0.3)
 
 
-class DigitsData(pl.LightningDataModule):
+class DigitsData(TaskData):
     """The digits for a configuration file."""
 
-    def __init__(self, noise: float = 0.0, batch_size: int = 64) -> None:
-        super().__init__()
-        self.noise = noise
-        self.batch_size = batch_size
-
     @override
-    def setup(self, stage: str) -> None:
-        self.data = {part: TensorDataset(*tensors) for part, tensors in load_digits(self.noise).items()}
-
-    @override
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.data["train"], self.batch_size, shuffle=True)
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.data["val"], batch_size=300)
+    def load(self) -> Split:
+        return load_digits(self.noise)
 
 
 class Curves(Callback):
@@ -96,13 +73,7 @@ class Curves(Callback):
         self.raw.append(round(accuracy(pl_module.network, self.images, self.labels).item(), 4))
 
 
-@torch.no_grad()
-def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Share of the images whose highest logit is their label's."""
-    return (net(images).argmax(-1) == labels).float().mean()
-
-
-def load_digits(noise: float) -> dict[str, tuple[Tensor, Tensor]]:
+def load_digits(noise: float) -> Split:
     """The digits split into train, val and test; a share ``noise`` of the training labels is another class."""
     try:
         from sklearn.datasets import load_digits as load
@@ -113,10 +84,8 @@ def load_digits(noise: float) -> dict[str, tuple[Tensor, Tensor]]:
     order = torch.randperm(len(labels), generator=generator)
     x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
     train, val, test = (slice(0, SPLIT[0]), slice(SPLIT[0], sum(SPLIT)), slice(sum(SPLIT), None))
-    wrong = torch.rand(SPLIT[0], generator=generator) < noise
-    others = (y[train] + torch.randint(1, 10, (SPLIT[0],), generator=generator)) % 10
     return {
-        "train": (x[train], torch.where(wrong, others, y[train])),
+        "train": (x[train], mislabel(y[train], noise, classes=10, generator=generator)),
         "val": (x[val], y[val]),
         "test": (x[test], y[test]),
     }

@@ -1,0 +1,117 @@
+"""What the tasks share: splits of tensors with wrong labels, a classifier for any of the networks, their data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+import lightning_tricks as lt
+from lightning_tricks.core.checks import check_range
+
+Split = dict[str, tuple[Tensor, Tensor]]  # inputs and labels of "train", "val" and "test"
+
+
+class Classifier(pl.LightningModule):
+    """Ordinary training of a network: cross entropy, one optimizer, no schedule.
+
+    Args:
+        network: From a batch of inputs to logits.
+        lr: Learning rate.
+        optimizer: SGD has a momentum of 0.9.
+        weight_decay: Of the optimizer.
+        label_smoothing: Of the training loss.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        lr: float = 0.1,
+        optimizer: Literal["sgd", "adamw"] = "sgd",
+        weight_decay: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.lr, self.optimizer, self.weight_decay = lr, optimizer, weight_decay
+        self.label_smoothing = label_smoothing
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.network(inputs), labels, label_smoothing=self.label_smoothing)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_accuracy", accuracy(self.network, *batch), sync_dist=True)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_accuracy", accuracy(self.network, *batch), sync_dist=True)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay)
+        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9, weight_decay=self.weight_decay)
+
+
+class SharpClassifier(lt.SAMMixin, Classifier):
+    """The same with sharpness-aware minimization."""
+
+    def __init__(self, network: nn.Module, sam: lt.SAM | None = None, **settings: Any) -> None:
+        super().__init__(network, **settings)
+        self.sam = sam or lt.SAM()
+
+
+class TaskData(pl.LightningDataModule):
+    """Base of the data for a configuration file.
+
+    Args:
+        noise: Share of wrong training labels, in [0, 1].
+        batch_size: Of a device, while training.
+    """
+
+    def __init__(self, noise: float = 0.0, batch_size: int = 64) -> None:
+        super().__init__()
+        check_range("noise", noise, 0.0, 1.0)
+        self.noise = noise
+        self.batch_size = batch_size
+
+    def load(self) -> Split:
+        """The split with so many wrong labels."""
+        raise NotImplementedError
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.data = {part: TensorDataset(*tensors) for part, tensors in self.load().items()}
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data["train"], self.batch_size, shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data["val"], batch_size=300)
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data["test"], batch_size=300)
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Share of the inputs whose highest logit is their label's."""
+    return (net(inputs).argmax(-1) == labels).float().mean()
+
+
+def mislabel(labels: Tensor, noise: float, *, classes: int, generator: torch.Generator) -> Tensor:
+    """The labels, but a share ``noise`` of them is another class, each other one as likely."""
+    wrong = torch.rand(len(labels), generator=generator) < noise
+    others = (labels + torch.randint(1, classes, labels.shape, generator=generator)) % classes
+    return torch.where(wrong, others, labels)
