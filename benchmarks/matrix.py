@@ -79,8 +79,8 @@ def page() -> str:
 
 
 def _table(rows: list[tuple[str, list[str]]]) -> str:
-    lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
-    return "\n".join([*lines, *(f"| {name} | " + " | ".join(signs) + " |" for name, signs in rows)])
+    lines = [["", *HEADS.values()], ["---"] * (len(HEADS) + 1), *([name, *signs] for name, signs in rows)]
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""The tables of README.md, made from the catalogue, the committed figures and the compatibility matrix.
+
+``make tables`` writes these, the tables of ``benchmarks/README.md`` and docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning_tricks as lt
+from benchmarks import matrix
+from lightning_tricks.cli.catalogue import CATALOGUE, Row
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = "benchmarks/results"
+SETTINGS = ("digits, noisy labels", "textures, noisy labels", "glosses, noisy labels")
+ALL = "SAM + EMA + flat_cos"
+
+
+def tables() -> dict[str, str]:
+    """Each table by its name."""
+    return {"tricks": tricks(), "costs": costs(), "matrix": matrix.markdown()}
+
+
+def tricks() -> str:
+    """What each trick does and costs, and the points that it gains."""
+    lines = ["|trick|one line of yours|what it does|cost|points ¹|", "|---|---|---|---|---|"]
+    for row in CATALOGUE:
+        names = ", ".join(f"`{name}`" for name in (*row.names, *row.beside))
+        what = getattr(lt, row.names[0]).__doc__.split("\n")[0].split(":")[0].rstrip(".").replace("``", "`")
+        lines.append(f"|{names}|`{row.line}`|{what}|{cost(row)}|{gains(row)}|")
+    return "\n".join([*lines, f"|all three|the diff above|{ALL}||{points(ALL)}|"])
+
+
+def gains(row: Row) -> str:
+    """The points of the tricks of a row that were measured."""
+    measured = {each["trick"].split(",")[0]: each["trick"] for each in reversed(result("quality")["rows"])}
+    found = [name for name in row.names if name in measured]
+    return "; ".join((f"`{name}` " if len(row.names) > 2 else "") + points(measured[name]) for name in found)
+
+
+def points(trick: str) -> str:
+    """Of each setting the difference to plain training, in bold where its interval leaves out 0."""
+    rows = {each["setting"]: each["over_plain"] for each in result("quality")["rows"] if each["trick"] == trick}
+    told = [rows.get(setting) for setting in SETTINGS]
+    return "/".join("" if each is None else _told(each) for each in told)
+
+
+def _told(difference: dict[str, float]) -> str:
+    text = f"{difference['points']:+.1f}"
+    return f"**{text}**" if difference["low"] > 0 or difference["high"] < 0 else text
+
+
+def cost(row: Row) -> str:
+    """What the catalogue says, with the figure that was measured."""
+    measure = MEASURED.get(row.names[0])
+    return row.cost if measure is None else f"{row.cost} ({measure()})"
+
+
+def guards() -> str:
+    """The dearest of the guards on a network that is not tiny, of a pass of clipping."""
+    names = ("SkipNonFinite", "TerminateOnNonFinite", "RewindOnSpike")
+    rows = result("guards")["rows"]
+    most = max(row["over_floor"] for row in rows if row["what"] in names and row["case"] not in ("step, tiny",))
+    return link(f"{most:.1f} of it", "guards")
+
+
+def hard_examples() -> str:
+    """What is left of a step of a ResNet-18."""
+    return link(f"{_ratio('hard_examples', 'HardExampleFilter(0.5, score_scale=0.5)'):.2f} of a step", "hard_examples")
+
+
+def estimate() -> str:
+    """The largest error of an estimate."""
+    error = max(abs(row["over_floor"] - 1) for row in result("memory")["rows"])
+    return link(f"within {error:.1%} of measured bytes", "memory")
+
+
+def costs() -> str:
+    """What an import and a --help take."""
+    rows = result("import_time")["rows"]
+    (added,) = (row["median"] for row in rows if row["what"] == "lightning_tricks")
+    slowest = max(row["median"] for row in rows if row["case"] == "help")
+    measured = f"[measured]({RESULTS}/import_time.json)"
+    return (
+        f"`import lightning_tricks` adds {added:.2f} s to `import lightning.pytorch`; every `--help` takes at most"
+        f" {slowest:.1f} s ({measured})."
+    )
+
+
+MEASURED = {"SkipNonFinite": guards, "HardExampleFilter": hard_examples, "estimate_memory": estimate}
+
+
+def _ratio(name: str, what: str) -> float:
+    (found,) = (row["over_floor"] for row in result(name)["rows"] if row["what"] == what)
+    return float(found)
+
+
+def link(text: str, name: str) -> str:
+    """A link to the figures."""
+    return f"[{text}]({RESULTS}/{name}.json)"
+
+
+def result(name: str) -> dict[str, Any]:
+    """The figures of a benchmark."""
+    found: dict[str, Any] = json.loads((ROOT / RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def renewed(text: str) -> str:
+    """A README with the tables between their markers."""
+    for name, table in tables().items():
+        pattern = rf"(<!-- {name}: make tables -->\n).*?(\n<!-- end of {name} -->)"
+        text, count = re.subn(
+            pattern, lambda found, table=table: f"{found[1]}\n{table.strip()}\n{found[2]}", text, flags=re.DOTALL
+        )
+        assert count == 1, f"README.md must have the markers of {name} once"
+    return text
+
+
+if __name__ == "__main__":
+    matrix.PAGE.write_text(matrix.page())
+    README.write_text(renewed(README.read_text()))
