@@ -21,6 +21,7 @@ def executed(script: Path) -> NotebookNode:
     notebook = jupytext.read(script, fmt="py:percent")
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # a random one would be a change in every run
+        cell.metadata.clear()
     place = {"metadata": {"path": str(NOTEBOOKS)}}
     NotebookClient(notebook, timeout=600, record_timing=False, coalesce_streams=True, resources=place).execute()
     notebook.metadata.pop("language_info")
