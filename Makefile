@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all notebooks check clean FORCE
+.PHONY: help demo test test-all notebooks bench check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -31,6 +31,10 @@ test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
 
 notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts beside them
 	$(BIN)/python .ci/notebooks.py
+
+bench: $(VENV)/.bench ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
+	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
+	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check
@@ -67,7 +71,7 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench: $(VENV)/torch.txt
 	@echo "installing .[$(extras)] beside $$(cat $<)"
 	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
@@ -76,3 +80,4 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
 $(VENV)/.demo: extras = demo
 $(VENV)/.test: extras = test
 $(VENV)/.test-all: extras = test,ray
+$(VENV)/.bench: extras = test,bench

@@ -30,8 +30,8 @@ class ActivationCheckpointing(Callback):
 
     ``policy="selective"`` keeps the results of matrix products, convolutions and attention, and computes again what is
     between them. It keeps more and computes less, which pays where those products are long; torch takes its time to
-    sort the operations, unless they are compiled. ``benchmarks/speed.py`` measures both. A layer that writes into such
-    a result (an in-place activation right behind a convolution) makes torch raise in the backward pass: make it
+    sort the operations, unless they are compiled. ``benchmarks/cost/speed.py`` measures both. A layer that writes into
+    such a result (an in-place activation right behind a convolution) makes torch raise in the backward pass: make it
     ``inplace=False``, or use "full". So does a second backward pass through one graph. With both policies torch raises
     for a block that writes into its own input, and for ``torch.func.grad``.
 

@@ -48,7 +48,7 @@ class ChannelsLast(Callback):
     calls ``view`` where it flattens images must call ``flatten``. Under FSDP2 and DeepSpeed, which flatten weights, and
     for layers that ``configure_model`` makes, only the images are converted.
 
-    What it gains depends on network, precision and device; ``benchmarks/speed.py`` measures it.
+    What it gains depends on network, precision and device; ``benchmarks/cost/speed.py`` measures it.
 
     Raises:
         MisconfigurationException: When a fit or an evaluation starts, if the module has no 2-D convolution.

@@ -18,7 +18,7 @@ def speed_preset(
     TensorFloat32 ("high", 10 bits of mantissa) or bfloat16 ("medium"). The arguments are ``benchmark`` (cuDNN tries its
     convolutions for each new size of input and keeps the fastest: pays for inputs of few sizes), and, which matters
     for steps of about a millisecond, no progress bar and a log every 500 steps: 0.14 of 1.06 ms on a CPU, where
-    ``self.log`` takes 0.44 (``benchmarks/speed.py``). Checkpoints, the logger and ``self.log`` stay;
+    ``self.log`` takes 0.44 (``benchmarks/cost/speed.py``). Checkpoints, the logger and ``self.log`` stay;
     ``Trainer(barebones=True)`` drops what is logged.
 
     Args:

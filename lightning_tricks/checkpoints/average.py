@@ -22,6 +22,7 @@ from lightning_tricks.checkpoints.files import (
     weights_in,
 )
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.progress import progress
 
 PIECE = 2**18  # elements averaged at a time: in double precision they fit into a cache
 
@@ -155,7 +156,7 @@ def mean(states: Sequence[dict[str, Any]], factors: Sequence[float]) -> dict[str
     """New tensors, each ``sum(factor * tensor) / sum(factor)`` over the states; tied ones stay tied."""
     result = copy.copy(states[-1])
     means: dict[Hashable, Tensor] = {}
-    for name, last in states[-1].items():
+    for name, last in progress(states[-1].items(), "averaging", len(states[-1])):
         if isinstance(last, Tensor):
             tensors = [state[name] for state in states]
             same = tuple(identity(tensor) for tensor in tensors)

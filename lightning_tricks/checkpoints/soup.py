@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning_tricks.checkpoints.average import average_checkpoints, listed, mean, states
 from lightning_tricks.checkpoints.files import PathLike, check_output, load
 from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.progress import progress
 
 
 def greedy_soup(
@@ -68,12 +69,12 @@ def greedy_soup(
         found = float(evaluate(mean([loaded[file] for file in chosen], [1.0] * len(chosen))))
         return -math.inf if math.isnan(found) else found if mode == "max" else -found
 
-    scores = {file: score([file]) for file in files}
+    scores = {file: score([file]) for file in progress(files, "scoring checkpoints")}
     first, *others = sorted(files, key=lambda file: -scores[file])
     chosen, best = [first], scores[first]
     if best == -math.inf:
         raise ValueError("evaluate gave no finite score for any of the files.")
-    for file in others:
+    for file in progress(others, "scoring soups"):
         found = score([*chosen, file])
         if found >= best:
             chosen, best = [*chosen, file], found

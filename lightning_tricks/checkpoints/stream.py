@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from lightning_tricks.core.progress import progress
+
 ALIGNMENT = 64  # bytes, for tensors that are mapped from a file
 
 SAFETENSORS_TYPES = {
@@ -80,7 +82,7 @@ def write_safetensors(opened: BinaryIO, state: Mapping[str, Tensor | StoredTenso
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     opened.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
+    for name in progress(names, "writing"):
         _write(opened, state[name])
 
 
@@ -94,7 +96,7 @@ def mapped(state: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Tensor]
     """
     places: dict[StoredTensor, int] = {}
     with tempfile.TemporaryFile(dir=folder) as opened:
-        for value in state.values():
+        for value in progress(state.values(), "reading", len(state)):
             if isinstance(value, StoredTensor) and value not in places:
                 opened.write(bytes(-opened.tell() % ALIGNMENT))
                 places[value] = opened.tell()

@@ -13,7 +13,6 @@ from torch import nn
 
 COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e1?\d)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
-UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class Target(NamedTuple):
@@ -21,24 +20,6 @@ class Target(NamedTuple):
 
     model: nn.Module | int
     batch: Any
-
-
-def add_target(command: argparse.ArgumentParser) -> None:
-    """Add what both commands take."""
-    command.add_argument(
-        "target",
-        metavar="TARGET",
-        help="a configuration of LightningCLI (.yaml) or of transformers (.json), timm:NAME, or a count such as 7B",
-    )
-    command.add_argument("--optimizer", default="adamw", metavar="NAME", help="sgd, adamw, adamw_8bit, ... (adamw)")
-    command.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
-    command.add_argument(
-        "--sequence-length",
-        type=at_least_one,
-        metavar="N",
-        help="tokens of a text (default: what the model takes, at most 512)",
-    )
-    command.add_argument("--json", action="store_true", help="print the numbers")
 
 
 def read_target(options: argparse.Namespace) -> Target:
@@ -124,18 +105,3 @@ def _example(config: Any, kind: type[nn.Module] | None, sequence_length: int | N
     if name.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": torch.empty(2, dtype=torch.long)}
     return {"input_ids": tokens}
-
-
-def size(text: str) -> float:
-    """Bytes: "24GB", "80GiB", "1.5T"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b?", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write for example 24GB")
-    return float(match[1]) * UNITS[match[2]]
-
-
-def at_least_one(text: str) -> int:
-    """A count."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)

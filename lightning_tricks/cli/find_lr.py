@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from lightning_tricks.cli.lightning import Reader
+from lightning_tricks.cli.picture import check_picture, picture
 from lightning_tricks.schedules import LRFinderResult, find_lr
 from lightning_tricks.schedules.lr_finder import Method
 
@@ -38,40 +41,20 @@ def find_lr_of(
     Raises:
         ImportError: If jsonargparse is missing, or matplotlib for the plot.
         OSError: For a missing configuration or a folder of the plot that does not exist.
-        ValueError: For a configuration that is wrong, an ending that is no picture's, or without a suggestion.
+        ArgumentError: For a configuration that is wrong.
+        ValueError: For a checkpoint in it, an ending that is no picture's, or without a suggestion.
     """
-    for config in configs:
-        if not config.is_file():
-            raise FileNotFoundError(f"There is no file {config}.")
     if plot is not None:
-        _check_plot(plot)  # before the work, not after it
+        check_picture(plot)  # before the work, not after it
     cli = read_config(configs)
     result = find_lr(cli.trainer, cli.model, datamodule=cli.datamodule, **sweep)
     if not cli.trainer.is_global_zero:
         return result
     if plot is not None:
-        _draw(result, plot)
+        with picture(plot) as axes:
+            result.plot(axes)
     print(json.dumps(result.to_dict()) if as_json else f"{result.suggestion(method):.3g}")
     return result
-
-
-def _check_plot(plot: Path) -> None:
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ImportError("the plot needs matplotlib: pip install 'lightning_tricks[plot]'") from error
-    if not plot.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {plot.parent} for the plot.")
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
-    if plot.suffix[1:].lower() not in endings:
-        raise ValueError(f"the name of the plot must end in .{', .'.join(endings)}, got {plot.name}.")
-
-
-def _draw(result: LRFinderResult, plot: Path) -> None:
-    from matplotlib.figure import Figure  # not of pyplot, which may ask for a screen
-
-    figure, _ = result.plot(Figure(layout="constrained").subplots())
-    figure.savefig(plot)
 
 
 def read_model(configs: Sequence[Path]) -> Any:
@@ -82,42 +65,27 @@ def read_model(configs: Sequence[Path]) -> Any:
 
 def read_config(configs: Sequence[Path], *arguments: str) -> Any:
     """A LightningCLI that has built everything and run nothing; arguments win over the files."""
-    if os.getcwd() not in sys.path:  # a configuration may name classes of the files here, as beside a script
-        sys.path.insert(0, os.getcwd())
-    try:
-        import jsonargparse  # noqa: F401  LightningCLI names no extra of ours
-    except ImportError as error:
-        raise ImportError("a configuration needs jsonargparse: pip install 'lightning_tricks[cli]'") from error
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-
-    class Reader(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            # what `fit` takes stands in the configurations that LightningCLI saves
-            parser.add_method_arguments(Trainer, "fit", skip=set(self.subcommands()["fit"]))
-
-        def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-            # LightningCLI's own warns that there are other arguments: those of this command
-            try:
-                self.config = parser.parse_args(args)
-            except ArgumentError as error:
-                raise ValueError(f"{', '.join(map(str, configs))}: {_reason(str(error))}") from error
-            if self.config.get("ckpt_path") is not None:
-                raise ValueError(
-                    "this starts from the weights that the model is made with, got ckpt_path="
-                    f"{self.config.ckpt_path}: leave it out."
-                )
-
+    for config in configs:
+        if not config.is_file():
+            raise FileNotFoundError(f"There is no file {config}.")
     files = [f"--config={config}" for config in configs]
-    return Reader(
-        run=False, args=[*files, *arguments], save_config_callback=None, parser_kwargs={"exit_on_error": False}
-    )
+    try:
+        cli = _Built(run=False, args=[*files, *arguments], save_config_callback=None)
+    except ArgumentError as error:
+        raise ArgumentError(None, f"{', '.join(map(str, configs))}: {error}") from error
+    return cli
 
 
-def _reason(message: str) -> str:
-    """What of jsonargparse's paragraphs says what to change: the key and the errors, not the types it has tried."""
-    errors = re.search(r"Errors:\n(.*?)(?=\n *(Subclass types expect|Given value)|\Z)", message, re.DOTALL)
-    if errors is None:
-        return message
-    said = [line.lstrip(" -") for line in errors[1].splitlines() if "<class 'NoneType'>" not in line]
-    return "\n".join([message.splitlines()[0], *said])
+class _Built(Reader):
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # what `fit` takes stands in the configurations that LightningCLI saves
+        parser.add_method_arguments(Trainer, "fit", skip=set(self.subcommands()["fit"]))
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        if self.config.get("ckpt_path") is not None:
+            raise ValueError(
+                "this starts from the weights that the model is made with, got ckpt_path="
+                f"{self.config.ckpt_path}: leave it out."
+            )

@@ -39,6 +39,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: in
     lines = []
     for row in every:
         start = "".join(f"{cell:<{wide + 2}}" for cell, wide in zip(row, widths, strict=False))
-        last = textwrap.wrap(row[-1], max(8, width - indent)) or [""]
+        wrapped = [textwrap.wrap(line, max(8, width - indent)) for line in row[-1].splitlines()]
+        last = [line for lines in wrapped for line in lines] or [""]
         lines += [(start + last[0]).rstrip(), *(" " * indent + line for line in last[1:])]
     return "\n".join(lines)

@@ -15,9 +15,9 @@ COLUMNS = {"train": slice(0, 4), "val": slice(4, 8), "test": slice(8, 16)}  # of
 def network() -> nn.Sequential:
     """Three convolutions with BatchNorm and the mean over the picture."""
     return nn.Sequential(
-        *(*_convolution(1, 12), nn.MaxPool2d(2)),
-        *(*_convolution(12, 24), nn.MaxPool2d(2)),
-        *(*_convolution(24, 24), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 3)),
+        *(*_convolution(1, 8), nn.MaxPool2d(2)),
+        *(*_convolution(8, 16), nn.MaxPool2d(2)),
+        *(*_convolution(16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)),
     )
 
 

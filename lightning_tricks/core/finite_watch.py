@@ -26,33 +26,39 @@ class FiniteWatch:
     """Looks at the losses of a window and at the gradients that they have left; waits for the device once a step."""
 
     def __init__(self) -> None:
-        self._losses: Tensor | None = None  # whether those of the window are finite
+        self._losses: list[Tensor] = []  # of the window
         self._last: Tensor | None = None  # finite loss
 
     def note(self, trainer: pl.Trainer, loss: Tensor) -> None:
-        """Look at a loss before its backward pass, without waiting for the device."""
-        loss = true_loss(trainer, loss)
-        finite = loss.isfinite()
-        self._losses = finite if self._losses is None else self._losses & finite
-        self._last = torch.where(finite, loss, torch.nan if self._last is None else self._last)
+        """Keep a loss before its backward pass, without waiting for the device; a copy, which nobody writes into."""
+        self._losses.append(true_loss(trainer, loss).clone())
 
     def forget(self) -> None:
         """Begin a new window: nobody has asked about the one before, whose step somebody else has left out."""
-        self._losses = None
+        self._note_last()
+        self._losses = []
 
     def finite(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the losses since the last time and the optimizers' gradients are finite on every rank; all ask."""
-        good = all_finite(_gradients(optimizers)).to(trainer.strategy.root_device)
-        good = good if self._losses is None else good & self._losses.to(good.device)
-        self._losses = None
+        good = all_finite([*_gradients(optimizers), *self._losses]).to(trainer.strategy.root_device)
         if trainer.world_size > 1:
             wrong = (~good).float()
             dist.all_reduce(wrong, dist.ReduceOp.MAX)
-            return not wrong.item()
-        return bool(good)
+            good = ~wrong.bool()
+        answer = bool(good)
+        if answer and self._losses:
+            self._last, self._losses = self._losses[-1], []
+        else:
+            self.forget()
+        return answer
+
+    def _note_last(self) -> None:
+        finite = [loss for loss in self._losses if loss.isfinite()]
+        self._last = finite[-1] if finite else self._last
 
     def report(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
         """Parameters with gradients that are not finite, on any rank, and the last finite loss; all ranks ask."""
+        self._note_last()
         gradients = {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
         every = [names_of_nonfinite(gradients)] * trainer.world_size
         if trainer.world_size > 1:
@@ -60,7 +66,7 @@ class FiniteWatch:
         names = list(dict.fromkeys(name for each in every for name in each))
         loss = "the loss, of which every gradient is finite" if gradients else "the loss"
         which = f"the gradients of {some(names)}" if names else loss
-        last = "none" if self._last is None or self._last.isnan() else f"{self._last.item():.6g}"
+        last = "none" if self._last is None else f"{self._last.item():.6g}"
         return f"not finite: {which}; last finite loss: {last}"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks.core.progress import progress
 from lightning_tricks.core.recorder import StepRecorder
 from lightning_tricks.core.trainer import callbacks_of
 from lightning_tricks.schedules.scheduler import base_lr, set_lr
@@ -43,8 +44,9 @@ def sweep(
             f"find_lr steps the optimizer itself, got {type(module).__name__}.automatic_optimization=False, in which"
             " training_step does."
         )
-    run = Sweep(rates, ends, callbacks_of(trainer, GradientAccumulationScheduler))
-    run.fit(trainer, module, loaders, datamodule)
+    with progress(None, "find_lr", len(rates)) as bar:
+        run = Sweep(rates, ends, callbacks_of(trainer, GradientAccumulationScheduler), bar)
+        run.fit(trainer, module, loaders, datamodule)
     return run.rates, run.losses
 
 
@@ -56,9 +58,10 @@ class Sweep(UndoneFit):
         rates: Sequence[float],
         ends: Callable[..., bool],
         accumulation: list[GradientAccumulationScheduler],
+        bar: Any,
     ) -> None:
         super().__init__()
-        self._planned, self._ends, self._accumulation = rates, ends, accumulation
+        self._planned, self._ends, self._accumulation, self._bar = rates, ends, accumulation, bar
         self.rates: list[float] = []
         self.losses: list[float] = []
         self._ratios: list[float] = []  # of the learning rates of the groups to the largest
@@ -111,6 +114,7 @@ class Sweep(UndoneFit):
         if not abs(loss) < float("inf"):
             trainer.should_stop = True
             return
+        self._bar.update()
         self.rates.append(rate)
         self.losses.append(loss)
         trainer.should_stop = self._ends(self.rates, self.losses)

@@ -30,7 +30,7 @@ COUNT = 1_000_000
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return runpy.run_path(str(BENCHMARKS / "memory.py"))
+    return runpy.run_path(str(BENCHMARKS / "cost" / "memory.py"))
 
 
 class Wide(Net):

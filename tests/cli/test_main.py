@@ -118,7 +118,7 @@ def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(
         (["average", "a.ckpt"], "the following arguments are required: -o/--output"),
         (["average", "-o", "c.ckpt"], "the following arguments are required: CKPT"),
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "half"], "invalid float value: 'half'"),
-        (["export", "a.ckpt", "b.ckpt", "-o", "c.pt"], "unrecognized arguments: b.ckpt"),
+        (["export", "a.ckpt", "b.ckpt", "-o", "c.pt"], "export has no argument b.ckpt"),
         (["export", "a.ckpt", "-o", "c.pt", "--which", "ema"], "invalid choice: 'ema'"),
         (["find-lr"], "the following arguments are required: -c/--config"),
         (["find-lr", "-c", "a.yaml", "--method", "peak"], "invalid choice: 'peak'"),

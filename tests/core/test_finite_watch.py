@@ -64,3 +64,26 @@ def test_each_question_is_about_what_came_since_the_last() -> None:
     fit(build(PlainNet), callbacks=[asks], max_epochs=1)
     assert asks.answers == [True, True, False, True, False, False]  # the optimizer has stepped by the infinite one
     assert asks.said.startswith("not finite: the gradients of layers.2.bias; last finite loss: 0.")
+
+
+class Reuses(Callback):
+    """Writes into the loss behind the backward pass, as a compiled network with static memory does."""
+
+    def __init__(self) -> None:
+        self.watch, self.answers, self.said = FiniteWatch(), list[bool](), ""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        mine = loss.detach() * (torch.nan if len(self.answers) == 1 else 1)
+        self.watch.note(trainer, mine)
+        mine.fill_(torch.inf if len(self.answers) == 0 else 0.0)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.answers.append(self.watch.finite(trainer, []))
+        self.said = self.watch.report(trainer, pl_module)
+
+
+def test_a_loss_is_judged_by_what_it_was() -> None:
+    reuses = Reuses()
+    fit(build(PlainNet), callbacks=[reuses], max_epochs=1, limit_train_batches=2)
+    assert reuses.answers == [True, False]
+    assert "last finite loss: 0." in reuses.said

@@ -127,7 +127,7 @@ def test_a_graph_is_used_several_times() -> None:
 @pytest.mark.parametrize(("made", "share"), [(resnet, 0.6), (bert, 0.6)])
 def test_fewer_bytes_are_kept_for_the_backward_pass(made: Any, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "benchmarks")
-    from machine import memory
+    from space import memory
 
     model, loss = made()
     kept = {}

@@ -1,0 +1,52 @@
+"""What ``import lightning_tricks`` costs on top of ``import lightning.pytorch``, in fresh interpreters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rows import Row, figure, rows_of, target
+from settings import Settings
+from timing import Measured
+
+NAME = "import_time"
+PEERS = ("timm", "ema-pytorch")
+ROOT = Path(__file__).parent.parent.parent
+FLOOR, OURS = "lightning.pytorch", "lightning_tricks"
+# each behind lightning.pytorch, which all of them are used with
+MODULES = (OURS, "timm.utils", "ema_pytorch")
+PROGRAM = (
+    "import time; a = time.perf_counter(); import lightning.pytorch; b = time.perf_counter();"
+    " import {}; c = time.perf_counter(); print(b - a, c - b)"
+)
+
+
+def seconds(module: str) -> tuple[float, float]:
+    """Seconds of the import of Lightning and of a module behind it, in an interpreter of its own."""
+    program = PROGRAM.format(module)
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, second = run.stdout.split()[-2:]
+    return float(first), float(second)
+
+
+def run(settings: Settings) -> list[Row]:
+    """Interleaved repeats, after one that warms the disk cache if there are several."""
+    modules = settings.pick("modules", MODULES, MODULES[:1], MODULES[:1])
+    measured = Measured({FLOOR: [], **{module: [] for module in modules}}, {})
+    repeats = settings.pick("repeats", 7, 2, 1)
+    for repeat in range(repeats + (repeats > 1)):
+        for module in modules:
+            first, second = seconds(module)
+            if repeat or repeats == 1:
+                measured.times[module].append(second * 1e6)
+                if module == OURS:
+                    measured.times[FLOOR].append(first * 1e6)
+    return rows_of("import", measured, FLOOR, "s")
+
+
+def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What users wait for."""
+    return [target("s added by lightning_tricks", figure(rows, "import", OURS), "<=", 0.3)]

@@ -1,0 +1,58 @@
+"""Bytes of EMA's state on each rank, for 1, 2 and 4 ranks: whole under DDP, a share under FSDP2 and ZeRO-3.
+
+Each case is a fit of two steps in real processes, started by torchrun; the figure is the largest of the ranks, over
+the bytes of the whole weights in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rows import Row, row, target
+from settings import Settings
+
+NAME = "ranks"
+PEERS = ("deepspeed",)
+SCRIPT = Path(__file__).parent.parent / "ranks_fit.py"
+STRATEGIES = {"DDP": "ddp_bf16", "FSDP2": "fsdp2_bf16", "ZeRO-3": "zero3_bf16"}
+
+
+def shares(strategy: str, ranks: int, device: str) -> list[float]:
+    """What each rank holds."""
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run([*command, str(SCRIPT), strategy, device, folder], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+
+
+def run(settings: Settings) -> list[Row]:
+    """Each strategy with each number of ranks; one that fails has a row that says so."""
+    found = []
+    for what in settings.pick("strategies", tuple(STRATEGIES), ("DDP", "FSDP2"), ("FSDP2",)):
+        for ranks in settings.pick("ranks", (1, 2, 4), (1, 2), (2,)):
+            case = f"EMA's state on a rank, {what}"
+            try:
+                held = shares(STRATEGIES[what], ranks, settings.device)
+                found.append(row(case, f"{ranks} ranks", [max(held)], "copies of the weights"))
+            except (RuntimeError, OSError) as error:
+                found.append(Row(case, f"{ranks} ranks", "copies of the weights", None, note=f"failed: {error}"))
+    return found
+
+
+def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A rank's share, and what padding takes."""
+    found = []
+    for each in rows:
+        ranks = 1 if each.case.endswith("DDP") else int(each.what.split()[0])
+        found.append(
+            target(f"{each.case.split(', ')[1]}, {each.what}: copies", each.median, "<=", round(1.05 / ranks, 4))
+        )
+    return found

@@ -1,0 +1,77 @@
+"""Run the benchmarks of ``cost/``: what tricks cost, beside their peers and their physical floors.
+
+``python benchmarks/run.py [NAMES]`` measures those named, or all, prints tables and writes a JSON file for each into
+``--output``. Only a full run on a CPU into the folder of the committed figures also renews the tables and the picture.
+In every round all contenders of a case take their turn, shuffled, in one process; figures are medians with the least
+and the most, ratios medians of the ratios within a round, since the load of a machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from machine import lent, prepare
+from picture import draw
+from rows import written
+from settings import SEED, Settings
+from tables import markdown, renew
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def discovered() -> dict[str, ModuleType]:
+    """The benchmarks by name: each has NAME, PEERS, ``run(settings) -> rows`` and ``targets(rows)``."""
+    modules = [import_module(f"cost.{path.stem}") for path in sorted((HERE / "cost").glob("*.py"))]
+    return {module.NAME: module for module in modules}
+
+
+def measured(benchmark: ModuleType, settings: Settings) -> dict[str, Any]:
+    """The result of one benchmark, as it is written."""
+    prepare(benchmark.PEERS)
+    torch.manual_seed(SEED)
+    rows = benchmark.run(settings)
+    gc.collect()
+    return {
+        "benchmark": benchmark.NAME,
+        "machine": lent(settings.device, *benchmark.PEERS),
+        "settings": settings.noted,
+        "rows": [row._asdict() for row in rows],
+        "targets": benchmark.targets(rows),
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    benchmarks = discovered()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAMES", help=f"of {', '.join(benchmarks)}; all by default")
+    parser.add_argument("--reduced", action="store_true", help="fewer rounds and sizes, to look: some two minutes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
+    parser.add_argument("--output", type=Path, help=f"the folder; {RESULTS}, or if reduced scratch/ beside it")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in benchmarks]:
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(benchmarks)}")
+    torch.set_num_threads(args.threads)
+    output = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
+    output.mkdir(parents=True, exist_ok=True)
+    for name in args.names or benchmarks:
+        begin = time.perf_counter()
+        result = measured(benchmarks[name], Settings("reduced" if args.reduced else "full", args.device))
+        (output / f"{name}{'' if args.device == 'cpu' else '_cuda'}.json").write_text(written(result))
+        print(f"{markdown(result)}\n({time.perf_counter() - begin:.0f} s)\n", flush=True)
+    if output == RESULTS and args.device == "cpu":
+        renew(list(benchmarks))
+        draw(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The catalogue: what every public name does, costs, and where the tests show that it is right."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import lightning_tricks as lt
+from lightning_tricks.cli.catalogue import CATALOGUE
+
+MATRIX = Path(__file__).with_name("matrix.json")
+
+
+class Trick(NamedTuple):
+    """A public name."""
+
+    name: str
+    kind: str
+    what: str
+    line: str
+    cost: str
+    works: str
+
+    def told(self) -> str:
+        """What a table says of it, on several lines."""
+        cost, works = (self.cost and f"costs: {self.cost}"), (self.works and f"works with: {self.works}")
+        return "\n".join(line for line in (self.what, self.line, cost, works) if line)
+
+
+def tricks(word: str = "", matrix: Path = MATRIX) -> list[Trick]:
+    """Everything in ``lightning_tricks.__all__``, or what has a word in its name or description.
+
+    Raises:
+        ValueError: If there is none with that word.
+    """
+    found = []
+    for name in lt.__all__:
+        kind, what = getattr(lt, name).__module__.split(".")[1], getattr(lt, name).__doc__.split("\n")[0]
+        if word.lower() in f"{name} {what}".lower():
+            found.append(Trick(name, kind, what.replace("``", ""), *_line_and_cost(name), works_with(name, matrix)))
+    if not found:
+        raise ValueError(f"no trick has {word!r} in its name or description: see lightning-tricks tricks.")
+    return found
+
+
+def _line_and_cost(name: str) -> tuple[str, str]:
+    """A line with the name, and what is told of its row."""
+    (row,) = (row for row in CATALOGUE if name in (*row.names, *row.beside))
+    cost = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row.cost) if name in row.names else ""
+    return row.line if re.search(rf"\b{name}\b", row.line.replace("-", "_")) else "", cost
+
+
+def works_with(name: str, matrix: Path = MATRIX) -> str:
+    """The regimes in which the conformance suite shows that a trick is right; nothing if it has no row.
+
+    Args:
+        name: The trick.
+        matrix: The file that ``tests/conformance`` makes.
+    """
+    cells = json.loads(matrix.read_text())["tricks"].get(name, {}) if matrix.is_file() else {}
+    return ", ".join(regime for regime, cell in cells.items() if cell["cell"] == "right")

@@ -1,0 +1,61 @@
+"""Draw a learning-rate schedule."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lightning_tricks_cli.commands.target import at_least_one
+
+CURVES = (
+    *("constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt"),
+    *("linear", "one_cycle", "polynomial", "step_decay", "wsd"),
+)
+
+
+def duration(text: str) -> int | float:
+    """Steps (5) or a fraction of training (0.05)."""
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither steps (5) nor a fraction of training (0.05)") from error
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe it."""
+    plot = commands.add_parser(
+        "plot-schedule",
+        help="draw a learning-rate schedule",
+        description="Draw the learning rate, relative to its base, in every optimizer step. Lengths are steps (5) or"
+        " fractions of training (0.05); what is not given is as in lightning_tricks.CURVE.",
+        epilog="example: lightning-tricks plot-schedule cosine --warmup 0.05 --steps 1000 -o lr.png",
+    )
+    plot.set_defaults(run=run)
+    plot.add_argument("curve", choices=CURVES, metavar="CURVE", help=", ".join(CURVES))
+    plot.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="picture to write")
+    plot.add_argument("--steps", type=at_least_one, default=1000, metavar="N", help="of training (default: 1000)")
+    settings = plot.add_argument_group("settings of the curve", argument_default=argparse.SUPPRESS)
+    settings.add_argument("--warmup", type=duration, metavar="LENGTH", help="of the linear warm-up")
+    settings.add_argument("--floor", type=float, metavar="FACTOR", help="where it ends")
+    settings.add_argument("--flat", type=duration, metavar="LENGTH", help="flat_cos: when the cosine starts")
+    settings.add_argument("--start", type=float, metavar="FACTOR", help="one_cycle: of the first step")
+    settings.add_argument(
+        "--momentum", type=float, nargs=2, metavar=("LOW", "HIGH"), help="one_cycle: cycled the other way"
+    )
+    settings.add_argument("--cooldown", type=duration, metavar="LENGTH", help="wsd: of the fall")
+    settings.add_argument("--shape", help="wsd: 1-sqrt, linear or cosine")
+    settings.add_argument("--cycles", type=int, metavar="N", help="cosine_restarts: how many")
+    settings.add_argument("--growth", type=float, metavar="FACTOR", help="cosine_restarts: of their lengths")
+    settings.add_argument("--power", type=float, metavar="P", help="polynomial: 1 is a straight line")
+    settings.add_argument("--milestones", type=duration, nargs="+", metavar="LENGTH", help="step_decay: of the falls")
+    settings.add_argument("--gamma", type=float, metavar="FACTOR", help="step_decay: of each fall")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do it."""
+    from lightning_tricks.cli.schedule import draw
+
+    common = ("command", "curve", "debug", "others", "output", "run", "steps")
+    settings = {name: value for name, value in vars(options).items() if name not in common}
+    draw(options.curve, options.output, options.steps, settings)
+    print(f"wrote {options.output}")

@@ -1,0 +1,52 @@
+"""Run what a LightningCLI configuration describes: fit, validate, test, predict."""
+
+from __future__ import annotations
+
+import argparse
+
+METHODS = {
+    "fit": "train what a LightningCLI configuration describes",
+    "validate": "run its validation",
+    "test": "run its test",
+    "predict": "run its prediction",
+}
+EXAMPLES = """examples:
+  lightning-tricks {0} -c config.yaml --trainer.callbacks+=EMA
+  lightning-tricks {0} -c config.yaml -c overlay.yaml --ckpt_path last.ckpt
+  lightning-tricks {0} -c config.yaml --trainer.strategy ddp_bf16 --trainer.devices 2
+  lightning-tricks {0} -c config.yaml --print_config
+  lightning-tricks {0} --trainer.callbacks.help EMA"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe them."""
+    for name, what in METHODS.items():
+        method = commands.add_parser(
+            name,
+            help=what,
+            usage=f"lightning-tricks {name} [-c CONFIG ...] [any other argument of LightningCLI]",
+            description="LightningCLI as it is, with lightning_tricks imported: short names (EMA) and strategy presets"
+            " (ddp_bf16) work, also in YAML, and classes of the current folder are found. Of several configurations"
+            " the later ones win; `callbacks+:` in one adds to the callbacks of those before it.",
+            epilog=EXAMPLES.format(name),
+            allow_abbrev=False,
+        )
+        method.set_defaults(run=run)
+        method.add_argument("--help-all", action="store_true", help="show every argument of LightningCLI and exit")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do it."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    import lightning_tricks  # noqa: F401  short names and presets
+    from lightning_tricks.cli.lightning import Prepared
+
+    prepared = Prepared(args=[options.command, *(["--help"] if options.help_all else options.others)])
+    try:
+        prepared.run()
+    except MisconfigurationException:
+        raise
+    except Exception:
+        options.debug = True  # it is the user's code that fails: where?
+        raise
