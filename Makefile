@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all matrix bench check clean FORCE
+.PHONY: help demo test test-all notebooks matrix bench tables check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -23,18 +23,26 @@ demo: $(VENV)/.demo ## train small models with and without the tricks and draw a
 
 test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(fast-notebooks)
 
 test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+	$(fast-notebooks)
+
+notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts beside them
+	$(BIN)/python .ci/notebooks.py
 
 matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks/cli/matrix.json and docs/compatibility.md
 	$(BIN)/python -m pytest tests/conformance -n auto -m "not gpu" --deselect tests/conformance/test_matrix.py \
 	    --matrix lightning_tricks/cli/matrix.json
-	$(BIN)/python -m benchmarks.matrix
+	$(BIN)/python benchmarks/readme.py
 
 bench: $(VENV)/.bench ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
+
+tables: $(VENV)/.test ## write the tables of README.md, benchmarks/README.md and docs/ from the committed figures
+	$(BIN)/python benchmarks/readme.py
 
 check: $(VENV)/.test
 	$(BIN)/ruff check
@@ -44,6 +52,9 @@ check: $(VENV)/.test
 clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# without the addopts of pyproject.toml: the scripts hold no doctests
+fast-notebooks = LIGHTNING_TRICKS_FAST=1 $(BIN)/python -m pytest -n auto -o addopts= --nbmake notebooks
 
 fail = { echo "error: $(1)" >&2; exit 1; }
 

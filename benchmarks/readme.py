@@ -1,6 +1,6 @@
 """The tables of README.md, made from the catalogue, the committed figures and the compatibility matrix.
 
-``make tables`` writes these, the tables of ``benchmarks/README.md`` and docs/compatibility.md.
+``make tables`` runs it, and writes the tables of ``benchmarks/README.md`` and docs/compatibility.md as well.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import matrix
+import quality_report
+from run import discovered
+from tables import renew
+
 import lightning_tricks as lt
-from benchmarks import matrix
 from lightning_tricks.cli.catalogue import CATALOGUE, Row
 
 ROOT = Path(__file__).parent.parent
@@ -124,4 +128,6 @@ def renewed(text: str) -> str:
 
 if __name__ == "__main__":
     matrix.PAGE.write_text(matrix.page())
+    renew(list(discovered()))
+    quality_report.renew(result("quality"))
     README.write_text(renewed(README.read_text()))

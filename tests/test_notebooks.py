@@ -1,0 +1,63 @@
+"""notebooks/: executed, clean, equal to their scripts; `make test` runs them in their fast mode, by nbmake."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+STEMS = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+each = pytest.mark.parametrize("stem", STEMS)
+
+
+def notebook(stem: str) -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOKS / f"{stem}.ipynb", as_version=4)
+
+
+def test_every_script_has_its_notebook() -> None:
+    assert len(STEMS) == 6
+    assert sorted(path.stem for path in NOTEBOOKS.glob("*.py")) == STEMS
+
+
+@each
+def test_it_is_equal_to_its_script(stem: str) -> None:
+    script = jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
+    sources = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (notebook(stem), script)]
+    assert sources[0] == sources[1], f"make notebooks executes {stem}.py again"
+
+
+@each
+def test_it_was_executed_from_top_to_bottom_without_a_warning(stem: str) -> None:
+    nbformat.validate(notebook(stem))
+    code = [cell for cell in notebook(stem).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@each
+def test_it_is_small_and_tells_nothing_of_the_machine_that_ran_it(stem: str) -> None:
+    path = NOTEBOOKS / f"{stem}.ipynb"
+    assert path.stat().st_size < 300_000
+    texts = [
+        json.dumps({kind: data for kind, data in output.get("data", {}).items() if kind != "image/png"})
+        + str(output.get("text", ""))
+        for cell in notebook(stem).cells
+        for output in cell.get("outputs", [])
+    ]
+    assert not re.search(r"/(work|tmp|home|root|Users|content)/| at 0x[0-9a-f]{6}", "\n".join(texts))
+    assert not [cell for cell in notebook(stem).cells if "execution" in cell.metadata]  # no times
+
+
+@each
+def test_it_opens_in_colab_and_its_links_lead_somewhere(stem: str) -> None:
+    prose = "\n".join(cell.source for cell in notebook(stem).cells if cell.cell_type == "markdown")
+    assert f"/blob/main/notebooks/{stem}.ipynb)" in prose
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith("http")]
+    assert not [link for link in links if not (NOTEBOOKS / link).exists()]
