@@ -1,4 +1,4 @@
-"""The compatibility matrix as Markdown; ``python -m benchmarks.matrix`` writes docs/compatibility.md."""
+"""The compatibility matrix as Markdown."""
 
 from __future__ import annotations
 
@@ -82,6 +82,3 @@ def _table(rows: list[tuple[str, list[str]]]) -> str:
     lines = [["", *HEADS.values()], ["---"] * (len(HEADS) + 1), *([name, *signs] for name, signs in rows)]
     return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
