@@ -151,7 +151,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "|---" * (len(REPORTED) + 3) + "|",
     ]
     for row in rows:
-        versions = [row["versions"].get(name, "–") for name in REPORTED]
+        versions = [row["versions"].get(name, "none") for name in REPORTED]
         counts = [str(row[name]) for name in ("passed", "failed", "skipped")]
         lines.append("| " + " | ".join([*versions, *counts]) + " |")
     for row in rows:

@@ -25,7 +25,7 @@ COMMANDS = (demo, average, export, consolidate, find_lr, presets, doctor, memory
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 an error that is printed on one line, 2 wrong usage."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         options.run(options)
     except (ValueError, TypeError, ImportError, OSError, MisconfigurationException) as error:
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="lightning-tricks", description="Training tricks for a stock Lightning Trainer."
     )

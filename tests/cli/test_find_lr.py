@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lightning_tricks.cli.find_lr as command
-from lightning_tricks.cli.main import _parser, main
+from lightning_tricks.cli.main import main, parser
 from lightning_tricks.schedules import LRFinderResult, find_lr
 
 DIGITS = Path(__file__).parent.parent.parent / "configs" / "digits_schedule.yaml"
@@ -194,7 +194,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 
 
 def test_the_defaults_are_those_of_the_function() -> None:
-    options = _parser().parse_args(["find-lr", "-c", "config.yaml"])
+    options = parser().parse_args(["find-lr", "-c", "config.yaml"])
     parameters = inspect.signature(find_lr).parameters
     assert [options.min_lr, options.max_lr, options.steps] == [
         parameters[name].default for name in ("min_lr", "max_lr", "steps")
