@@ -8,11 +8,11 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check clean FORCE
+.PHONY: help demo test test-all test-versions docs check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  with PYTHON=python3.12        the Python to make .venv with'
 	@echo '  with TORCH="torch==2.13.0"    the torch to install (kept until another is named or make clean)'
 	@echo '  a torch for CPU only, without gigabytes of CUDA libraries:'
@@ -24,8 +24,14 @@ demo: $(VENV)/.demo ## train small models with and without the tricks and draw a
 test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
+test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray and the site
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+
+test-versions: $(VENV)/.made ## the fast tests with the oldest and newest Lightning and torch; ONLY="2.6.0:newest", Python 3.11+
+	$(BIN)/python .ci/test_versions.py $(ONLY)
+
+docs: $(VENV)/.docs ## build the documentation into site/
+	$(BIN)/python -m mkdocs build
 
 check: $(VENV)/.test
 	$(BIN)/ruff check
@@ -33,7 +39,7 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 fail = { echo "error: $(1)" >&2; exit 1; }
@@ -59,7 +65,7 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.docs: $(VENV)/torch.txt
 	@echo "installing .[$(extras)] beside $$(cat $<)"
 	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
@@ -67,4 +73,5 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all: $(VENV)/torch.txt
 	@touch $@
 $(VENV)/.demo: extras = demo
 $(VENV)/.test: extras = test
-$(VENV)/.test-all: extras = test,ray
+$(VENV)/.test-all: extras = test,ray,docs
+$(VENV)/.docs: extras = docs

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
@@ -67,32 +70,35 @@ class Environment:
             self.variables[name] = str(folder / name)
         subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
 
-    def run(self, *arguments: str, check: bool = True, **settings: Any) -> subprocess.CompletedProcess[str]:
-        command = [self.python, *arguments]
-        return subprocess.run(command, env=self.variables, cwd=ROOT, check=check, text=True, **settings)
+    def run(self, *arguments: str, check: bool = True) -> int:
+        """Run Python in a process group of its own, of which nothing is left behind, whatever ends it."""
+        process = subprocess.Popen([self.python, *arguments], env=self.variables, cwd=ROOT, start_new_session=True)
+        try:
+            if process.wait() and check:
+                sys.exit(f"error: python {' '.join(arguments)} ended with {process.returncode}")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
     def install(self, *what: str, check: bool = True) -> bool:
         options = ("-qq", "--disable-pip-version-check", "--no-cache-dir")
-        return self.run("-m", "pip", "install", *options, *what, check=check).returncode == 0
+        return self.run("-m", "pip", "install", *options, *what, check=check) == 0
 
     def make(self, lightning: str, torch: str) -> None:
         """The test extra beside exactly these two, without what needs a torchvision where torch has none (yet)."""
         pins = [f"lightning=={lightning}", f"torch=={torch}"]
         self.install(*pins)
-        major, minor = torch.split(".")[:2]
-        vision = self.install(*pins, f"torchvision==0.{int(minor) + 15}.*", check=False) if major == "2" else False
+        matching = f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"  # 0.21 belongs to torch 2.6, and so on
+        vision = self.install(*pins, matching, check=False)
         test = sorted({each for each in requirements("test") if vision or each not in NEEDS_TORCHVISION})
         self.install("--editable", ".", *pins, *test)
         self.run(".ci/torchvision_cpu.py", check=vision)
 
     def versions(self) -> dict[str, str]:
         """What is really installed; no entry for what is not."""
-        code = (
-            "import json, platform; from importlib.metadata import distributions;"
-            "print(json.dumps({d.metadata['Name'].lower(): d.version for d in distributions()}"
-            "|{'python': platform.python_version()}))"
-        )
-        found = json.loads(self.run("-c", code, stdout=subprocess.PIPE).stdout)
+        listed = subprocess.check_output([self.python, "-m", "pip", "list", "--format=json"], env=self.variables)
+        found = {each["name"]: each["version"] for each in json.loads(listed)} | {"python": platform.python_version()}
         return {name: found[name] for name in REPORTED if name in found}
 
 
