@@ -79,7 +79,8 @@ class Environment:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+            process.wait()
+        return process.returncode
 
     def install(self, *what: str, check: bool = True) -> bool:
         options = ("-qq", "--disable-pip-version-check", "--no-cache-dir")
@@ -167,8 +168,13 @@ def page(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stopped(*_: Any) -> None:
+    """At SIGTERM: an exception, so that what was begun is removed."""
+    sys.exit("error: terminated")
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))  # so that the folder is removed
+    signal.signal(signal.SIGTERM, stopped)
     results = []
     for combination in sys.argv[1:] or COMBINATIONS:
         results.append(measure(combination))

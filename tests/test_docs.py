@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import runpy
 import shlex
 from functools import partial
 from pathlib import Path
@@ -119,12 +117,3 @@ def test_the_middle_column_of_the_old_names_is_ours() -> None:
         presets = re.findall(r'strategy="(\w+)"', ours)
         assert "lt." in ours or presets, f"{theirs} leads to {ours}"
         assert set(presets) <= {row["name"] for row in lt.presets()}
-
-
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_versions_are_the_recorded_ones() -> None:
-    script = runpy.run_path(str(ROOT / ".ci" / "test_versions.py"))
-    rows = json.loads((ROOT / "benchmarks" / "results" / "versions.json").read_text())
-    assert (DOCS / "versions.md").read_text() == script["page"](rows)
