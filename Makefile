@@ -60,8 +60,8 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(PIP) download --retries 1 --no-deps --dest $(VENV)/probe "lightning>=2.6" 2>/dev/null \
 	    || $(call fail,pip reaches no package index (no network?); to see why: $(BIN)/pip download lightning)
 	@echo "installing $(or $(TORCH),torch)"
-	@$(if $(TORCH),,$(PIP) install --no-index --no-deps "torch>=2.6" 2>/dev/null ||) \
-	    $(PIP) install "$(or $(TORCH),torch>=2.6)" || $(call fail,torch not installed; pip's reason is above)
+	@$(if $(TORCH),,$(PIP) install --no-index --no-deps "torch>=2.9" 2>/dev/null ||) \
+	    $(PIP) install "$(or $(TORCH),torch>=2.9)" || $(call fail,torch not installed; pip's reason is above)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
