@@ -154,7 +154,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "environment, runs them and writes this page from `benchmarks/results/versions.json`;",
         '`make test-versions ONLY="2.6.0:2.9.0 newest:newest"` runs some (as `lightning:torch`).',
         "",
-        "torch 2.9 is the oldest that is supported: FSDP2 on CPU, with which sharding is tested, does not run in torch 2.6,",
+        "torch 2.9 is the oldest that is supported: FSDP2 on CPU, with which sharding is tested, does not run in 2.6,",
         "and sums gradients that it should average in 2.7 and 2.8.",
         "",
         "| " + " | ".join([*REPORTED, "passed", "failed", "skipped"]) + " |",
