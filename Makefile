@@ -8,11 +8,11 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all notebooks matrix bench tables check clean FORCE
+.PHONY: help demo test test-all test-versions notebooks matrix bench tables docs check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  with PYTHON=python3.12        the Python to make .venv with'
 	@echo '  with TORCH="torch==2.13.0"    the torch to install (kept until another is named or make clean)'
 	@echo '  a torch for CPU only, without gigabytes of CUDA libraries:'
@@ -25,7 +25,7 @@ test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
 	$(fast-notebooks)
 
-test-all: $(VENV)/.test-all check ## the same with the slow tests and Ray
+test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray and the site
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 	$(fast-notebooks)
 
@@ -44,13 +44,19 @@ bench: $(VENV)/.bench ## measure what tricks cost and bring, in three minutes; w
 tables: $(VENV)/.test ## write the tables of README.md, benchmarks/README.md and docs/ from the committed figures
 	$(BIN)/python benchmarks/readme.py
 
+test-versions: $(VENV)/.made ## the fast tests with the oldest and newest Lightning and torch; ONLY="2.6.0:newest", Python 3.11+
+	$(BIN)/python .ci/test_versions.py $(ONLY)
+
+docs: $(VENV)/.docs ## build the documentation into site/
+	$(BIN)/python -m mkdocs build
+
 check: $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # without the addopts of pyproject.toml: the scripts hold no doctests
@@ -74,12 +80,12 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(PIP) download --retries 1 --no-deps --dest $(VENV)/probe "lightning>=2.6" 2>/dev/null \
 	    || $(call fail,pip reaches no package index (no network?); to see why: $(BIN)/pip download lightning)
 	@echo "installing $(or $(TORCH),torch)"
-	@$(if $(TORCH),,$(PIP) install --no-index --no-deps "torch>=2.6" 2>/dev/null ||) \
-	    $(PIP) install "$(or $(TORCH),torch>=2.6)" || $(call fail,torch not installed; pip's reason is above)
+	@$(if $(TORCH),,$(PIP) install --no-index --no-deps "torch>=2.9" 2>/dev/null ||) \
+	    $(PIP) install "$(or $(TORCH),torch>=2.9)" || $(call fail,torch not installed; pip's reason is above)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench: $(VENV)/torch.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench $(VENV)/.docs: $(VENV)/torch.txt
 	@echo "installing .[$(extras)] beside $$(cat $<)"
 	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
@@ -87,5 +93,6 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench: $(VENV)/torch.txt
 	@touch $@
 $(VENV)/.demo: extras = demo,cli
 $(VENV)/.test: extras = test
-$(VENV)/.test-all: extras = test,ray
+$(VENV)/.test-all: extras = test,ray,docs
 $(VENV)/.bench: extras = test,bench
+$(VENV)/.docs: extras = docs

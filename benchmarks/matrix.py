@@ -81,4 +81,3 @@ def page() -> str:
 def _table(rows: list[tuple[str, list[str]]]) -> str:
     lines = [["", *HEADS.values()], ["---"] * (len(HEADS) + 1), *([name, *signs] for name, signs in rows)]
     return "\n".join(f"|{'|'.join(line)}|" for line in lines)
-

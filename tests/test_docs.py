@@ -1,4 +1,4 @@
-"""docs/: its tables are those of the package, its code runs, its links lead somewhere."""
+"""docs/: its tables are those of the package, its code runs, its commands parse, its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
+from lightning.pytorch.cli import LightningCLI
 
 import lightning_tricks as lt
 from lightning_tricks_cli.main import parser
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
+def pages_with(language: str) -> list[Any]:
+    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
 
 
 def test_the_presets_are_all_there() -> None:
@@ -31,7 +45,7 @@ def test_the_presets_are_all_there() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_inside_the_repository_resolve(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if not link.startswith("http")]
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if not link.startswith("http")]
     assert not [link for link in links if not (DOCS / link).exists()]
 
 
@@ -59,8 +73,76 @@ def parser_choices() -> list[str]:
     return re.findall(r"^    ([a-z-]+)(?: |$)", parser().format_help(), re.MULTILINE)
 
 
+# -- code -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
-def test_the_code_of_the_strategies_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "strategies.md").read_text(), re.S)
-    assert len(blocks) == 2
-    exec("\n".join(blocks), {})
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    here = partial(pl.Trainer, accelerator="cpu", logger=False)
+    try:
+        exec("\n".join(blocks(page, "python")), {"lt": lt, "L": pl, "Trainer": here, "torch": torch})
+    finally:
+        torch.use_deterministic_algorithms(False)  # which Trainer(deterministic=True) sets for the process
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_the_yaml_of_a_page_configures_a_trainer(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.yaml"
+    for block in blocks(page, "yaml"):
+        config = {"model": "tests.nets.Net", **yaml.safe_load(block)}
+        config["trainer"] = {**config.get("trainer", {}), "accelerator": "cpu", "logger": False}
+        file.write_text(yaml.safe_dump(config))
+        monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(file)])
+        LightningCLI(save_config_callback=None, seed_everything_default=0, run=False)
+
+
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    folder = ROOT
+    for line in "\n".join(blocks(page, "bash")).splitlines():
+        words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z]+=\S*", word)]
+        if words[:1] == ["cd"]:
+            folder = ROOT / words[1]
+            assert folder.is_dir()
+        elif words:
+            check_command(words, folder)
+
+
+def check_command(words: list[str], folder: Path) -> None:
+    """Ours is parsed; a script is a file of the repository, an extra or a target of make one that there is."""
+    match words:
+        case ["lightning-tricks", ("fit" | "validate" | "test" | "predict") as command, *arguments]:
+            parser().parse_known_args([command, *arguments])  # the rest is LightningCLI's
+        case ["lightning-tricks", *arguments]:
+            parser().parse_args(arguments)
+        case ["python" | "bash" | "sbatch", script, *_]:
+            assert (folder / script).is_file(), f"{folder / script} does not exist"
+        case ["pip", "install", what]:
+            extras = re.search(r"optional-dependencies\](.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]
+            for extra in re.findall(r"\w+", re.search(r"\[(.*)\]", what)[1]):
+                assert re.search(rf"^{extra} = ", extras, re.MULTILINE), f"there is no extra {extra}"
+        case ["make", *targets]:
+            for target in targets:
+                assert "=" in target or re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case _:
+            pytest.fail(f"a command that no test knows: {words}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_names_of_a_page_are_ours(page: Path) -> None:
+    names = set(re.findall(r"\blt\.(\w+)", page.read_text()))
+    assert not names - set(lt.__all__)
+
+
+def test_the_middle_column_of_the_old_names_is_ours() -> None:
+    rows = [line.split(" | ") for line in (DOCS / "coming_from.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 30
+    for theirs, ours, *_ in rows:
+        presets = re.findall(r'strategy="(\w+)"', ours)
+        assert "lt." in ours or presets, f"{theirs} leads to {ours}"
+        assert set(presets) <= {row["name"] for row in lt.presets()}

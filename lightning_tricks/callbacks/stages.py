@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -89,8 +90,12 @@ class Stages:
             named[name].requires_grad_(trains)
 
     def join(self, count: int) -> None:
-        """Let the first ``count`` groups train, and no other."""
+        """Let the first ``count`` groups train, and no other.
+
+        torch up to 2.10 at least goes on with compiled code that gives no gradients to what was frozen: it is dropped.
+        """
         self.joined = count
+        torch.compiler.reset()
         self.train([name for names in self.order[:count] for name in names], True)
         self.train(self.frozen(), False)
         for layer, stage in self._silenced:

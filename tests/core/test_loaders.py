@@ -261,6 +261,14 @@ def test_a_resizable_loader_is_another_one_over_the_same_samples() -> None:
     assert twin.dataset is train.dataset
 
 
+def test_torch_keeps_the_iterator_of_persistent_workers() -> None:
+    train = DataLoader(data(), 8, num_workers=1, persistent_workers=True)
+    iterator = iter(train)
+    assert train._iterator is iterator, "DataLoader._iterator is not what a resizable twin must not share any more"
+    assert [len(x) for x, _ in resizable(train, "Trick")] == [8] * 5 + [4]
+    assert train._iterator is iterator
+
+
 class Resizes(Callback):
     """Gives larger batches in each epoch, and keeps what the fit loop knows of them."""
 

@@ -27,6 +27,7 @@ from lightning_tricks.core.trainer import (
     has_static_graph,
     is_fitting,
     keep_samplers,
+    launches_copies,
     log_now_and_then,
     requested_precision,
     require_whole_weights,
@@ -135,6 +136,14 @@ def test_lightning_keeps_the_state_of_ddps_communication_hook() -> None:
     assert not has_comm_state(trainer(strategy=lt.DDPPreset(compression="bf16")))
     assert not has_comm_state(trainer(strategy="ddp"))
     assert not has_comm_state(trainer())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "copies"), [("ddp_spawn", True), ("ddp_fork", True), ("ddp", False), ("auto", False)]
+)
+def test_lightning_starts_copies_by_one_launcher(strategy: str, copies: bool) -> None:
+    run = trainer(strategy=strategy, devices=1 if strategy == "auto" else 2)
+    assert launches_copies(run) is copies, "the launcher of ddp_spawn is no _MultiProcessingLauncher any more"
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "single_bf16", "ddp_bf16"])

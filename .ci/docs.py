@@ -1,0 +1,105 @@
+"""The pages of the site that are not in docs/, as a hook of mkdocs: README, CHANGELOG, API and notebooks.
+
+Every public name gets into the API pages and every page into the navigation by itself. Links to files of the
+repository that are no pages lead to copies of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+KINDS = {
+    "callbacks": "Callbacks",
+    "modules": "Modules",
+    "schedules": "Schedules",
+    "strategies": "Strategies",
+    "checkpoints": "Checkpoints",
+    "advisor": "Advice",
+}
+FIRST = ("cli", "strategies", "multi_node", "compatibility", "conflicts", "coming_from", "why_different")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+
+
+def sources() -> dict[str, Path]:
+    """The Markdown pages by their place in the site."""
+    pages = {"index.md": ROOT / "README.md"}
+    pages |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"), key=_place)}
+    return pages | {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
+
+
+def _place(path: Path) -> tuple[int, str]:
+    return (FIRST.index(path.stem) if path.stem in FIRST else len(FIRST)), path.stem
+
+
+def notebooks() -> list[Path]:
+    return sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def api(kind: str) -> str:
+    """The page of a kind: everything public that it has, from the docstrings."""
+    names = importlib.import_module(f"lightning_tricks.{kind}").__all__
+    return f"# {KINDS[kind]}\n\n" + "".join(f"::: lightning_tricks.{name}\n\n" for name in names)
+
+
+def place(path: Path) -> str:
+    """Where the site has a file of the repository."""
+    pages = {source: uri for uri, source in sources().items()}
+    return pages.get(path, str(path.relative_to(ROOT)))
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """All pages, in their order."""
+    pages: list[Any] = [*sources()]
+    if notebooks():
+        pages.insert(1, {"Notebooks": [f"notebooks/{path.name}" for path in notebooks()]})
+    config.nav = [*pages[:-2], {"API": [f"api/{kind}.md" for kind in KINDS]}, *pages[-2:]]
+    return config
+
+
+@event_priority(100)  # before mkdocs-jupyter looks for notebooks
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what is not in docs/."""
+    for uri, source in sources().items():
+        if source.parent == ROOT:
+            files.append(File.generated(config, uri, content=source.read_text()))
+    for kind in KINDS:
+        files.append(File.generated(config, f"api/{kind}.md", content=api(kind)))
+    for path in notebooks():
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let the links of the repository lead somewhere in the site; folders have no place there."""
+    if (source := sources().get(page.file.src_uri)) is None:
+        return markdown
+
+    def replaced(match: re.Match[str]) -> str:
+        text, link, anchor = match.groups("")
+        path = (source.parent / link).resolve()
+        if path.is_dir():
+            return text
+        if files.get_file_from_path(place(path)) is None:
+            files.append(File.generated(config, place(path), abs_src_path=str(path)))
+        return f"[{text}]({place(path)}{anchor})"
+
+    return LINK.sub(replaced, markdown)
+
+
+class ExampleSections(griffe.Extension):
+    """Our docstrings say ``Example:``; the section that griffe knows is ``Examples:``."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rename the section."""
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

@@ -1,0 +1,57 @@
+"""The site that `make docs` builds: every public name, every page and every notebook is in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_tricks as lt
+
+ROOT = Path(__file__).parent.parent
+pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+
+
+@pytest.fixture(scope="module")
+def hook() -> Any:
+    spec = importlib.util.spec_from_file_location("docs_hook", ROOT / ".ci" / "docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_api_has_every_public_name(hook: Any) -> None:
+    declared = re.findall(r"^::: lightning_tricks\.(\w+)$", "".join(hook.api(kind) for kind in hook.KINDS), re.M)
+    assert sorted(declared) == sorted(lt.__all__)
+
+
+def test_the_navigation_has_every_page_once(hook: Any) -> None:
+    class Config:
+        nav: Any = None
+
+    def flat(nav: Any) -> list[str]:
+        return [page for each in nav for page in (flat(*each.values()) if isinstance(each, dict) else [each])]
+
+    pages = flat(hook.on_config(Config()).nav)
+    found = [f"api/{kind}.md" for kind in hook.KINDS] + [f"notebooks/{path.name}" for path in hook.notebooks()]
+    found += [path.name for path in (ROOT / "docs").glob("*.md")]
+    assert sorted(pages) == sorted([*found, "index.md", "contributing.md", "changelog.md"])
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = "".join(page.read_text() for page in (tmp_path / "api").rglob("*.html"))
+    for name in lt.__all__:
+        assert re.search(rf'id="lightning_tricks\.(\w+\.)*{name}"', pages), f"{name} is on no page"
+    for picture in re.findall(r'<img[^>]* src="([^":]+)"', (tmp_path / "index.html").read_text()):
+        assert (tmp_path / picture).is_file()

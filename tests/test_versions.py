@@ -1,0 +1,104 @@
+"""`make test-versions`: what it installs, what it makes of a report, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / ".ci" / "test_versions.py"
+pytest.importorskip("tomllib", reason="Python 3.11 and later have it")
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="good"/>
+<testcase classname="tests.a" name="bad[1]"><failure message="E">trace</failure></testcase>
+<testcase classname="tests.b" name="broken"><error message="E">trace</error></testcase>
+<testcase classname="tests.b" name="left out"><skipped message="could not import 'timm'"/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_a_report_is_counted(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(REPORT)
+    assert script["outcome"](tmp_path / "junit.xml") == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "failures": ["tests.a::bad[1]", "tests.b::broken"],
+        "skips": {"could not import 'timm'": 1},
+    }
+
+
+def test_the_oldest_versions_are_those_that_the_package_allows(script: Any) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    lightning, torch = (script[name].removesuffix(".0") for name in ("OLDEST_LIGHTNING", "OLDEST_TORCH"))
+    assert f'"torch>={torch}"' in project
+    assert f'"lightning>={lightning},' in project
+    assert all(f"!={version}" in project for version in script["COMPROMISED"])
+
+
+def test_extras_are_taken_apart(script: Any) -> None:
+    found = set(script["requirements"]("test"))
+    assert {"timm", "transformers", "deepspeed>=0.19", "matplotlib", "hypothesis"} <= found
+    assert not [each for each in found if each.startswith("lightning-tricks")]
+
+
+@pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
+def test_a_compromised_release_is_not_installed(version: str) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, f"{version}:2.13.0"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"lightning {version} is a compromised release" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_nothing_is_left_behind(name: str, tmp_path: Path) -> None:
+    """The environment is being made, and a process of it has started another."""
+    waits = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    code = f"""
+import runpy, signal, sys, tempfile
+from pathlib import Path
+tempfile.tempdir = {str(tmp_path)!r}
+script = runpy.run_path({str(SCRIPT)!r})
+signal.signal(signal.SIGTERM, script["stopped"])
+class Environment(script["Environment"]):
+    def make(self, *_):
+        self.run("-c", {waits!r})
+script["measure"].__globals__["Environment"] = Environment
+script["measure"]("2.6.0:2.13.0")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(running(tmp_path)) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(60) != 0
+    assert list(tmp_path.iterdir()) == []
+    while running(tmp_path):  # killed, and not gone at once on a busy machine
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(folder: Path) -> list[str]:
+    """The processes of an environment in this folder."""
+    listed = subprocess.check_output(["ps", "-wweo", "args"], text=True).splitlines()
+    return [line for line in listed if line.startswith(str(folder))]
+
+
+def test_the_page_is_made_of_the_record(script: Any) -> None:
+    rows = json.loads(script["RESULTS"].read_text())
+    assert script["PAGE"].read_text() == script["page"](rows)
+    assert all(len(row["failures"]) == row["failed"] for row in rows)
