@@ -15,7 +15,6 @@ import quality_report
 from run import discovered
 from tables import renew
 
-import lightning_tricks as lt
 from lightning_tricks.cli.catalogue import CATALOGUE, Row
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +26,7 @@ ALL = "SAM + EMA + flat_cos"
 
 def tables() -> dict[str, str]:
     """Each table by its name."""
-    return {"tricks": tricks(), "costs": costs(), "matrix": matrix.markdown()}
+    return {"tricks": tricks(), "matrix": matrix.markdown()}
 
 
 def tricks() -> str:
@@ -35,8 +34,7 @@ def tricks() -> str:
     lines = ["|trick|one line of yours|what it does|cost|points ¹|", "|---|---|---|---|---|"]
     for row in CATALOGUE:
         names = ", ".join(f"`{name}`" for name in (*row.names, *row.beside))
-        what = getattr(lt, row.names[0]).__doc__.split("\n")[0].split(":")[0].rstrip(".").replace("``", "`")
-        lines.append(f"|{names}|`{row.line}`|{what}|{cost(row)}|{gains(row)}|")
+        lines.append(f"|{names}|`{row.line}`|{row.what}|{cost(row)}|{gains(row)}|")
     return "\n".join([*lines, f"|all three|the diff above|{ALL}||{points(ALL)}|"])
 
 
@@ -62,20 +60,22 @@ def _told(difference: dict[str, float]) -> str:
 def cost(row: Row) -> str:
     """What the catalogue says, with the figure that was measured."""
     measure = MEASURED.get(row.names[0])
-    return row.cost if measure is None else f"{row.cost} ({measure()})"
+    return ", ".join(filter(None, (row.cost, measure and measure())))
 
 
 def guards() -> str:
     """The dearest of the guards on a network that is not tiny, of a pass of clipping."""
     names = ("SkipNonFinite", "TerminateOnNonFinite", "RewindOnSpike")
     rows = result("guards")["rows"]
-    most = max(row["over_floor"] for row in rows if row["what"] in names and row["case"] not in ("step, tiny",))
-    return link(f"{most:.1f} of it", "guards")
+    most = max(row["over_floor"] for row in rows if row["what"] in names and row["case"] != "step, tiny")
+    return link(f"{most:.1f} clipping passes a step", "guards")
 
 
 def hard_examples() -> str:
     """What is left of a step of a ResNet-18."""
-    return link(f"{_ratio('hard_examples', 'HardExampleFilter(0.5, score_scale=0.5)'):.2f} of a step", "hard_examples")
+    what = "HardExampleFilter(0.5, score_scale=0.5)"
+    (left,) = (row["over_floor"] for row in result("hard_examples")["rows"] if row["what"] == what)
+    return link(f"{left:.2f} of a step", "hard_examples")
 
 
 def estimate() -> str:
@@ -84,24 +84,7 @@ def estimate() -> str:
     return link(f"within {error:.1%} of measured bytes", "memory")
 
 
-def costs() -> str:
-    """What an import and a --help take."""
-    rows = result("import_time")["rows"]
-    (added,) = (row["median"] for row in rows if row["what"] == "lightning_tricks")
-    slowest = max(row["median"] for row in rows if row["case"] == "help")
-    measured = f"[measured]({RESULTS}/import_time.json)"
-    return (
-        f"`import lightning_tricks` adds {added:.2f} s to `import lightning.pytorch`; every `--help` takes at most"
-        f" {slowest:.1f} s ({measured})."
-    )
-
-
 MEASURED = {"SkipNonFinite": guards, "HardExampleFilter": hard_examples, "estimate_memory": estimate}
-
-
-def _ratio(name: str, what: str) -> float:
-    (found,) = (row["over_floor"] for row in result(name)["rows"] if row["what"] == what)
-    return float(found)
 
 
 def link(text: str, name: str) -> str:
@@ -118,9 +101,9 @@ def result(name: str) -> dict[str, Any]:
 def renewed(text: str) -> str:
     """A README with the tables between their markers."""
     for name, table in tables().items():
-        pattern = rf"(<!-- {name}: make tables -->\n).*?(\n<!-- end of {name} -->)"
+        marks = rf"(<!-- {name}: make tables -->).*?(<!-- end of {name} -->)"
         text, count = re.subn(
-            pattern, lambda found, table=table: f"{found[1]}\n{table.strip()}\n{found[2]}", text, flags=re.DOTALL
+            marks, lambda found, table=table: f"{found[1]}\n\n{table.strip()}\n\n{found[2]}", text, flags=re.S
         )
         assert count == 1, f"README.md must have the markers of {name} once"
     return text

@@ -48,8 +48,8 @@ def tricks(word: str = "", matrix: Path = MATRIX) -> list[Trick]:
 def _line_and_cost(name: str) -> tuple[str, str]:
     """A line with the name, and what is told of its row."""
     (row,) = (row for row in CATALOGUE if name in (*row.names, *row.beside))
-    cost = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row.cost) if name in row.names else ""
-    return row.line if re.search(rf"\b{name}\b", row.line.replace("-", "_")) else "", cost
+    line = row.line if re.search(rf"\b{name}\b", row.line.replace("-", "_")) else ""
+    return line, row.cost if name in row.names else ""
 
 
 def works_with(name: str, matrix: Path = MATRIX) -> str:

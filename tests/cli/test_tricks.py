@@ -39,12 +39,6 @@ def test_a_word_filters_and_only_the_line_of_the_name_is_shown(capsys: pytest.Ca
     assert "no trick has 'nothing of that name'" in capsys.readouterr().err
 
 
-def test_links_are_taken_out_of_the_cost() -> None:
-    (row,) = (row for row in tricks() if row.name == "HardExampleFilter")
-    assert row.cost.endswith(" of a step's time (ResNet-18, CPU)")
-    assert "(benchmarks" not in row.cost
-
-
 def test_where_a_trick_works_comes_from_the_matrix(tmp_path: Path) -> None:
     cells = {
         "fp32": {"cell": "right", "test": "tests/a.py::b"},

@@ -42,6 +42,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_data_source": lambda: trainer().fit_loop,
     "_ddp_comm_state": DDPStrategy,
     "_ddp_kwargs": DDPStrategy,
+    "_detect_anomaly": trainer,
     "_iterator": lambda: DataLoader([0]),
     "_load_state_dicts": lambda: CombinedLoader([]),
     "_logger_connector": trainer,
