@@ -34,7 +34,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         elif name == "momentum":
             _check_momentum(value)
         elif name == "cycles":
-            _check_cycles(value, settings["growth"])
+            _check_cycles(value, settings.get("growth", 1.0))
         elif name == "shape":
             check_choice(name, value, curves.COOLDOWNS)
         elif name == "power":

@@ -263,7 +263,7 @@ def test_all_ranks_go_back_to_their_shards() -> None:
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
         ({"max_rewinds": 0}, "max_rewinds must be at least 1"),
         ({"lr_factor": 2.0}, "lr_factor must be in"),
-        ({"lr_steps": -1}, "lr_steps must be in"),
+        ({"lr_steps": -1}, "lr_steps must be at least 0"),
     ],
 )
 def test_what_is_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -36,14 +36,14 @@ def test_every_named_test_is_collected() -> None:
         "-m",
         "pytest",
         "--collect-only",
-        "-qq",
+        "-q",
         "-m",
         "",
         "-o",
         "addopts=",
         str(Path(__file__).parent),
     ]
-    run = subprocess.run([*command, "-q"], capture_output=True, text=True, cwd=ROOT, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     collected = set(run.stdout.splitlines())
     named = {cell["test"] for of in cells().values() for cell in of.values()}
     assert named <= collected, sorted(named - collected)[:5]

@@ -102,9 +102,9 @@ def test_of_two_averages_one_is_shown_and_both_are_kept(order: tuple[str, str], 
 
 
 def test_two_averages_are_not_shown_together() -> None:
-    with pytest.raises(MisconfigurationException, match=r"EMA\(decay=0.9\), SWA") as caught:
+    with pytest.raises(MisconfigurationException, match=r"EMA\(decay=0.9\) and SWA") as caught:
         fit(module_of(), callbacks=[lt.EMA(0.9), lt.SWA()])
-    assert 'Set it to "raw"' in str(caught.value)
+    assert 'Set both to "raw"' in str(caught.value)
 
 
 def shuffled(seed: int) -> list[str]:

@@ -439,7 +439,7 @@ def test_flat_shards_are_refused():
         (TypeError, lambda m: layer_decay_groups(m, "1", 0.5), r"lr must be a number .*got '1'"),
         (ValueError, lambda m: layer_decay_groups(m, 1, 1.5), r"decay must be in \[0.0, 1.0\], got 1.5"),
         (ValueError, lambda m: layer_decay_groups(m, 1, 0.5, pattern="("), r"pattern: '\(' is no regex: missing \)"),
-        (ValueError, lambda m: layer_decay_groups(m, 1, 0.5, pattern=3), r"pattern: 3 is no regex"),
+        (TypeError, lambda m: layer_decay_groups(m, 1, 0.5, pattern=3), r"pattern must be str, got 3"),
         (
             ValueError,
             lambda m: layer_decay_groups(m, 1, 0.5, pattern=r"blocks\.(\d)", weight_decay=-0.1),
