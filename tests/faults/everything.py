@@ -67,6 +67,13 @@ def run(made: pl.Trainer, module: pl.LightningModule, train: Any = None, ckpt_pa
     made.fit(module, Resumable() if train is None else train, loader(24), ckpt_path=ckpt_path)
 
 
+def resume(ckpt_path: Path | None, *, callbacks: tuple[Callback, ...] = (), **settings: Any) -> pl.Trainer:
+    """Train to the end, from the checkpoint if there is one, as ``runs.resume`` does with fewer tricks."""
+    made = trainer(**{"max_epochs": EPOCHS, "callbacks": [*tricks(), *callbacks], **settings})
+    run(made, fresh(), ckpt_path=ckpt_path)
+    return made
+
+
 def fresh(kind: type[pl.LightningModule] = Everything) -> Any:
     return build(kind)
 
