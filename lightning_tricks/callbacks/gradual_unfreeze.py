@@ -181,6 +181,12 @@ class GradualUnfreeze(Trick):
         self._proceed(trainer, pl_module, self._stages)
 
     @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """For averages, whose place in the list must not matter: they take in what trains at an epoch's first batch."""
+        assert self._stages is not None, "set with the strategy"
+        self._proceed(trainer, pl_module, self._stages)
+
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:

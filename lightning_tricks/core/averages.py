@@ -92,6 +92,16 @@ class Averages:
         self.tensors.update({name: buffer.detach().clone() for name, buffer in buffers.items()})
         self.parts()
 
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], steps: int, updates: int, tracks: bool) -> None:
+        """Go back to what was, after the weights; those without an average then join once more, as they are now."""
+        self.steps, self.updates, self.tracks = steps, updates, tracks
+        for (name, average), part in zip(self.tensors.items(), self.parts(), strict=True):
+            average.copy_(tensors.get(name, part))
+        if not tracks:
+            self._tensors.clear()
+            self.parts()
+
     def lerp(self, fraction: float) -> None:
         """Move every average by ``fraction`` of the way to its weight."""
         self.weights.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,8 +31,8 @@ class Snapshot:
             for optimizer in trainer.optimizers
         ]
         self._averages = [
-            (each._running, _host_all(each._running.tensors), each._running.steps, each._running.updates)
-            for each in peers(trainer)
+            partial(each.restore, _host_all(each.tensors), each.steps, each.updates, each.tracks)
+            for each in (callback._running for callback in peers(trainer))
         ]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in (*schedulers, *_scalers(trainer))]
@@ -50,9 +51,8 @@ class Snapshot:
                 _put(optimizer.state[weight], state)
             for group, settings in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
                 group.update(settings)
-        for averages, tensors, steps, updates in self._averages:
-            averages.steps, averages.updates = steps, updates
-            _put(averages.tensors, tensors)
+        for restore_averages in self._averages:
+            restore_averages()
         for each, state in self._stateful:
             each.load_state_dict(copy.deepcopy(state))
         set_random_state(self._random, module.device)

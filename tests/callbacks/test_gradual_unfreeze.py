@@ -336,6 +336,15 @@ def test_an_average_takes_in_what_joins() -> None:
         torch.testing.assert_close(value, weights(raw)[name], atol=0.05, rtol=0)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_average_before_or_after_it_takes_in_what_joins_with_an_epoch_in_that_epoch(order: int) -> None:
+    ema = lt.EMA(0.5, at_end="raw")
+    fit(build(Deep), train=loader(24), callbacks=[lt.GradualUnfreeze([3], groups=[r"^layers\.0"]), ema][::order])
+    assert not torch.equal(
+        ema.averaged_state_dict()["layers.0.weight"], weights(ema._running.module)["layers.0.weight"]
+    )
+
+
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,9 +54,15 @@ def rewind(**settings: Any) -> lt.RewindOnSpike:
     return lt.RewindOnSpike(**{"window": 4, "every_n_steps": 4, **settings})
 
 
-def compare(spoiled: Any, clean: Any, left_out: tuple[int, ...], callback: Any, **settings: Any) -> None:
+def ema() -> lt.EMA:
+    return lt.EMA(0.9, at_end="raw")
+
+
+def compare(
+    spoiled: Any, clean: Any, left_out: tuple[int, ...], callback: Any, average: Any = ema, **settings: Any
+) -> None:
     """Both train one epoch; bit-equal weights, averages, optimizer and learning rate at the end."""
-    averages = lt.EMA(0.9, at_end="raw"), lt.EMA(0.9, at_end="raw")
+    averages = average(), average()
     with_spike = fit(spoiled, train=batches(), callbacks=[callback, averages[0]], max_epochs=1, **settings)
     without = fit(clean, train=batches(*left_out), callbacks=[averages[1]], max_epochs=1, **settings)
     assert_equal(weights(spoiled), weights(clean))
@@ -79,6 +86,44 @@ def test_it_goes_back_to_the_same_snapshot_again() -> None:
     callback = rewind(every_n_steps=8)
     compare(spiky(when=(10, 13)), build(Clean), (8, 9, 10, 11, 12, 13), callback)
     assert callback.rewinds == 2
+
+
+LATE = {
+    "EMA": lambda: lt.EMA(0.9, start=3, at_end="raw"),
+    "SWA": lambda: lt.SWA(3, every=2, at_end="raw", recalibrate_batchnorm=False),
+}
+
+
+@pytest.mark.parametrize("average", LATE)
+def test_it_goes_back_to_before_averaging_began(average: str) -> None:
+    compare(spiky(), build(Clean), tuple(range(11)), rewind(every_n_steps=16), LATE[average])
+
+
+class Epochs:
+    """Other batches in each epoch, of the numbers given; those that are negative are not numbers themselves."""
+
+    def __init__(self, *epochs: list[int]) -> None:
+        self.epochs = iter(epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in next(self.epochs):
+            x, y = data(8, seed=abs(number))[:]
+            yield (x * torch.nan if number < 0 else x), y
+
+
+def test_it_goes_back_to_before_weights_joined_an_average() -> None:
+    ended = []
+    for epochs, first in (
+        (((1, 2, 3), (4, 5, -6, 7, 8)), [rewind(every_n_steps=3, window=9)]),
+        (((1, 2, 3), (7, 8)), []),
+    ):
+        module, average = build(Clean), ema()
+        late = lt.GradualUnfreeze([3], groups=[r"^layers\.[01]\."])
+        fit(module, train=Epochs(*map(list, epochs)), callbacks=[*first, late, average])
+        ended.append((weights(module), average.averaged_state_dict()))
+    for spoiled, clean in zip(*ended, strict=True):
+        assert_equal(spoiled, clean)
+    assert not torch.equal(clean["layers.0.weight"], ended[1][0]["layers.0.weight"])
 
 
 def test_the_losses_since_the_snapshot_are_forgotten() -> None:

@@ -11,11 +11,12 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from fsspec.implementations.local import LocalFileOpener
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -70,14 +71,16 @@ def slow_disk(temporary: Path, across: bool) -> None:
         os.rename, shutil.copyfile = refuse, copy
 
 
-def child(folder: Path, ckpt_path: Path | None, across: bool, parent: Connection) -> None:
+def child(
+    folder: Path, ckpt_path: Path | None, across: bool, trained: Callable[..., pl.Trainer], parent: Connection
+) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # "Checkpoint directory exists and is not empty"
     torch.set_num_threads(1)
     slow_disk(folder.parent / "tmp", across)
     started = LambdaCallback(on_train_start=lambda *_: parent.send("training"))
     try:
-        train(folder, ckpt_path, keep=2, callbacks=(started,), plugins=[TellingIO(parent)])
+        train(folder, ckpt_path, keep=2, trained=trained, callbacks=(started,), plugins=[TellingIO(parent)])
     except BaseException:
         parent.send(traceback.format_exc())
         raise
@@ -89,10 +92,12 @@ class Ended(NamedTuple):
     seconds: float  # since it said "training"
 
 
-def train_in_child(folder: Path, ckpt_path: Path | None, across: bool, delay: float = TIMEOUT) -> Ended:
+def train_in_child(
+    folder: Path, ckpt_path: Path | None, across: bool, trained: Callable[..., pl.Trainer], delay: float = TIMEOUT
+) -> Ended:
     """Train in a process that is killed ``delay`` seconds after it began to."""
     receiver, sender = processes.Pipe(duplex=False)
-    process = processes.Process(target=child, args=(folder, ckpt_path, across, sender))
+    process = processes.Process(target=child, args=(folder, ckpt_path, across, trained, sender))
     process.start()
     sender.close()
     try:

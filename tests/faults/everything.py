@@ -39,10 +39,10 @@ class Everything(lt.SAMMixin, NormNet):
         return F.cross_entropy(self(x), y)
 
 
-def tricks(folder: Path) -> list[Callback]:
+def tricks() -> list[Callback]:
+    """All but TerminateOnNonFinite, which cannot be beside SkipNonFinite."""
     return [
         lt.SkipNonFinite(),
-        lt.TerminateOnNonFinite(str(folder / "non_finite")),
         lt.RewindOnSpike(threshold=1e6, window=4, every_n_steps=3),
         lt.AdaptiveClip(0.1),
         lt.EMA(0.9, start=2),
@@ -57,7 +57,7 @@ def tricks(folder: Path) -> list[Callback]:
 
 
 def make(folder: Path, *others: Callback, **settings: Any) -> pl.Trainer:
-    given = {"max_epochs": EPOCHS, "default_root_dir": folder, "callbacks": [*others, *tricks(folder)], **settings}
+    given = {"max_epochs": EPOCHS, "default_root_dir": folder, "callbacks": [*others, *tricks()], **settings}
     return trainer(**given)
 
 
@@ -65,6 +65,13 @@ def run(made: pl.Trainer, module: pl.LightningModule, train: Any = None, ckpt_pa
     """Fit from the same random numbers."""
     pl.seed_everything(7, verbose=False)
     made.fit(module, Resumable() if train is None else train, loader(24), ckpt_path=ckpt_path)
+
+
+def resume(ckpt_path: Path | None, *, callbacks: tuple[Callback, ...] = (), **settings: Any) -> pl.Trainer:
+    """Train to the end, from the checkpoint if there is one, as ``runs.resume`` does with fewer tricks."""
+    made = trainer(**{"max_epochs": EPOCHS, "callbacks": [*tricks(), *callbacks], **settings})
+    run(made, fresh(), ckpt_path=ckpt_path)
+    return made
 
 
 def fresh(kind: type[pl.LightningModule] = Everything) -> Any:

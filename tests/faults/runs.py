@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,15 @@ def train(
     *,
     keep: int = -1,
     callbacks: tuple[Callback, ...] = (),
+    trained: Callable[..., pl.Trainer] = resume,
     **settings: Any,
 ) -> None:
-    """The same, with checkpoints after every step, for epochs, and at the end."""
+    """The same, or another training, with checkpoints after every step, for epochs, and at the end."""
     steps = EveryStep(
         folder, "{step}", monitor="step", mode="max", save_top_k=keep, every_n_train_steps=1, save_last=True
     )
     epochs = ModelCheckpoint(folder, "epoch-{step}", monitor="val_loss", save_top_k=keep)
-    run = resume(ckpt_path, callbacks=(*callbacks, steps, epochs), enable_checkpointing=True, **settings)
+    run = trained(ckpt_path, callbacks=(*callbacks, steps, epochs), enable_checkpointing=True, **settings)
     run.save_checkpoint(folder / "final.ckpt")
 
 
@@ -98,12 +99,13 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def state(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What must be bit-equal: both kinds of weights, EMA's counts, optimizer, schedule and step.
+    """What must be bit-equal: both kinds of weights, what the tricks know, optimizer, schedule and step.
 
     Not the loops' progress, which differs between two checkpoints made at the same step in different hooks.
     """
     names = ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
-    return {"EMA": checkpoint["callbacks"]["EMA(decay=0.9)"], **{name: checkpoint[name] for name in names}}
+    tricks = {key: each for key, each in checkpoint["callbacks"].items() if "monitor" not in key}
+    return {**tricks, **{name: checkpoint[name] for name in names}}
 
 
 def differences(a: Any, b: Any) -> list[str]:

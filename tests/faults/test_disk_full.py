@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import Callback
 
+import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
 from lightning_tricks.core.whole_file import whole_file
 from tests.faults.everything import Everything, fresh, make, outcome, run
@@ -45,7 +46,6 @@ def figure(path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    import lightning_tricks as lt
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     drawn, _ = lt.plot_schedule(lt.cosine(optimizer, total_steps=10), 10)
@@ -197,7 +197,8 @@ class Breaks(Everything):
 
 def stopped_on_a_full_disk(folder: str) -> str:
     made = make(Path(folder))
-    made.callbacks[:] = [each for each in made.callbacks if "Skip" not in type(each).__name__]  # type: ignore
+    made.callbacks[:] = [each for each in made.callbacks if not isinstance(each, lt.SkipNonFinite)]  # type: ignore
+    made.callbacks.insert(0, lt.TerminateOnNonFinite())  # type: ignore[attr-defined]
     with full_disk(), pytest.raises(FloatingPointError) as caught:
         run(made, fresh(Breaks))
     return str(caught.value)

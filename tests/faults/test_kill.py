@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
+from tests.faults import everything, runs
 from tests.faults.child import train_in_child
-from tests.faults.runs import differences, load, resume, state, train
+from tests.faults.runs import differences, load, state, train
+
+TRAININGS: dict[str, Callable[..., pl.Trainer]] = {"EMA": runs.resume, "everything": everything.resume}
 
 # ---- without a kill
 
@@ -24,8 +28,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_every_checkpoint_of_a_run_resumes_bit_exactly(tmp_path: Path, settings: dict[str, Any]) -> None:
-    train(tmp_path / "whole", **settings)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_every_checkpoint_of_a_run_resumes_bit_exactly(tmp_path: Path, training: str, settings: dict[str, Any]) -> None:
+    resume = TRAININGS[training]
+    train(tmp_path / "whole", trained=resume, **settings)
     final = load(tmp_path / "whole" / "final.ckpt")
     paths = sorted((tmp_path / "whole").glob("*.ckpt"))
     assert len(paths) > final["global_step"]
@@ -37,11 +43,13 @@ def test_every_checkpoint_of_a_run_resumes_bit_exactly(tmp_path: Path, settings:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # ModelCheckpoint forgets the best, as it should here
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_so_does_every_checkpoint_of_a_resumed_run(tmp_path: Path, settings: dict[str, Any]) -> None:
-    train(tmp_path / "whole", **settings)
+@pytest.mark.parametrize("training", TRAININGS)
+def test_so_does_every_checkpoint_of_a_resumed_run(tmp_path: Path, training: str, settings: dict[str, Any]) -> None:
+    resume = TRAININGS[training]
+    train(tmp_path / "whole", trained=resume, **settings)
     final = load(tmp_path / "whole" / "final.ckpt")
     for first in sorted((tmp_path / "whole").glob("*.ckpt")):
-        train(tmp_path / first.stem, first, **settings)
+        train(tmp_path / first.stem, first, trained=resume, **settings)
         for path in sorted((tmp_path / first.stem).glob("*.ckpt")):
             resume(path, **settings).save_checkpoint(tmp_path / "resumed.ckpt")
             assert not differences(state(load(tmp_path / "resumed.ckpt")), state(final)), f"{first.name}, {path.name}"
@@ -50,11 +58,9 @@ def test_so_does_every_checkpoint_of_a_resumed_run(tmp_path: Path, settings: dic
 # ---- with kills
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """The states of the run that was not killed, by step."""
-    folder = tmp_path_factory.mktemp("whole")
-    train(folder)
+def states(folder: Path, training: str) -> dict[int, Any]:
+    """The states of a run that is not killed, by step."""
+    train(folder, trained=TRAININGS[training])
     checkpoints = [load(path) for path in folder.glob("*step=*.ckpt")]
     return {checkpoint["global_step"]: state(checkpoint) for checkpoint in checkpoints}
 
@@ -75,12 +81,14 @@ def usable(folder: Path, known: dict[int, Any]) -> tuple[list[Path], list[Path]]
     return sorted(good, key=lambda path: (path.stem.startswith("last"), path.stat().st_mtime_ns), reverse=True), broken
 
 
-def kill_until_done(folder: Path, known: dict[int, Any], across: bool, delays: Iterator[float]) -> list[str]:
+def kill_until_done(
+    folder: Path, training: str, known: dict[int, Any], across: bool, delays: Iterator[float]
+) -> list[str]:
     """Train until a run ends that is not killed; what each that was killed was doing, and the files it left broken."""
     folder.mkdir()
     killed, good = [], []
     while True:
-        end = train_in_child(folder, next(iter(good), None), across, next(delays))
+        end = train_in_child(folder, next(iter(good), None), across, TRAININGS[training], next(delays))
         good, broken = usable(folder, known)
         assert across or not broken, "a rename leaves no broken file"
         if not end.killed:
@@ -91,17 +99,21 @@ def kill_until_done(folder: Path, known: dict[int, Any], across: bool, delays: I
 
 
 @pytest.mark.parametrize("across", [False, True], ids=["rename", "copy"])
-@pytest.mark.parametrize(("kills", "seed"), [(3, 1), pytest.param(100, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("training", "kills", "seed"),
+    [("everything", 3, 1), *(pytest.param(each, 100, 2, marks=pytest.mark.slow) for each in TRAININGS)],
+)
 def test_killed_at_any_moment_training_resumes_bit_exactly(
-    tmp_path: Path, known: dict[int, Any], across: bool, kills: int, seed: int
+    tmp_path: Path, across: bool, training: str, kills: int, seed: int
 ) -> None:
-    _, unfinished, duration = train_in_child(tmp_path / "whole", None, across)
+    known = states(tmp_path / "known", training)
+    _, unfinished, duration = train_in_child(tmp_path / "whole", None, across, TRAININGS[training])
     assert not unfinished
     rng, killed = random.Random(seed), []
     delays = iter(lambda: rng.uniform(0, duration), None)
     for run in itertools.count():
         print(f"seed {seed}, {duration:.2f} s, killed while: {killed}")  # shown when the test fails
-        killed += kill_until_done(tmp_path / str(run), known, across, delays)
+        killed += kill_until_done(tmp_path / str(run), training, known, across, delays)
         if len(killed) >= kills:
             break
     if kills >= 100:  # the kills did land where it matters
