@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_tricks.checkpoints.files import unread
 from lightning_tricks.checkpoints.stream import StoredTensor
+from lightning_tricks.core.checks import damage
 
 MODEL, OPTIMIZER = "_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"
 PREFIX = "_forward_module."  # of DeepSpeed's engine in Lightning
@@ -74,6 +75,8 @@ def _load(file: Path) -> dict[str, Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
+    if wrong := damage(file):
+        raise ValueError(f"{file.name}: {wrong}")
     own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]  # records of DeepSpeed's, which run nothing
     try:
         with torch.serialization.safe_globals(own):

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import IO
 
 MOST = 2**62  # of anything that is counted: sums of two of them are numbers of torch, too
 UNSAFE = (
@@ -110,7 +111,7 @@ def some(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(listed[:most]) + rest
 
 
-def damage(path: str | os.PathLike[str]) -> str | None:
+def damage(path: str | os.PathLike[str] | IO[bytes]) -> str | None:
     """What is wrong with a zip file, which is what torch saves; None for a sound one and for any other file.
 
     torch writes checksums and does not compare them: a flipped bit loads as another number. Files saved with

@@ -11,10 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 from typing_extensions import override
 
-from lightning_tricks.core.checks import UNSAFE
+from lightning_tricks.core.checks import UNSAFE, damage
 
 # What torch writes into .metadata, besides dtypes: records of names, sizes and offsets.
 RECORDS = {
@@ -44,7 +45,7 @@ class _Records(pickle.Unpickler):
 
 
 class PlainReader(dcp.FileSystemReader):
-    """Reads the metadata once, not for each tensor, and only if it is made of records.
+    """Reads the metadata once, not for each tensor, and only if it is made of records; compares the values' checksums.
 
     Raises:
         ValueError: If it names anything else.
@@ -61,6 +62,16 @@ class PlainReader(dcp.FileSystemReader):
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            with (Path(self.path) / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                if wrong := damage(io.BytesIO(file.read(place.length))):
+                    raise ValueError(f"{item.storage_index.fqn} in {file.name}: {wrong}")
+        return super().read_data(plan, planner)
 
 
 class _PlainPlanner(DefaultLoadPlanner):

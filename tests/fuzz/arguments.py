@@ -76,7 +76,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "export_weights": {"checkpoint": lambda: FILE, **WRITTEN},
     "find_batch_size": {
         "trainer": trainer,
-        "module": Net,
+        "module": PlainNet,  # BatchNorm trains on no batch of one
         "train_dataloaders": lambda: loader(16),
         "max_size": lambda: 4,
     },
