@@ -152,7 +152,8 @@ class StepGuard:
             return None
 
     def _schedule(self, original: Callable[..., None], interval: str, *args: Any, **kwargs: Any) -> None:
-        uncount_steps(self._trainer, self._counted)
-        self._counted = 0
+        if self._counted:
+            uncount_steps(self._trainer, self._counted)
+            self._counted = 0
         if not (self._left_out and interval == "step"):
             original(interval, *args, **kwargs)
