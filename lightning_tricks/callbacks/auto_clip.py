@@ -96,7 +96,7 @@ class AutoClip(GradientCallback):
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         parts = [part for each in gradients if (part := weights.local(each)) is not None]
         norm = weights.norm(parts, of=gradients)
-        known = torch.where(norm < torch.inf, norm, torch.nan).reshape(1)
+        known = norm.masked_fill(norm == torch.inf, torch.nan).reshape(1)
         if number in self._norms:
             known = torch.cat([self._norms[number].to(known), known])
         self._norms[number] = known if self.history is None else known[-self.history :]

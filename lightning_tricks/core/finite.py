@@ -11,25 +11,24 @@ from torch import Tensor
 from lightning_tricks.core.weights import local_part
 
 
-@torch.no_grad()
-def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
     """Whether no tensor has an infinite or undefined entry: one reading of each.
 
     Args:
         tensors: Floating-point or complex tensors, dense or sparse; of DTensors this rank's part is looked at.
 
     Returns:
-        A boolean scalar on the device of the first tensor, on the CPU for no tensors.
+        A bool, or a boolean scalar on the device of the first tensor if one is on another device than the CPU.
 
     Example:
-        >>> bool(all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])]))
+        >>> all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
         False
     """
     parts = list(map(_plain, tensors))
     known = all(_finite(part) for part in parts if part.is_cpu)  # nothing to wait for
     there = [part for part in parts if not part.is_cpu and part.numel()]
     if not there:
-        return torch.tensor(known)
+        return known
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in there) else torch.float32
     largest = torch._foreach_norm(there, float("inf"))  # one kernel, but on CPU it is ten times slower
     # undefined entries make all of these undefined

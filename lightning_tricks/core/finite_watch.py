@@ -43,7 +43,7 @@ class FiniteWatch:
         """Whether the losses since the last time and the optimizers' gradients are finite on every rank; all ask."""
         good = all_finite([*_gradients(optimizers), *self._losses])
         if trainer.world_size > 1:
-            wrong = (~good).float().to(trainer.strategy.root_device)
+            wrong = (~torch.as_tensor(good, device=trainer.strategy.root_device)).float()
             dist.all_reduce(wrong, dist.ReduceOp.MAX)
             good = ~wrong.bool()
         answer = bool(good)
