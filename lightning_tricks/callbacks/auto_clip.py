@@ -40,7 +40,8 @@ def scale_down_(gradients: list[Tensor], norm: Tensor, limit: Tensor) -> None:
         >>> gradient
         tensor([1.5000, 2.0000])
     """
-    factor = torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0)  # without asking what it is: no CUDA sync
+    # without asking what it is: no CUDA sync
+    factor = torch.where((norm > limit) & (norm < torch.inf), limit / norm, 1.0)
     torch._foreach_mul_(gradients, factor)
 
 
@@ -95,7 +96,7 @@ class AutoClip(GradientCallback):
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         parts = [part for each in gradients if (part := weights.local(each)) is not None]
         norm = weights.norm(parts, of=gradients)
-        known = torch.where(norm.isfinite(), norm, torch.nan).reshape(1)
+        known = norm.masked_fill(norm == torch.inf, torch.nan).reshape(1)
         if number in self._norms:
             known = torch.cat([self._norms[number].to(known), known])
         self._norms[number] = known if self.history is None else known[-self.history :]

@@ -46,16 +46,16 @@ def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | No
     if x.ndim < 3:
         raise ValueError(f"cutmix needs images (B, ..., H, W), got {tuple(x.shape)}.")
     height, width = x.shape[-2:]
-    row, column = (torch.rand(2, generator=generator) * torch.tensor([height, width])).int().tolist()
-    (top, bottom), (left, right) = _extent(row, height, lam), _extent(column, width, lam)
+    down, across = torch.rand(2, generator=generator).tolist()
+    (top, bottom), (left, right) = _extent(down, height, lam), _extent(across, width, lam)
     mixed = x.clone()
     mixed[..., top:bottom, left:right] = x[..., top:bottom, left:right].index_select(0, index)
     return mixed, 1 - (bottom - top) * (right - left) / (height * width)
 
 
-def _extent(centre: int, size: int, lam: float) -> tuple[int, int]:
+def _extent(centre: float, size: int, lam: float) -> tuple[int, int]:
     length = round(size * math.sqrt(1 - lam))
-    begin = centre - length // 2
+    begin = int(centre * size) - length // 2
     return max(begin, 0), min(begin + length, size)
 
 

@@ -173,4 +173,4 @@ class EMA(AveragingCallback):
     @property
     @override
     def state_key(self) -> str:
-        return f"EMA(decay={self.decay})"
+        return f"EMA(decay={self.label})"

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.finite_watch import FiniteWatch, true_loss
+from lightning_tricks.core.finite_watch import FiniteWatch
 from lightning_tricks.core.snapshot import Snapshot
 from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, begins_window, require_steps
 from lightning_tricks.core.trainer import grad_scaler, is_fitting, log_now_and_then
@@ -39,7 +39,9 @@ def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
         >>> is_spike(2.5, [1.0, 1.1, 0.9, 1.0], threshold=6.0), is_spike(1.2, [1.0, 1.1, 0.9, 1.0], threshold=6.0)
         (True, False)
     """
-    return not math.isfinite(loss) or loss > statistics.fmean(before) + threshold * statistics.stdev(before)
+    mean = statistics.fmean(before)
+    std = math.dist(before, [mean] * len(before)) / math.sqrt(len(before) - 1)  # statistics.stdev is 30 times slower
+    return not math.isfinite(loss) or loss > mean + threshold * std
 
 
 @final
@@ -144,8 +146,7 @@ class RewindOnSpike(Trick):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._watch.note(trainer, loss)
-        self._parts.append(true_loss(trainer, loss))
+        self._parts.append(self._watch.note(trainer, loss))
 
     @override
     def on_before_optimizer_step(

@@ -16,10 +16,10 @@ from lightning_tricks.core.trainer import grad_scaler
 
 
 def true_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
-    """What the training step returned, of a loss that Lightning has divided and scaled for its backward pass."""
+    """A copy of what the training step returned, of a loss that Lightning has divided and scaled since."""
     scaler, loss = grad_scaler(trainer), loss.detach()
     loss = loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
-    return loss * trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else loss
+    return loss * (trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1)
 
 
 class FiniteWatch:
@@ -29,9 +29,10 @@ class FiniteWatch:
         self._losses: list[Tensor] = []  # of the window
         self._last: Tensor | None = None  # finite loss
 
-    def note(self, trainer: pl.Trainer, loss: Tensor) -> None:
-        """Keep a loss before its backward pass, without waiting for the device; a copy, which nobody writes into."""
-        self._losses.append(true_loss(trainer, loss).clone())
+    def note(self, trainer: pl.Trainer, loss: Tensor) -> Tensor:
+        """Keep a copy of a loss before its backward pass, without waiting for the device."""
+        self._losses.append(true_loss(trainer, loss))
+        return self._losses[-1]
 
     def forget(self) -> None:
         """Begin a new window: nobody has asked about the one before, whose step somebody else has left out."""
@@ -40,9 +41,9 @@ class FiniteWatch:
 
     def finite(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the losses since the last time and the optimizers' gradients are finite on every rank; all ask."""
-        good = all_finite([*_gradients(optimizers), *self._losses]).to(trainer.strategy.root_device)
+        good = all_finite([*_gradients(optimizers), *self._losses])
         if trainer.world_size > 1:
-            wrong = (~good).float()
+            wrong = (~torch.as_tensor(good, device=trainer.strategy.root_device)).float()
             dist.all_reduce(wrong, dist.ReduceOp.MAX)
             good = ~wrong.bool()
         answer = bool(good)

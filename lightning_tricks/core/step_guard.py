@@ -42,7 +42,6 @@ def require_steps(trainer: pl.Trainer, trick: str) -> None:
 class Buffers:
     """The buffers of a module (the statistics of BatchNorm) as they are now, beside them or on ``device``."""
 
-    @torch.no_grad()
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
         self._owners = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
         found = {id(each): each for _, named in self._owners for each in named.values() if each is not None}
@@ -152,7 +151,8 @@ class StepGuard:
             return None
 
     def _schedule(self, original: Callable[..., None], interval: str, *args: Any, **kwargs: Any) -> None:
-        uncount_steps(self._trainer, self._counted)
-        self._counted = 0
+        if self._counted:
+            uncount_steps(self._trainer, self._counted)
+            self._counted = 0
         if not (self._left_out and interval == "step"):
             original(interval, *args, **kwargs)

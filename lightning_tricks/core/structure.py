@@ -19,6 +19,7 @@ INPUTS = (
     "pixel_values", "input_values", "input_features", "inputs", "input", "images", "image", "img", "x", "features",
     "input_ids", "inputs_embeds",
 )  # fmt: skip
+_USUAL = {*TARGETS, *INPUTS}
 
 
 def path_of(name: Name) -> Path:
@@ -72,8 +73,7 @@ def put(batch: Any, path: Path, value: Any) -> Any:
 
 def find(batch: Any, names: Sequence[str], position: int) -> list[Path]:
     """Where the inputs or the targets of a batch may be: under one of the names, or at the position in a pair."""
-    own = {name for name, _ in parts(batch) if isinstance(name, str)}
-    if isinstance(batch, tuple | list) and len(batch) == 2 and not own & {*TARGETS, *INPUTS}:
+    if isinstance(batch, tuple | list) and len(batch) == 2 and _USUAL.isdisjoint(_fields(batch)):
         return [(position, *inner) for inner in _named(batch[position], names)]
     return [] if isinstance(batch, Tensor) else _named(batch, names)
 

@@ -53,7 +53,7 @@ class Work:
             self.plan.lam = 1 - self.plan.lam
         for path in self.targets:
             target = get(self.batch, path)
-            branches = [target] if self.partners is None else [target, target[self.partners]]
+            branches = [target] if self.partners is None else [target, target.index_select(0, self.partners)]
             branches = branches[::-1] if second else branches
             self.batch = put(self.batch, path, knowing(branches, self.plan))
         return self.batch

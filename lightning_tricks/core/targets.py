@@ -11,7 +11,7 @@ samples are summed up, by a loss of torch or by hand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -89,7 +89,7 @@ def own(target: KnowingTarget) -> Tensor:
 
 
 def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    known = [each for each in (*_targets_in(args), *_targets_in(kwargs)) if each.plan.open]
+    known = [each for each in _targets_in((*args, *kwargs.values())) if each.plan.open]
     if not known or uses_form_only(func, args):
         result = func(*_branch(args, None), **_branch(kwargs, None))
         return args[0] if args and isinstance(args[0], KnowingTarget) and writes(func) else result
@@ -165,7 +165,7 @@ def _together(
         if plan.by_samples:
             unclear = unclear or unclear_samples(func)
         else:
-            value = plan.lam * first + (1 - plan.lam) * results[1]
+            value = torch.lerp(results[1], first, plan.lam)
             plan.losses += value.requires_grad
     elif plan.by_samples and not moves(func):
         return first  # such as how many there are, which is the same in all branches
@@ -214,20 +214,27 @@ def _branch(value: Any, number: int | None) -> Any:
     """An argument as one branch has it; None for the value that it has for everybody."""
     if isinstance(value, KnowingTarget):
         return own(value) if number is None or not value.plan.open else value.branches[number]
-    if isinstance(value, tuple | list):
-        return type(value)([_branch(each, number) for each in value]) if _targets_in(value) else value
     if isinstance(value, dict):
         return {name: _branch(each, number) for name, each in value.items()}
+    if isinstance(value, _LISTS) and _targets_in(value):
+        return type(value)([_branch(each, number) for each in value])
     return value
 
 
-def _targets_in(value: Any) -> list[KnowingTarget]:
+_LISTS = (tuple, list)  # quicker to look for than a union, which would be made for each argument of each function
+
+
+def _targets_in(values: Iterable[Any]) -> list[KnowingTarget]:
     """The targets among the arguments of a function."""
-    if isinstance(value, KnowingTarget):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [found for each in value for found in _targets_in(each)]
-    return _targets_in(list(value.values())) if isinstance(value, dict) else []
+    found: list[KnowingTarget] = []
+    for value in values:
+        if isinstance(value, KnowingTarget):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += _targets_in(value.values())
+        elif isinstance(value, _LISTS):
+            found += _targets_in(value)
+    return found
 
 
 def _has_tensor(value: Any) -> bool:

@@ -120,8 +120,8 @@ def uncount_steps(trainer: pl.Trainer, steps: int) -> None:
 
 def ends_here(trainer: pl.Trainer) -> bool:
     """Whether the optimizer step just made is the last that is planned."""
-    last_epoch = 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1
-    return (trainer.is_last_batch and last_epoch) or 0 < trainer.max_steps <= trainer.global_step
+    last_epoch = trainer.is_last_batch and 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1
+    return last_epoch or 0 < trainer.max_steps <= trainer.global_step
 
 
 def monitors(trainer: pl.Trainer, filepath: str) -> str | None:

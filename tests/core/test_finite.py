@@ -19,6 +19,8 @@ def test_one_entry_is_found(value: float, dtype: torch.dtype) -> None:
     tensor[789] = value
     assert not all_finite([*GOOD, tensor])
     assert not all_finite([tensor.to_sparse(), *GOOD])
+    tensor[12] = -value  # two infinities do not cancel out
+    assert not all_finite([*GOOD, tensor])
 
 
 def test_large_values_are_finite_though_their_norm_is_not() -> None:
