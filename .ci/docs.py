@@ -34,6 +34,7 @@ def sources() -> dict[str, Path]:
     """The Markdown pages by their place in the site."""
     pages = {"index.md": ROOT / "README.md"}
     pages |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"), key=_place)}
+    pages |= {f"{folder}.md": ROOT / folder / "README.md" for folder in ("configs", "benchmarks")}
     return pages | {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
 
 
@@ -70,12 +71,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/."""
     for uri, source in sources().items():
-        if source.parent == ROOT:
+        if source.parent.name != "docs":
             files.append(File.generated(config, uri, content=source.read_text()))
     for kind in KINDS:
         files.append(File.generated(config, f"api/{kind}.md", content=api(kind)))
     for path in notebooks():
-        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+        # no generated one: mkdocs-jupyter asks where it lies
+        uri = str(path.relative_to(ROOT))
+        files.append(File(uri, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 

@@ -42,7 +42,9 @@ def test_the_navigation_has_every_page_once(hook: Any) -> None:
     pages = flat(hook.on_config(Config()).nav)
     found = [f"api/{kind}.md" for kind in hook.KINDS] + [f"notebooks/{path.name}" for path in hook.notebooks()]
     found += [path.name for path in (ROOT / "docs").glob("*.md")]
-    assert sorted(pages) == sorted([*found, "index.md", "contributing.md", "changelog.md"])
+    assert sorted(pages) == sorted(
+        [*found, *(f"{name}.md" for name in ("index", "configs", "benchmarks", "contributing", "changelog"))]
+    )
 
 
 @pytest.mark.slow
