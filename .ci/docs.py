@@ -16,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent.parent
 KINDS = {
@@ -28,6 +29,7 @@ KINDS = {
 }
 FIRST = ("cli", "strategies", "multi_node", "compatibility", "conflicts", "coming_from", "why_different")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+HREF = re.compile(r'<a href="(?!https?:|#)([^"#]+)">(.*?)</a>')
 
 
 def sources() -> dict[str, Path]:
@@ -89,14 +91,33 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def replaced(match: re.Match[str]) -> str:
         text, link, anchor = match.groups("")
-        path = (source.parent / link).resolve()
-        if path.is_dir():
-            return text
-        if files.get_file_from_path(place(path)) is None:
-            files.append(File.generated(config, place(path), abs_src_path=str(path)))
-        return f"[{text}]({place(path)}{anchor})"
+        file = _found(source.parent / link, config, files)
+        return f"[{text}]({file.src_uri}{anchor})" if file else text
 
     return LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The same in notebooks, which are HTML when mkdocs sees them."""
+    if not page.file.src_uri.startswith("notebooks/"):
+        return html
+
+    def replaced(match: re.Match[str]) -> str:
+        link, text = match.groups()
+        file = _found(ROOT / "notebooks" / link, config, files)
+        return f'<a href="{get_relative_url(file.url, page.url)}">{text}</a>' if file else text
+
+    return HREF.sub(replaced, html)
+
+
+def _found(path: Path, config: MkDocsConfig, files: Files) -> File | None:
+    """The page of a file of the repository, or a copy; of a folder its README, if it has one."""
+    path = path.resolve()
+    if path.is_dir():
+        return files.get_file_from_path(place(path / "README.md"))
+    if files.get_file_from_path(place(path)) is None:
+        files.append(File.generated(config, place(path), abs_src_path=str(path)))
+    return files.get_file_from_path(place(path))
 
 
 class ExampleSections(griffe.Extension):
