@@ -1,4 +1,4 @@
-"""docs/: its tables are those of the package, its code runs, its commands parse, its links lead somewhere."""
+"""docs/: its tables are those of the package, its code runs, its commands parse; all Markdown: links, languages."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from lightning_tricks_cli.main import parser
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+MARKDOWN = sorted([*PAGES, *ROOT.glob("*.md"), ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md"])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -43,10 +44,32 @@ def test_the_presets_are_all_there() -> None:
     ] == lt.presets()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_inside_the_repository_resolve(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if not link.startswith("http")]
-    assert not [link for link in links if not (DOCS / link).exists()]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
+    assert not [link for link in links if not leads_somewhere(page, link)]
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target.read_text()))
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
+    """Those of docs/ below, README's in test_readme and newcomer/, those of configs/ in test_configs."""
+    kinds = {"docs": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
+    run = {"python", "yaml", "bash", "diff"} if page == ROOT / "README.md" else kinds.get(page.parent.name, set())
+    fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
+    assert set(fences[::2]) <= run
+    assert set(fences[1::2]) <= {""}
 
 
 @pytest.mark.slow
