@@ -31,8 +31,12 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
-def pages_with(language: str) -> list[Any]:
-    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def pages_with(language: str, pages: list[Path] = PAGES) -> list[Any]:
+    return [pytest.param(page, id=named(page)) for page in pages if blocks(page, language)]
 
 
 def test_the_presets_are_all_there() -> None:
@@ -44,7 +48,7 @@ def test_the_presets_are_all_there() -> None:
     ] == lt.presets()
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_links_inside_the_repository_resolve(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
     assert not [link for link in links if not leads_somewhere(page, link)]
@@ -62,7 +66,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
     """Those of docs/ below, README's in test_readme and newcomer/, those of configs/ in test_configs."""
     kinds = {"docs": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
@@ -124,7 +128,7 @@ def test_the_yaml_of_a_page_configures_a_trainer(page: Path, tmp_path: Path, mon
         LightningCLI(save_config_callback=None, seed_everything_default=0, run=False)
 
 
-@pytest.mark.parametrize("page", pages_with("bash"))
+@pytest.mark.parametrize("page", pages_with("bash", MARKDOWN))
 def test_the_commands_of_a_page_exist(page: Path) -> None:
     folder = ROOT
     for line in "\n".join(blocks(page, "bash")).splitlines():
@@ -158,7 +162,7 @@ def check_command(words: list[str], folder: Path) -> None:
             pytest.fail(f"a command that no test knows: {words}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_the_names_of_a_page_are_ours(page: Path) -> None:
     names = set(re.findall(r"\blt\.(\w+)", page.read_text()))
     assert not names - set(lt.__all__)
