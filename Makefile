@@ -56,7 +56,7 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # without the addopts of pyproject.toml: the scripts hold no doctests

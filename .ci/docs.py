@@ -16,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent.parent
 KINDS = {
@@ -28,12 +29,14 @@ KINDS = {
 }
 FIRST = ("cli", "strategies", "multi_node", "compatibility", "conflicts", "coming_from", "why_different")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+HREF = re.compile(r'<a href="(?!https?:|#)([^"#]+)">(.*?)</a>')
 
 
 def sources() -> dict[str, Path]:
     """The Markdown pages by their place in the site."""
     pages = {"index.md": ROOT / "README.md"}
     pages |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"), key=_place)}
+    pages |= {f"{folder}.md": ROOT / folder / "README.md" for folder in ("configs", "benchmarks")}
     return pages | {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
 
 
@@ -70,12 +73,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/."""
     for uri, source in sources().items():
-        if source.parent == ROOT:
+        if source.parent.name != "docs":
             files.append(File.generated(config, uri, content=source.read_text()))
     for kind in KINDS:
         files.append(File.generated(config, f"api/{kind}.md", content=api(kind)))
     for path in notebooks():
-        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
+        # no generated one: mkdocs-jupyter asks where it lies
+        uri = str(path.relative_to(ROOT))
+        files.append(File(uri, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 
@@ -86,14 +91,33 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def replaced(match: re.Match[str]) -> str:
         text, link, anchor = match.groups("")
-        path = (source.parent / link).resolve()
-        if path.is_dir():
-            return text
-        if files.get_file_from_path(place(path)) is None:
-            files.append(File.generated(config, place(path), abs_src_path=str(path)))
-        return f"[{text}]({place(path)}{anchor})"
+        file = _found(source.parent / link, config, files)
+        return f"[{text}]({file.src_uri}{anchor})" if file else text
 
     return LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The same in notebooks, which are HTML when mkdocs sees them."""
+    if not page.file.src_uri.startswith("notebooks/"):
+        return html
+
+    def replaced(match: re.Match[str]) -> str:
+        link, text = match.groups()
+        file = _found(ROOT / "notebooks" / link, config, files)
+        return f'<a href="{get_relative_url(file.url, page.url)}">{text}</a>' if file else text
+
+    return HREF.sub(replaced, html)
+
+
+def _found(path: Path, config: MkDocsConfig, files: Files) -> File | None:
+    """The page of a file of the repository, or a copy; of a folder its README, if it has one."""
+    path = path.resolve()
+    if path.is_dir():
+        return files.get_file_from_path(place(path / "README.md"))
+    if files.get_file_from_path(place(path)) is None:
+        files.append(File.generated(config, place(path), abs_src_path=str(path)))
+    return files.get_file_from_path(place(path))
 
 
 class ExampleSections(griffe.Extension):

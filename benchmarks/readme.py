@@ -20,7 +20,7 @@ from lightning_tricks.cli.catalogue import CATALOGUE, Row
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = "benchmarks/results"
-SETTINGS = ("digits, noisy labels", "textures, noisy labels", "glosses, noisy labels")
+TASKS = ("digits", "textures", "glosses")
 ALL = "SAM + EMA + flat_cos"
 
 
@@ -30,26 +30,27 @@ def tables() -> dict[str, str]:
 
 
 def tricks() -> str:
-    """What each trick does and costs, and the points that it gains."""
-    lines = ["|trick|one line of yours|what it does|cost|points ¹|", "|---|---|---|---|---|"]
+    """What each trick does and costs, and the points that it gains on each task."""
+    heads = ["trick", "one line of yours", "what it does", "cost", *(f"{task} ¹" for task in TASKS)]
+    lines = [heads, ["---"] * len(heads)]
     for row in CATALOGUE:
         names = ", ".join(f"`{name}`" for name in (*row.names, *row.beside))
-        lines.append(f"|{names}|`{row.line}`|{row.what}|{cost(row)}|{gains(row)}|")
-    return "\n".join([*lines, f"|all three|the diff above|{ALL}||{points(ALL)}|"])
+        lines.append([names, f"`{row.line}`", row.what, cost(row), *(gains(row, task) for task in TASKS)])
+    lines.append(["all three", "the diff above", ALL, "", *(points(ALL, task) for task in TASKS)])
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
-def gains(row: Row) -> str:
+def gains(row: Row, task: str) -> str:
     """The points of the tricks of a row that were measured."""
-    measured = {each["trick"].split(",")[0]: each["trick"] for each in reversed(result("quality")["rows"])}
-    found = [name for name in row.names if name in measured]
-    return "; ".join((f"`{name}` " if len(row.names) > 2 else "") + points(measured[name]) for name in found)
+    tricks = {each["trick"].split(",")[0]: each["trick"] for each in reversed(result("quality")["rows"])}
+    told = {name: points(tricks[name], task) for name in row.names if name in tricks}
+    return "; ".join((f"`{name}` " if len(row.names) > 2 else "") + text for name, text in told.items() if text)
 
 
-def points(trick: str) -> str:
-    """Of each setting the difference to plain training, in bold where its interval leaves out 0."""
-    rows = {each["setting"]: each["over_plain"] for each in result("quality")["rows"] if each["trick"] == trick}
-    told = [rows.get(setting) for setting in SETTINGS]
-    return "/".join("" if each is None else _told(each) for each in told)
+def points(trick: str, task: str) -> str:
+    """The difference to plain training, in bold where its interval leaves out 0."""
+    told = {(each["trick"], each["setting"]): _told(each["over_plain"]) for each in result("quality")["rows"]}
+    return told.get((trick, f"{task}, noisy labels"), "")
 
 
 def _told(difference: dict[str, float]) -> str:

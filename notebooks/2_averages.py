@@ -45,7 +45,7 @@ from lightning_tricks.cli.digits import Digits, load_digits, network
 from lightning_tricks.cli.tasks import Classifier, accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
-SEEDS, EPOCHS = (1, 4) if FAST else (5, 40)
+SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # without its notes on devices and tips
 disable_possible_user_warnings()  # nor on the number of workers
@@ -130,7 +130,8 @@ for schedule in (False, True):
         print(f"{name + ', flat_cos' * schedule:27}  {shown(columns[0])}  {shown(columns[1])}")
 
 # %% [markdown]
-# TODO
+# With wrong labels both averages are some ten points above the raw weights; behind `flat_cos`, which alone gains seven,
+# it is two points for EMA, within the spread, and four for SWA. With right labels there is **no difference**.
 #
 # ## What is in a checkpoint?
 #
@@ -263,8 +264,8 @@ for name, (batch_size, lr, decay) in cases.items():
 #
 # - **The labels are right and the training has settled**: no difference in the right column of the table above, for a
 #   copy of the weights in memory.
-# - **The learning rate falls to zero**: the last weights move little, so the average is close to them: two points in
-#   the table in place of nine.
+# - **The learning rate falls to zero**: the last weights move little, so the average is close to them: two to four
+#   points in the table in place of ten.
 # - **Very short runs** with a large decay: the average is still where the training began.
 # - **BatchNorm with SWA**: the average needs statistics of its own, which `SWA` takes in one more pass over the data;
 #   `EMA` copies those of the module.

@@ -45,7 +45,7 @@ from lightning_tricks.cli.digits import Digits, load_digits
 from lightning_tricks.cli.tasks import accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
-SEEDS, EPOCHS = (1, 3) if FAST else (5, 40)
+SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # without its notes on devices and tips
 disable_possible_user_warnings()  # nor on the number of workers

@@ -45,7 +45,7 @@ from lightning_tricks.cli import digits, glosses, textures
 from lightning_tricks.cli.tasks import Classifier, accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
-SEEDS, EPOCHS = (1, 2) if FAST else (5, 40)
+SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # without its notes on devices and tips
 disable_possible_user_warnings()  # nor on the number of workers

@@ -40,7 +40,7 @@ from lightning_tricks.cli.digits import Digits, load_digits, network
 from lightning_tricks.cli.tasks import Classifier, accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
-SEEDS, EPOCHS = (1, 4) if FAST else (5, 40)
+SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # without its notes on devices and tips
 disable_possible_user_warnings()  # nor on the number of workers

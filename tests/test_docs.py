@@ -1,4 +1,4 @@
-"""docs/: its tables are those of the package, its code runs, its commands parse, its links lead somewhere."""
+"""docs/: its tables are those of the package, its code runs, its commands parse; all Markdown: links, languages."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from lightning_tricks_cli.main import parser
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+MARKDOWN = sorted([*PAGES, *ROOT.glob("*.md"), ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md"])
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
-def pages_with(language: str) -> list[Any]:
-    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def pages_with(language: str, pages: list[Path] = PAGES) -> list[Any]:
+    return [pytest.param(page, id=named(page)) for page in pages if blocks(page, language)]
 
 
 def test_the_presets_are_all_there() -> None:
@@ -43,10 +48,32 @@ def test_the_presets_are_all_there() -> None:
     ] == lt.presets()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_links_inside_the_repository_resolve(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if not link.startswith("http")]
-    assert not [link for link in links if not (DOCS / link).exists()]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
+    assert not [link for link in links if not leads_somewhere(page, link)]
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target.read_text()))
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=named)
+def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
+    """Those of docs/ below, README's in test_readme and newcomer/, those of configs/ in test_configs."""
+    kinds = {"docs": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
+    run = {"python", "yaml", "bash", "diff"} if page == ROOT / "README.md" else kinds.get(page.parent.name, set())
+    fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
+    assert set(fences[::2]) <= run
+    assert set(fences[1::2]) <= {""}
 
 
 @pytest.mark.slow
@@ -101,7 +128,7 @@ def test_the_yaml_of_a_page_configures_a_trainer(page: Path, tmp_path: Path, mon
         LightningCLI(save_config_callback=None, seed_everything_default=0, run=False)
 
 
-@pytest.mark.parametrize("page", pages_with("bash"))
+@pytest.mark.parametrize("page", pages_with("bash", MARKDOWN))
 def test_the_commands_of_a_page_exist(page: Path) -> None:
     folder = ROOT
     for line in "\n".join(blocks(page, "bash")).splitlines():
@@ -135,7 +162,7 @@ def check_command(words: list[str], folder: Path) -> None:
             pytest.fail(f"a command that no test knows: {words}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_the_names_of_a_page_are_ours(page: Path) -> None:
     names = set(re.findall(r"\blt\.(\w+)", page.read_text()))
     assert not names - set(lt.__all__)

@@ -10,7 +10,8 @@ import jupytext
 import nbformat
 import pytest
 
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = ROOT / "notebooks"
 STEMS = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 each = pytest.mark.parametrize("stem", STEMS)
 
@@ -61,3 +62,22 @@ def test_it_opens_in_colab_and_its_links_lead_somewhere(stem: str) -> None:
     assert f"/blob/main/notebooks/{stem}.ipynb)" in prose
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith("http")]
     assert not [link for link in links if not (NOTEBOOKS / link).exists()]
+
+
+@each
+def test_what_its_prose_tells_to_type_is_what_other_tests_run(stem: str) -> None:
+    """Commands are those of docs/multi_node.md, the difference has the lines of the README's."""
+    prose = "\n".join(cell.source for cell in notebook(stem).cells if cell.cell_type == "markdown")
+    assert "TODO" not in prose
+    for kind, text in re.findall(r"^```(.*?)\n(.*?)^```", prose, re.S | re.M):
+        lines = set(text.splitlines())
+        if kind == "bash":
+            assert lines <= set((ROOT / "docs" / "multi_node.md").read_text().splitlines())
+        else:
+            assert kind == "diff"
+            assert added((ROOT / "README.md").read_text()) <= added(text)
+
+
+def added(text: str) -> set[str]:
+    """The lines that a diff adds, without comments and whatever Lightning is called."""
+    return {line.replace("pl.", "L.") for line in re.findall(r"^\+ *(.*?)(?: +#.*)?$", text, re.MULTILINE)}

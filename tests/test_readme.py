@@ -1,4 +1,4 @@
-"""README: its figures are those of the committed runs, its code runs, its links lead somewhere."""
+"""README: its figures are those of the committed runs, its code runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_tricks as lt
+from lightning_tricks.cli.catalogue import CATALOGUE, Row
 from lightning_tricks.cli.digits import SharpDigits
+from lightning_tricks_cli.main import parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -94,10 +96,19 @@ def test_the_yaml_configures_what_it_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert {lt.EMA, lt.LRSchedule} <= {type(callback) for callback in trainer.callbacks}
 
 
-def test_links_inside_the_repository_resolve() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
-    assert links
-    assert not [link for link in links if not (ROOT / link).exists()]
+@pytest.mark.parametrize("row", CATALOGUE, ids=lambda row: row.names[0])
+def test_the_line_of_a_trick_is_right(row: Row) -> None:
+    """A callback can be made, a command is parsed, the rest compiles."""
+    match row.line.split():
+        case ["lightning-tricks", *arguments]:
+            parser().parse_args(arguments)
+        case ["return", *_]:
+            compile(f"def configure_optimizers(self, optimizer):\n    {row.line}", row.line, "exec")
+        case _ if row.line.startswith("callbacks="):
+            eval(f"dict({row.line})", {"lt": lt})
+        case _:
+            compile(row.line, row.line, "exec")
+    assert set(re.findall(r"\blt\.(\w+)", row.line)) <= {*row.names, *row.beside}
 
 
 def test_it_is_short() -> None:

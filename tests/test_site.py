@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -42,7 +43,9 @@ def test_the_navigation_has_every_page_once(hook: Any) -> None:
     pages = flat(hook.on_config(Config()).nav)
     found = [f"api/{kind}.md" for kind in hook.KINDS] + [f"notebooks/{path.name}" for path in hook.notebooks()]
     found += [path.name for path in (ROOT / "docs").glob("*.md")]
-    assert sorted(pages) == sorted([*found, "index.md", "contributing.md", "changelog.md"])
+    assert sorted(pages) == sorted(
+        [*found, *(f"{name}.md" for name in ("index", "configs", "benchmarks", "contributing", "changelog"))]
+    )
 
 
 @pytest.mark.slow
@@ -53,5 +56,23 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = "".join(page.read_text() for page in (tmp_path / "api").rglob("*.html"))
     for name in lt.__all__:
         assert re.search(rf'id="lightning_tricks\.(\w+\.)*{name}"', pages), f"{name} is on no page"
-    for picture in re.findall(r'<img[^>]* src="([^":]+)"', (tmp_path / "index.html").read_text()):
-        assert (tmp_path / picture).is_file()
+    assert not dead(tmp_path)
+
+
+def dead(site: Path) -> list[tuple[str, str]]:
+    """The links and pictures of each page that lead nowhere in the site, anchors too."""
+    pages = {page: page.read_text() for page in site.rglob("*.html") if page.name != "404.html"}
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+
+    def found(page: Path, link: str) -> bool:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        target = target / "index.html" if target.is_dir() else target
+        return target.is_file() and (not anchor or unquote(anchor) in anchors[target])
+
+    links = [
+        (page, link)
+        for page, text in pages.items()
+        for link in re.findall(r'<(?:a|img)\b[^>]* (?:href|src)="([^":]+)"', text)
+    ]
+    return [(str(page.relative_to(site)), link) for page, link in links if not found(page, link)]

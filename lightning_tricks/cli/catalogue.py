@@ -112,7 +112,7 @@ CATALOGUE = (
     ),
     Row(
         ("estimate_memory", "suggest_strategy", "find_batch_size", "environment_report"),
-        "lightning-tricks suggest timm:resnet50",
+        "lightning-tricks suggest 7B --device-memory 80GB",
         "bytes per device, the preset that fits, the largest batch, what is missing here",
         "",
         ("MemoryEstimate", "Suggestion", "Hardware", "BatchSizeResult", "EnvironmentReport"),

@@ -87,7 +87,9 @@ def active(trainer: pl.Trainer) -> list[tuple[str, str]]:
 
 def _tricks(trainer: pl.Trainer) -> Iterator[Row]:
     if _is_ours(trainer.strategy):
-        yield getattr(trainer.strategy, "strategy_name", ""), settings(trainer.strategy)
+        given = settings(trainer.strategy)
+        given.pop("config", None)  # DeepSpeed's own, whole
+        yield getattr(trainer.strategy, "strategy_name", ""), given
     for trick in callbacks_of(trainer, Trick):
         if (row := trick.row(trainer)) is not None:
             yield row

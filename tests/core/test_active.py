@@ -228,7 +228,7 @@ def rank_says(strategy: str) -> list[str]:
     return [text for text in said if TITLE in text]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_bf16", "fsdp2_bf16"])
+@pytest.mark.parametrize("strategy", ["ddp_bf16", "fsdp2_bf16", "zero3_bf16"])
 def test_on_rank_zero_alone(strategy: str) -> None:
     first, second = run_ranks(rank_says, strategy)
     assert second == []
