@@ -7,7 +7,6 @@ out the frozen ones of ZeRO-1, and extra state.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import unread
 from lightning_tricks.checkpoints.stream import StoredTensor
+from lightning_tricks.core.plain import load_zero
 
 MODEL, OPTIMIZER = "_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"
 PREFIX = "_forward_module."  # of DeepSpeed's engine in Lightning
@@ -39,10 +38,10 @@ def zero_weights(folder: Path) -> dict[str, Any]:
             "a DeepSpeed checkpoint needs the package deepspeed: pip install 'lightning-tricks[deepspeed]'"
         ) from error
     tag = folder / (folder / "latest").read_text().strip()
-    optimizers = [_load(file)["optimizer_state_dict"] for file in _by_rank(tag, OPTIMIZER)]
+    optimizers = [load_zero(file)["optimizer_state_dict"] for file in _by_rank(tag, OPTIMIZER)]
     _require_all_ranks(optimizers)
     sharded = "fp32_flat_groups" in optimizers[0]  # ZeRO-3, else ZeRO-1 or 2
-    models = [_load(file) for file in (_by_rank(tag, MODEL) if sharded else [tag / MODEL.removeprefix("_")])]
+    models = [load_zero(file) for file in (_by_rank(tag, MODEL) if sharded else [tag / MODEL.removeprefix("_")])]
     if sharded and len(models) != len(optimizers):
         raise ValueError(f"it has model states of {len(models)} ranks, of {len(optimizers)} that saved")
     model = models[0]
@@ -67,19 +66,6 @@ def _whole(model: dict[str, Any], found: Collection[str], *, placeholders: bool)
         else value
         for name, value in state.items()
     }
-
-
-def _load(file: Path) -> dict[str, Any]:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]  # records of DeepSpeed's, which run nothing
-    try:
-        with torch.serialization.safe_globals(own):
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(unread(file)) from error
 
 
 def _by_rank(tag: Path, ending: str) -> list[Path]:
