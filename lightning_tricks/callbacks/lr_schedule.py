@@ -85,6 +85,7 @@ class LRSchedule(Trick):
         check_settings(self.settings)
         if total_steps is not None:
             check_count("total_steps", total_steps)
+        self.brought: LRSchedulerConfig | None = None  # until training starts
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -112,10 +113,12 @@ class LRSchedule(Trick):
         schedule: dict[str, Any] = _CURVES[self.curve](
             optimizer, pl_module, total_steps=self.total_steps, **self.settings
         )["lr_scheduler"]
-        trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**schedule))
+        self.brought = LRSchedulerConfig(**schedule)
+        trainer.strategy.lr_scheduler_configs.append(self.brought)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.brought = None
         # resumed from a checkpoint without a schedule: nothing was restored, the steps were taken all the same
         scheduler = trainer.lr_scheduler_configs[0].scheduler
         if trainer.ckpt_path and isinstance(scheduler, CurveLR) and scheduler.last_epoch == 0:

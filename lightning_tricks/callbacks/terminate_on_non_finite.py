@@ -98,29 +98,38 @@ class TerminateOnNonFinite(Trick):
     def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window.restore()
         said = self._watch.report(trainer, pl_module)
-        logged = trainer.log_dir if trainer.loggers else None  # for which all ranks ask
-        parent = Path(self.dirpath or logged or trainer.default_root_dir)
-        folder = _new_folder(parent, trainer.global_step) if trainer.is_global_zero else parent
-        folder = trainer.strategy.broadcast(folder)
-        batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        kept = f"The state before it and the batch are in {folder}."
-        try:
-            with whole_file(folder / f"batch-rank={trainer.global_rank}.pt") as file:
-                torch.save(batch, file)
-            trainer.save_checkpoint(folder / "last_good.ckpt")
-        except (OSError, RuntimeError) as error:  # which shall not hide the reason to stop
-            kept = f"Not all of the state before it and the batch is in {folder}: {str(error).splitlines()[0]}"
         raise FloatingPointError(
             f"TerminateOnNonFinite has stopped training after step {trainer.global_step}, in batch"
-            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. {kept}"
+            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. {self._keep(trainer)}"
         )
 
+    def _keep(self, trainer: pl.Trainer) -> str:
+        """Write the state and the batch, and say where; what cannot be written shall not hide the reason to stop."""
+        logged = trainer.log_dir if trainer.loggers else None  # for which all ranks ask
+        parent = Path(self.dirpath or logged or trainer.default_root_dir)
+        folder = trainer.strategy.broadcast(_new_folder(parent, trainer.global_step) if trainer.is_global_zero else "")
+        if isinstance(folder, str):
+            return f"Nothing could be kept in {parent}: {folder}."
+        try:
+            trainer.save_checkpoint(folder / "last_good.ckpt")  # in which all ranks take part, so before anything else
+            batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+            with whole_file(folder / f"batch-rank={trainer.global_rank}.pt") as file:
+                torch.save(batch, file)
+        except Exception as error:  # what is no file system's, of a batch that cannot be pickled
+            why = str(error).partition("\n")[0]
+            return f"Not all of the state before it and the batch is in {folder}: {why}"
+        return f"The state before it and the batch are in {folder}."
 
-def _new_folder(parent: Path, step: int) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    for version in count():
-        folder = parent / (f"non_finite-step={step}" + (f"-v{version}" if version else ""))
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
+
+def _new_folder(parent: Path, step: int) -> Path | str:
+    """A folder that was not there, or why there is none."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for version in count():
+            folder = parent / (f"non_finite-step={step}" + (f"-v{version}" if version else ""))
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        return str(error)
     raise AssertionError("versions do not end")

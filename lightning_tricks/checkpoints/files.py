@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
-from lightning_tricks.core.checks import UNSAFE, check_bool, check_kind, damage, some
+from lightning_tricks.core.checks import check_bool, check_kind, damage, some
+from lightning_tricks.core.plain import unread
 from lightning_tricks.core.whole_file import whole_file
 
 PathLike = str | os.PathLike[str]
@@ -60,17 +61,6 @@ def _load_torch(file: Path) -> Any:
     except Exception as error:  # a damaged file raises almost anything
         raise ValueError(unread(file)) from error
     raise ValueError(f"{file} is damaged: {wrong}.")
-
-
-def unread(file: Path) -> str:
-    """Why torch has refused to read a file."""
-    try:
-        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # the file is damaged in a way that stops this too
-        refused = []
-    if not refused:
-        return f"{file} is damaged or not a checkpoint."
-    return f"{file} was not read: it holds {', '.join(sorted(refused))}, and {UNSAFE}."
 
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:

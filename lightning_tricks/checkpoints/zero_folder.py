@@ -7,7 +7,6 @@ out the frozen ones of ZeRO-1, and extra state.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import unread
 from lightning_tricks.checkpoints.stream import StoredTensor
 from lightning_tricks.core.checks import damage
+from lightning_tricks.core.plain import load_zero
 
 MODEL, OPTIMIZER = "_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"
 PREFIX = "_forward_module."  # of DeepSpeed's engine in Lightning
@@ -70,19 +69,10 @@ def _whole(model: dict[str, Any], found: Collection[str], *, placeholders: bool)
     }
 
 
-def _load(file: Path) -> dict[str, Any]:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
+def _load(file: Path) -> Any:
     if wrong := damage(file):
         raise ValueError(f"{file.name}: {wrong}")
-    own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]  # records of DeepSpeed's, which run nothing
-    try:
-        with torch.serialization.safe_globals(own):
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(unread(file)) from error
+    return load_zero(file)
 
 
 def _by_rank(tag: Path, ending: str) -> list[Path]:

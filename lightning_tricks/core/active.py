@@ -41,8 +41,7 @@ def begin(trainer: pl.Trainer) -> None:
     """
     if is_fitting(trainer) and not callbacks_of(trainer, _Beginning):
         check_conflicts(trainer, schedules=False)
-        # the first, so that it sees the schedules of configure_optimizers before LRSchedule brings its own
-        trainer.callbacks = [_Beginning(), *trainer.callbacks]  # type: ignore[attr-defined]
+        trainer.callbacks.append(_Beginning())  # type: ignore[attr-defined]  # the same list, which Lightning goes through
 
 
 class _Beginning(Callback):

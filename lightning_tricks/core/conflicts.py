@@ -213,7 +213,8 @@ def _parts(trainer: pl.Trainer) -> Iterator[_Part]:
 
 
 def _schedules(trainer: pl.Trainer) -> Iterator[_Part]:
-    for config in trainer.lr_scheduler_configs:
+    brought = [getattr(callback, "brought", None) for callback in callbacks_of(trainer, Callback)]  # by LRSchedule
+    for config in (each for each in trainer.lr_scheduler_configs if each not in brought):
         names = _names(config.scheduler) | {"schedule from configure_optimizers"}
         yield _Part(names, config.scheduler, f"{type(config.scheduler).__name__} from configure_optimizers")
 

@@ -1,4 +1,4 @@
-"""Folders of shards read as tensors and plain values: torch's own readers unpickle, and so run, what is in them."""
+"""Checkpoints read as tensors and plain values: other readers unpickle, and so run, what is in them."""
 
 from __future__ import annotations
 
@@ -100,3 +100,32 @@ def load_plain(values: dict[str, Any], reader: PlainReader, *, strict: bool = Tr
         CheckpointException: If a file is damaged, or holds more than plain values.
     """
     dcp.load(values, storage_reader=reader, planner=_PlainPlanner(allow_partial_load=not strict), **options)
+
+
+def load_zero(file: Path) -> Any:
+    """What DeepSpeed has written into a file, its tensors memory-mapped.
+
+    Raises:
+        ValueError: If it is damaged, or holds more than plain values and records of DeepSpeed's.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]  # which run nothing
+    try:
+        with torch.serialization.safe_globals(own):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a damaged file raises almost anything
+        raise ValueError(unread(file)) from error
+
+
+def unread(file: Path) -> str:
+    """Why torch has refused to read a file."""
+    try:
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception:  # the file is damaged in a way that stops this too
+        refused = []
+    if not refused:
+        return f"{file} is damaged or not a checkpoint."
+    return f"{file} was not read: it holds {', '.join(sorted(refused))}, and {UNSAFE}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -33,8 +32,10 @@ from lightning_tricks.strategies.zero_checks import (
     check_clipping,
     check_compiled,
     check_device,
+    check_file,
     check_nvme,
     check_shards,
+    refuse_code,
     require_deepspeed,
 )
 from lightning_tricks.strategies.zero_config import Offload, Stage, zero_config
@@ -57,6 +58,7 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
     - Whole weights from a file (``load_full_weights``) reach the fp32 masters, from which the next step starts, and
       the buffers of each rank; in any stage.
     - ``trainer.validate(ckpt_path=...)`` works in stage 3.
+    - A folder that could run code, which DeepSpeed would do, is refused unless you allow what is in it.
     - ``self.clip_gradients(optimizer, ...)`` in a module that steps by itself clips in its next step. In stages 1 and 2
       such a module steps after each ``manual_backward``: DeepSpeed would forget the gradients of an earlier one.
 
@@ -84,7 +86,7 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
 
     Raises:
         ImportError: If DeepSpeed is missing or too old.
-        ValueError: If arguments do not go together, or ``config`` contradicts them.
+        ValueError: If arguments do not go together, or ``config`` contradicts them; for a folder that could run code.
         MisconfigurationException: At the start of a run, if DeepSpeed works on other devices than the Trainer or not in
             fp16 there, the NVMe disk cannot be used, gradients are to be clipped by value, or ``ckpt_path`` is one
             file or has the shards of another number of processes; in training, for a second ``manual_backward`` before
@@ -235,15 +237,14 @@ class ZeROPreset(WholeFolders, PresetStrategy, DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.load_full_weights:
             checkpoint_path = self.broadcast(checkpoint_path)
-            if os.path.isdir(checkpoint_path):
-                raise MisconfigurationException(
-                    f"load_full_weights=True loads one file, got the folder ckpt_path={str(checkpoint_path)!r}."
-                    " Leave load_full_weights out to load shards."
-                )
+            check_file(checkpoint_path)
             return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         again = self.stage == 3 or is_fitting(self.lightning_module.trainer)
-        check_shards(self.strategy_name, Path(self.broadcast(checkpoint_path)), self.world_size if again else None)
+        folder = Path(self.broadcast(checkpoint_path))
+        check_shards(self.strategy_name, folder, self.world_size if again else None)
+        self.require_whole(folder)
+        refuse_code(self, folder)
         held = self.deepspeed_engine.optimizer
         if held is not None and not hasattr(held, "_restore_from_bit16_weights"):
             # DeepSpeed calls it after loading weights into stage 3 without an optimizer, where no master is to follow

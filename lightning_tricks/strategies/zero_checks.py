@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.torch_version import TorchVersion
+
+from lightning_tricks.core.plain import load_zero
 
 OLDEST = "0.19.0"  # 0.17 and 0.18 accumulate wrongly in stage 2; 0.18.9 fails with torch 2.13
 
@@ -78,6 +81,15 @@ def check_nvme(preset: str, path: str) -> None:
         )
 
 
+def check_file(path: str | Path) -> None:
+    """Raise for a folder, where one file is asked for."""
+    if os.path.isdir(path):
+        raise MisconfigurationException(
+            f"load_full_weights=True loads one file, got the folder ckpt_path={str(path)!r}. Leave load_full_weights"
+            " out to load shards."
+        )
+
+
 def check_shards(preset: str, path: Path, ranks: int | None) -> None:
     """Raise for one file, and for the shards of other than so many ranks, if that matters."""
     if path.is_file():
@@ -92,3 +104,17 @@ def check_shards(preset: str, path: Path, ranks: int | None) -> None:
             f" {ranks}. Resume on {saved}, or make its weights one file, with lightning-tricks consolidate, and load"
             " that into the module."
         )
+
+
+def refuse_code(strategy: ParallelStrategy, folder: Path) -> None:
+    """Raise on all ranks before one of them unpickles, as DeepSpeed does, what could run code."""
+    latest = folder / "latest"
+    files = sorted((folder / latest.read_text().strip()).glob("*.pt")) if latest.is_file() else []
+    wrong = None
+    try:
+        for file in files[strategy.global_rank :: strategy.world_size]:
+            load_zero(file)
+    except ValueError as error:
+        wrong = error
+    if not strategy.reduce_boolean_decision(wrong is None):
+        raise wrong or ValueError(f"another rank has refused a file in {folder}.")

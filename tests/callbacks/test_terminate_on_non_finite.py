@@ -13,11 +13,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, weights
+from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
 
@@ -108,6 +108,27 @@ def test_an_accumulated_window_is_dropped(tmp_path: Path) -> None:
     fit(clean, max_steps=2, accumulate_grad_batches=2)
     saved = torch.load(tmp_path / "non_finite-step=2" / "last_good.ckpt", weights_only=True)
     assert_equal(saved["state_dict"], weights(clean))
+
+
+class Local(list[Any]):
+    """A batch with something that cannot be pickled."""
+
+    why = staticmethod(lambda: None)
+
+    def __reduce__(self) -> Any:
+        return self.why, ()
+
+
+def test_what_cannot_be_written_does_not_hide_the_reason(tmp_path: Path) -> None:
+    batches = DataLoader(data(), batch_size=8, collate_fn=lambda items: Local(default_collate(items)))
+    _, said = stopped(tmp_path, train=batches)
+    assert "after step 3" in said
+    assert "Not all of the state before it and the batch is in" in said
+    assert [file.name for file in (tmp_path / "non_finite-step=3").iterdir()] == ["last_good.ckpt"]
+    (tmp_path / "file").write_text("no folder")
+    _, said = stopped(tmp_path / "file")
+    assert "after step 3" in said
+    assert f"Nothing could be kept in {tmp_path / 'file'}: " in said
 
 
 class Slices(Dataset[Any]):

@@ -183,6 +183,35 @@ def test_a_stock_fit_says_nothing(shown: Any) -> None:
     assert not tables(shown)
 
 
+class Late(Callback):
+    def __init__(self) -> None:
+        self.hooks: list[str] = []
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.hooks.append("setup")
+
+    def on_train_start(self, *_: Any) -> None:
+        self.hooks.append("on_train_start")
+
+
+class Adds(Callback):
+    """Brings another callback."""
+
+    def __init__(self) -> None:
+        self.late = Late()
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        trainer.callbacks.append(self.late)
+
+
+@pytest.mark.parametrize("tricks", [0, 1])
+def test_a_callback_that_comes_in_setup_misses_no_hook(tricks: int) -> None:
+    adds = Adds()
+    run = fit(build(PlainNet), **FEW, callbacks=[*[lt.EMA()] * tricks, adds])
+    assert adds.late.hooks == ["setup", "on_train_start"]
+    assert run.callbacks[-1] is adds.late
+
+
 def test_trials_say_nothing(shown: Any) -> None:
     run = trainer(**FEW, callbacks=[lt.EMA()], strategy="single_bf16")
     before = list(run.callbacks)

@@ -12,20 +12,42 @@ from lightning_tricks.core.whole_file import whole_file
 def test_the_name_changes_at_the_end_of_the_block(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_text("old")
+    path.chmod(0o640)
     with whole_file(path) as file:
         file.write_text("new")
         assert file.suffix == ".png"
         assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["a.png"]
     assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize(("error", "raised"), [(OSError, OSError), (RuntimeError, OSError), (KeyError, KeyError)])
-def test_an_error_leaves_the_old_file(tmp_path: Path, error: type[Exception], raised: type[Exception]) -> None:
+def test_a_new_file_has_the_mode_of_any_other_and_a_link_is_replaced(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.png", tmp_path / "b.png"
+    other.write_text("other")
+    path.symlink_to(other)
+    with whole_file(path) as file:
+        file.write_text("new")
+    assert (path.is_symlink(), path.read_text(), other.read_text()) == (False, "new", "other")
+    assert path.stat().st_mode == other.stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "raised", "match"),
+    [
+        (OSError, ["the disk is full"], OSError, r"a\.png was not written: the disk is full"),
+        (RuntimeError, ["the disk is full\nat line 3"], OSError, r"written: the disk is full$"),
+        (RuntimeError, [], OSError, r"a\.png was not written: RuntimeError$"),
+        (KeyError, ["full"], KeyError, "full"),
+    ],
+)
+def test_an_error_leaves_the_old_file(
+    tmp_path: Path, error: type[Exception], said: list[str], raised: type[Exception], match: str
+) -> None:
     path = tmp_path / "a.png"
     path.write_text("old")
-    with pytest.raises(raised, match="full"), whole_file(path) as file:
+    with pytest.raises(raised, match=match), whole_file(path) as file:
         file.write_text("half")
-        raise error("the disk is full")
+        raise error(*said)
     assert [each.name for each in tmp_path.iterdir()] == ["a.png"]
     assert path.read_text() == "old"

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
 from lightning_tricks.cli.main import main
-from tests.checkpoints.sharded import save_zero3
+from tests.checkpoints.sharded import Tied, save_zero3
 from tests.faults.runs import resume
 from tests.nets import PlainNet, build, rank_loader, trainer
 from tests.ranks import run_ranks
@@ -136,9 +137,9 @@ def in_averages(folder: Path, mark: Path) -> None:
     in_metadata(next(folder.glob("averages/*")), mark)
 
 
-def in_states(pattern: str, folder: Path, mark: Path) -> None:
+def in_states(pattern: str, folder: Path, trap: object) -> None:
     file = next(folder.glob(pattern))
-    torch.save({**torch.load(file, weights_only=False), "trap": Hostile(mark)}, file)
+    torch.save({**torch.load(file, weights_only=False), "trap": trap}, file)
 
 
 @pytest.mark.parametrize("trap", [in_metadata, in_extra_state], ids=lambda trap: trap.__name__)
@@ -152,7 +153,7 @@ def test_a_hostile_folder_of_fsdp2_is_refused(
 @pytest.mark.parametrize("pattern", ["*/*model_states.pt", "*/*optim_states.pt"])
 @pytest.mark.parametrize("reader", FOLDER_READERS)
 def test_a_hostile_folder_of_zero_is_refused(reader: str, pattern: str, zero_folder: Path, tmp_path: Path) -> None:
-    assert_refused(reader, lambda *args: in_states(pattern, *args), zero_folder, tmp_path)
+    assert_refused(reader, lambda copied, mark: in_states(pattern, copied, Hostile(mark)), zero_folder, tmp_path)
 
 
 def assert_refused(reader: str, trap: Callable[..., None], folder: Path, tmp_path: Path) -> None:
@@ -192,6 +193,38 @@ def test_resuming_from_a_hostile_folder_of_fsdp2_is_refused(fsdp2_folder: Path, 
     for said in run_ranks(refused_by_fsdp2, str(folder)):
         assert len(said) == len(TRAPS)
         assert all("run code" in each or "weights_only" in each for each in said), said
+    assert not mark.exists()
+
+
+def zero3(ckpt_path: str) -> None:
+    strategy = lt.preset("zero3_bf16", precision="32-true")
+    run = trainer(devices=2, max_epochs=1, use_distributed_sampler=False, callbacks=[lt.EMA(0.5)], **strategy)
+    run.fit(build(Tied), rank_loader(), ckpt_path=ckpt_path)
+
+
+def refused_by_zero(folder: str) -> list[str]:
+    zero3(f"{folder}.untouched")
+    said = []
+    for number in range(4):
+        with pytest.raises(ValueError, match=r"run code|another rank has refused") as caught:
+            zero3(f"{folder}.{number}")
+        said.append(str(caught.value))
+    with torch.serialization.safe_globals([Fraction]):
+        zero3(f"{folder}.allowed")
+    return said
+
+
+def test_resuming_from_a_hostile_folder_of_zero_is_refused_on_all_ranks(zero_folder: Path, tmp_path: Path) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "a.ckpt"
+    shutil.copytree(zero_folder, f"{folder}.untouched")
+    files = [str(file.relative_to(zero_folder)) for file in sorted(zero_folder.glob("*/*_states.pt"))]
+    assert len(files) == 4  # two of each rank
+    for number, file in enumerate(files):
+        shutil.copytree(zero_folder, f"{folder}.{number}")
+        in_states(file, Path(f"{folder}.{number}"), Hostile(mark))
+    in_states(files[0], shutil.copytree(zero_folder, Path(f"{folder}.allowed")), Fraction(1, 2))
+    for of_both in zip(*run_ranks(refused_by_zero, str(folder)), strict=True):
+        assert sorted("posix.system" in said for said in of_both) == [False, True]
     assert not mark.exists()
 
 
