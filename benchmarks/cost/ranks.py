@@ -19,6 +19,7 @@ from settings import Settings
 
 NAME = "ranks"
 PEERS = ("deepspeed",)
+LIMIT = 120  # seconds of a fit of two steps, with the start of its processes
 SCRIPT = Path(__file__).parent.parent / "ranks_fit.py"
 STRATEGIES = {"DDP": "ddp_bf16", "FSDP2": "fsdp2_bf16", "ZeRO-3": "zero3_bf16"}
 
@@ -27,7 +28,8 @@ def shares(strategy: str, ranks: int, device: str) -> list[float]:
     """What each rank holds."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run([*command, str(SCRIPT), strategy, device, folder], capture_output=True, text=True)
+        command += [str(SCRIPT), strategy, device, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         if done.returncode:
             raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
@@ -42,7 +44,7 @@ def run(settings: Settings) -> list[Row]:
             try:
                 held = shares(STRATEGIES[what], ranks, settings.device)
                 found.append(row(case, f"{ranks} ranks", [max(held)], "copies of the weights"))
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 found.append(Row(case, f"{ranks} ranks", "copies of the weights", None, note=f"failed: {error}"))
     return found
 
