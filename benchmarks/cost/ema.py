@@ -154,7 +154,7 @@ def run(settings: Settings) -> list[Row]:
     rounds = settings.pick("rounds", 30, 5, 1)
     found = [each for name in names for each in of_set(name, settings, rounds)]
     steps = tiny_fits(STEPS, settings.pick("steps", 300, 120, 60), settings.device)
-    measured = in_turns(fits(steps), settings.pick("fits", 15, 2, 1), warm_up=0)
+    measured = in_turns(fits(steps), settings.pick("fits", 10, 2, 1), warm_up=0)
     return [*found, *rows_of("step, tiny", measured, PLAIN), *added_rows("added to a step, tiny", measured, PLAIN)]
 
 

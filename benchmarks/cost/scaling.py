@@ -86,7 +86,7 @@ def run(settings: Settings) -> list[Row]:
     """Each by size."""
     found = []
     sizes = settings.pick("millions of parameters", (1, 10, 100, 1000), (1, 10), (1,))
-    rounds = settings.pick("rounds", (15, 15, 5, 1), (3, 2), (1,))
+    rounds = settings.pick("rounds", (15, 10, 3, 1), (3, 2), (1,))
     for millions, count in zip(sizes, rounds, strict=True):
         for what, measure in MEASURES.items():
             gc.collect()  # what the last one has left
