@@ -39,7 +39,7 @@ def shares(strategy: str, ranks: int, device: str) -> list[float]:
 
 def run(settings: Settings) -> list[Row]:
     """Each strategy with each number of ranks; one that fails has a row that says so."""
-    strategies = settings.pick("strategies", tuple(STRATEGIES), ("DDP", "FSDP2"), ("FSDP2",))
+    strategies = settings.pick("strategies", tuple(STRATEGIES), ("FSDP2",), ("FSDP2",))
     numbers = settings.pick("ranks", (1, 2, 4), (1, 2), (2,))
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda case: found(*case, settings.device), product(strategies, numbers)))
