@@ -3,16 +3,19 @@
 Run it with ``python benchmarks/digits_rho.py``; it writes ``benchmarks/results/digits_rho.json`` in a few minutes.
 """
 
-import json
 import statistics
 from pathlib import Path
 
+from machine import machine
+from rows import written
+
 import lightning_tricks as lt
 from lightning_tricks.cli import digits
-from lightning_tricks.cli.demo import EPOCHS, machine, small_runs
+from lightning_tricks.cli.demo import EPOCHS, small_runs
 
 RADII = (0.05, 0.1, 0.2, 0.3, 0.5)
 SEEDS = range(5)
+NOISE = 0.4
 OUTPUT = Path(__file__).parent / "results" / "digits_rho.json"
 
 
@@ -22,7 +25,7 @@ def main() -> None:
         for rho in RADII:
             digits.SharpDigits.sam = lt.SAM(rho)
             for variant in ("SAM", "SAM + EMA + flat_cos"):
-                runs = [digits.run(digits.VARIANTS[variant], seed, epochs=EPOCHS, noise=0.4) for seed in SEEDS]
+                runs = [digits.run(digits.VARIANTS[variant], seed, epochs=EPOCHS, noise=NOISE) for seed in SEEDS]
                 row = {
                     "rho": rho,
                     "variant": variant,
@@ -31,9 +34,9 @@ def main() -> None:
                 }
                 print(row, flush=True)
                 rows.append(row)
-    OUTPUT.write_text(
-        json.dumps({"machine": machine(), "seeds": len(SEEDS), "epochs": EPOCHS, "rows": rows}, indent=1) + "\n"
-    )
+    settings = {"seeds": list(SEEDS), "epochs": EPOCHS, "noise": NOISE}
+    result = {"benchmark": "digits_rho", "machine": machine("scikit-learn"), "settings": settings, "rows": rows}
+    OUTPUT.write_text(written(result))
 
 
 if __name__ == "__main__":

@@ -116,5 +116,5 @@ def tiny_fits(contenders: Mapping[str, Callbacks], steps: int, device: str) -> d
 
 
 def empty() -> list[Callback]:
-    """A callback that does nothing."""
-    return [Callback()]
+    """None: a stock Trainer."""
+    return []

@@ -38,6 +38,9 @@ def draw(results: Path) -> None:
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]], title: str) -> None:
+    if not rows:
+        axis.set_title(f"{title}: not measured", fontsize=10)
+        return
     names, medians = [row["what"] for row in rows], [row["median"] for row in rows]
     limits = [[r["median"] - r["min"] for r in rows], [r["max"] - r["median"] for r in rows]]
     axis.barh(names, medians, xerr=limits, color=[_colour(row) for row in rows], error_kw={"lw": 1, "capsize": 2})

@@ -1,7 +1,8 @@
 """Which tricks help and which hurt: three tasks, clean and wrong labels, a stock Trainer, five seeds.
 
 Run ``python benchmarks/quality.py`` (minutes on four cores; ``--reduced`` runs everything in under one). It
-writes ``benchmarks/results/quality.json`` after every fit, goes on where it was interrupted, and renews the tables of
+writes ``benchmarks/results/quality.json`` after every fit, goes on where it was interrupted on this machine with these
+versions, begins anew where it was finished, and renews the tables of
 ``benchmarks/README.md``. The tasks are those of ``configs/``: digits (a perceptron), textures (a small CNN with
 BatchNorm), glosses (a transformer block). With noisy labels the same 40% of the training labels are another class in
 every run; validation and test labels are always true. The seed draws the initial weights and the order of the batches.
@@ -202,7 +203,7 @@ def classifier(task: Task, recipe: Recipe, lr: float) -> Classifier:
 
 
 class Runs:
-    """The runs of a file, which has those of an interrupted run with the same settings; missing ones are made."""
+    """The runs of a file, which has those of an interrupted run of the same kind; missing ones are made."""
 
     def __init__(self, output: Path, scale: Scale, pool: Executor) -> None:
         self.output, self.scale, self.pool = output, scale, pool
@@ -215,7 +216,9 @@ class Runs:
             "rows": [],
         }
         self.done: dict[str, Run] = {}
-        if output.exists() and (before := json.loads(output.read_text()))["settings"] == self.result["settings"]:
+        before = json.loads(output.read_text()) if output.exists() else {"rows": []}
+        finished = len({row["setting"] for row in before["rows"]}) == len(SETTINGS)
+        if not finished and all(before.get(part) == self.result[part] for part in ("machine", "settings")):
             self.done = {run.pop("job"): run for run in before["runs"]}
 
     def make(self, jobs: Iterable[Job]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from math import sqrt
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from scipy.stats import t
+from tables import README, grid, placed
 
 PLAIN = "plain"
-README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- quality: written by benchmarks/quality.py -->", "<!-- end of quality -->"
 EQUAL = 0.05  # the share by which compute may differ to be called equal: epochs are whole
 
@@ -71,8 +70,7 @@ def sign(difference: dict[str, float]) -> int:
 
 def renew(result: dict[str, Any]) -> None:
     """Write the tables between their marks."""
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n\n{tables(result)}\n\n{END}{rest.split(END)[1]}")
+    README.write_text(placed(README.read_text(), BEGIN, tables(result), END))
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -93,7 +91,7 @@ def summary(settings: dict[str, dict[str, Any]]) -> str:
         [name, *(short(each[name]["over_plain"]) if name in each else "" for each in settings.values())]
         for name in names
     ]
-    return markdown(["points over plain", *settings], [[PLAIN, *plain], *body])
+    return grid(["points over plain", *settings], [[PLAIN, *plain], *body])
 
 
 def short(difference: dict[str, float]) -> str:
@@ -115,13 +113,8 @@ def details(setting: str, each: dict[str, dict[str, Any]]) -> str:
         ]
         for name, row in each.items()
     ]
-    return markdown([setting, *header], body)
+    return grid([setting, *header], body)
 
 
 def interval(difference: dict[str, float]) -> str:
     return f"{short(difference)} ({difference['low']:+.1f} to {difference['high']:+.1f})"
-
-
-def markdown(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import matrix
 import quality_report
 from run import discovered
-from tables import renew
+from tables import grid, placed, renew
 
 from lightning_tricks.cli.catalogue import CATALOGUE, Row
 
@@ -31,13 +30,12 @@ def tables() -> dict[str, str]:
 
 def tricks() -> str:
     """What each trick does and costs, and the points that it gains on each task."""
-    heads = ["trick", "one line of yours", "what it does", "cost", *(f"{task} ¹" for task in TASKS)]
-    lines = [heads, ["---"] * len(heads)]
+    lines = []
     for row in CATALOGUE:
         names = ", ".join(f"`{name}`" for name in (*row.names, *row.beside))
         lines.append([names, f"`{row.line}`", row.what, cost(row), *(gains(row, task) for task in TASKS)])
-    lines.append(["all three", "the diff above", ALL, "", *(points(ALL, task) for task in TASKS)])
-    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
+    head = ["trick", "one line of yours", "what it does", "cost", *(f"{task} ¹" for task in TASKS)]
+    return grid(head, [*lines, ["all three", "the diff above", ALL, "", *(points(ALL, task) for task in TASKS)]])
 
 
 def gains(row: Row, task: str) -> str:
@@ -102,11 +100,7 @@ def result(name: str) -> dict[str, Any]:
 def renewed(text: str) -> str:
     """A README with the tables between their markers."""
     for name, table in tables().items():
-        marks = rf"(<!-- {name}: make tables -->).*?(<!-- end of {name} -->)"
-        text, count = re.subn(
-            marks, lambda found, table=table: f"{found[1]}\n\n{table.strip()}\n\n{found[2]}", text, flags=re.S
-        )
-        assert count == 1, f"README.md must have the markers of {name} once"
+        text = placed(text, f"<!-- {name}: make tables -->", table, f"<!-- end of {name} -->")
     return text
 
 

@@ -64,9 +64,15 @@ def shortened(value: float) -> float:
 
 
 def figure(rows: Sequence[Row], case: str, what: str, name: str = "median") -> float | None:
-    """One figure of the one row of a contender in a case."""
-    (found,) = [getattr(each, name) for each in rows if (each.case, each.what) == (case, what)]
-    return found
+    """One figure of the row of a contender in a case; None of one that failed."""
+    found = [getattr(each, name) for each in rows if (each.case, each.what) == (case, what)]
+    assert len(found) <= 1, "a contender has one row in a case"
+    return found[0] if found else None
+
+
+def ratio(first: float | None, second: float | None) -> float | None:
+    """Of figures that were measured."""
+    return None if first is None or second is None else round(first / second, 3)
 
 
 def target(what: str, measured: float | None, sign: str, limit: float) -> dict[str, Any]:

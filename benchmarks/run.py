@@ -2,6 +2,7 @@
 
 ``python benchmarks/run.py [NAMES]`` measures those named, or all, prints tables and writes a JSON file for each into
 ``--output``. Only a full run on a CPU into the folder of the committed figures also renews the tables and the picture.
+A benchmark that fails leaves a record that says so; the others are run, and the exit code is 1.
 In every round all contenders of a case take their turn, shuffled, in one process; figures are medians with the least
 and the most, ratios medians of the ratios within a round, since the load of a machine drifts.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
+import traceback
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +22,13 @@ from typing import Any
 import torch
 from machine import lent, prepare
 from picture import draw
-from rows import written
+from rows import Row, written
 from settings import SEED, Settings
 from tables import markdown, renew
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+CRASHED = "the benchmark"  # the case of a row
 
 
 def discovered() -> dict[str, ModuleType]:
@@ -34,17 +38,22 @@ def discovered() -> dict[str, ModuleType]:
 
 
 def measured(benchmark: ModuleType, settings: Settings) -> dict[str, Any]:
-    """The result of one benchmark, as it is written."""
-    prepare(benchmark.PEERS)
+    """The result of one benchmark, as it is written; of one that fails, the reason."""
     torch.manual_seed(SEED)
-    rows = benchmark.run(settings)
+    try:
+        rows = benchmark.run(settings)
+        targets = benchmark.targets(rows)
+    except Exception as error:  # whatever it is, the others' figures are not lost
+        traceback.print_exc()
+        rows = [Row(CRASHED, benchmark.NAME, "", None, note=f"failed: {type(error).__name__}: {error}")]
+        targets = []
     gc.collect()
     return {
         "benchmark": benchmark.NAME,
         "machine": lent(settings.device, *benchmark.PEERS),
         "settings": settings.noted,
         "rows": [row._asdict() for row in rows],
-        "targets": benchmark.targets(rows),
+        "targets": targets,
     }
 
 
@@ -53,7 +62,7 @@ def main() -> None:
     benchmarks = discovered()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAMES", help=f"of {', '.join(benchmarks)}; all by default")
-    parser.add_argument("--reduced", action="store_true", help="fewer rounds and sizes, to look: some two minutes")
+    parser.add_argument("--reduced", action="store_true", help="fewer rounds and sizes, to look: some three minutes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--output", type=Path, help=f"the folder; {RESULTS}, or if reduced scratch/ beside it")
@@ -63,14 +72,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     output = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
     output.mkdir(parents=True, exist_ok=True)
-    for name in args.names or benchmarks:
+    names = args.names or list(benchmarks)
+    prepare(sorted({peer for name in names for peer in benchmarks[name].PEERS}))
+    failed = []
+    for name in names:
         begin = time.perf_counter()
         result = measured(benchmarks[name], Settings("reduced" if args.reduced else "full", args.device))
         (output / f"{name}{'' if args.device == 'cpu' else '_cuda'}.json").write_text(written(result))
         print(f"{markdown(result)}\n({time.perf_counter() - begin:.0f} s)\n", flush=True)
-    if output.resolve() == RESULTS and args.device == "cpu":
+        failed += [name] if result["rows"][0]["case"] == CRASHED else []
+    if output.resolve() == RESULTS and args.device == "cpu" and not args.reduced:
         renew(list(benchmarks))
         draw(RESULTS)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; the reasons are above")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from fitted import PLAIN, QUIET, AdamNet, Callbacks, architecture, drawn, empty, tiny
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from rows import Row, figure, row, rows_of, target
+from rows import Row, figure, ratio, row, rows_of, target
 from settings import SEED, Settings
 from timing import Turn, in_turns, timed
 from torch.utils.data import DataLoader
@@ -58,7 +58,7 @@ def run(settings: Settings) -> list[Row]:
         folder = Path(temporary)
         makers = {what: lambda what=what: turn(what, name, settings.device, folder) for what in CALLBACKS}
         measured = in_turns(makers, rounds, warm_up=0)
-        sizes = {what: (folder / f"{what}.ckpt").stat().st_size / 1e6 for what in CALLBACKS}
+        sizes = {path.stem: path.stat().st_size / 1e6 for path in sorted(folder.glob("*.ckpt"))}
     found = [row(f"size, {name}", what, [size], "MB") for what, size in sizes.items()]
     for way in ("save", "resume"):
         of_way = measured._replace(times={k: t for k, t in measured.times.items() if k.startswith(way)})
@@ -68,15 +68,13 @@ def run(settings: Settings) -> list[Row]:
 
 def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """No larger and no slower than Lightning's averaging."""
-    case = rows[0].case
-    name = case.split(", ")[1]
-    found = [target("MB over Lightning's averaging", _over(rows, case, OURS, LIGHTNING), "<=", 1.01)]
+    name = rows[0].case.split(", ")[1]
+    found = [target("MB over Lightning's averaging", over(rows, f"size, {name}", OURS, LIGHTNING), "<=", 1.01)]
     for way in ("save", "resume"):
-        over = _over(rows, f"{way}, {name}", f"{way}, {OURS}", f"{way}, {LIGHTNING}")
-        found.append(target(f"{way}: over Lightning's averaging", over, "<=", 1.1))
+        slower = over(rows, f"{way}, {name}", f"{way}, {OURS}", f"{way}, {LIGHTNING}")
+        found.append(target(f"{way}: over Lightning's averaging", slower, "<=", 1.1))
     return found
 
 
-def _over(rows: Sequence[Row], case: str, first: str, second: str) -> float | None:
-    both = [figure(rows, case, what) for what in (first, second)]
-    return None if None in both else round(both[0] / both[1], 3)
+def over(rows: Sequence[Row], case: str, first: str, second: str) -> float | None:
+    return ratio(*(figure(rows, case, what) for what in (first, second)))

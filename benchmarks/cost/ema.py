@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fitted import PLAIN, SETS, SMALL, Callbacks, Net, empty, tiny_fits
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
-from rows import Row, added_rows, figure, row, rows_of, target
+from rows import Row, added_rows, figure, ratio, row, rows_of, target
 from settings import SEED, Settings
 from space import memory
 from timing import Measured, Turn, Work, fits, in_turns, timed, works
@@ -154,7 +154,7 @@ def run(settings: Settings) -> list[Row]:
     rounds = settings.pick("rounds", 30, 5, 1)
     found = [each for name in names for each in of_set(name, settings, rounds)]
     steps = tiny_fits(STEPS, settings.pick("steps", 300, 120, 60), settings.device)
-    measured = in_turns(fits(steps), settings.pick("fits", 15, 2, 1), warm_up=0)
+    measured = in_turns(fits(steps), settings.pick("fits", 10, 2, 1), warm_up=0)
     return [*found, *rows_of("step, tiny", measured, PLAIN), *added_rows("added to a step, tiny", measured, PLAIN)]
 
 
@@ -176,7 +176,3 @@ def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 over = figure(rows, case, f"{OURS}, {way}", "over_floor")
                 found.append(target(f"{name}: {way} over its traffic", over, "<=", 1.25))
     return [*found, target("tiny: us added to a step", figure(rows, "added to a step, tiny", OURS), "<=", 60)]
-
-
-def ratio(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else round(first / second, 3)

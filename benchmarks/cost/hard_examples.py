@@ -74,7 +74,7 @@ def run(settings: Settings) -> list[Row]:
         return fit(kind(network()), batch, steps, callbacks(), every=1)
 
     contenders = {what: partial(step, *each) for what, each in FILTERS.items()}
-    measured = in_turns(fits(contenders), settings.pick("fits", 8, 2, 1), warm_up=0)
+    measured = in_turns(fits(contenders), settings.pick("fits", 5, 1, 1), warm_up=0)
     return rows_of(f"step, {name}", measured, PLAIN, "ms")
 
 

@@ -40,7 +40,7 @@ def run(settings: Settings) -> list[Row]:
     """Interleaved repeats, after one that warms the disk cache if there are several."""
     modules = settings.pick("modules", MODULES, MODULES[:1], MODULES[:1])
     measured = Measured({FLOOR: [], **{module: [] for module in modules}}, {})
-    repeats = settings.pick("repeats", 5, 2, 1)
+    repeats = settings.pick("repeats", 3, 1, 1)
     for repeat in range(repeats + (repeats > 1)):
         for module in modules:
             first, second = seconds(module)

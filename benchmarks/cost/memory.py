@@ -71,7 +71,7 @@ def tokens(samples: int) -> Any:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], int]] = {
     "ResNet-50, 64 x 64": (partial(architecture, "resnet50"), partial(images, 64), 4),
-    "ResNet-50, 128 x 128": (partial(architecture, "resnet50"), partial(images, 128), 16),
+    "ResNet-50, 128 x 128": (partial(architecture, "resnet50"), partial(images, 128), 8),
     "ViT-tiny, 224 x 224": (partial(architecture, "vit_tiny_patch16_224"), partial(images, 224), 8),
     "BERT of 2 layers, 128 tokens": (bert, tokens, 8),
 }

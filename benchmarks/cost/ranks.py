@@ -1,7 +1,7 @@
 """Bytes of EMA's state on each rank, for 1, 2 and 4 ranks: whole under DDP, a share under FSDP2 and ZeRO-3.
 
 Each case is a fit of two steps in real processes, started by torchrun; the figure is the largest of the ranks, over
-the bytes of the whole weights in fp32.
+the bytes of the whole weights in fp32. No time is measured, so two cases run at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +21,7 @@ from settings import Settings
 
 NAME = "ranks"
 PEERS = ("deepspeed",)
+LIMIT = 120  # seconds of a fit of two steps, with the start of its processes
 SCRIPT = Path(__file__).parent.parent / "ranks_fit.py"
 STRATEGIES = {"DDP": "ddp_bf16", "FSDP2": "fsdp2_bf16", "ZeRO-3": "zero3_bf16"}
 
@@ -27,7 +30,8 @@ def shares(strategy: str, ranks: int, device: str) -> list[float]:
     """What each rank holds."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run([*command, str(SCRIPT), strategy, device, folder], capture_output=True, text=True)
+        command += [str(SCRIPT), strategy, device, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         if done.returncode:
             raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
@@ -35,16 +39,19 @@ def shares(strategy: str, ranks: int, device: str) -> list[float]:
 
 def run(settings: Settings) -> list[Row]:
     """Each strategy with each number of ranks; one that fails has a row that says so."""
-    found = []
-    for what in settings.pick("strategies", tuple(STRATEGIES), ("DDP", "FSDP2"), ("FSDP2",)):
-        for ranks in settings.pick("ranks", (1, 2, 4), (1, 2), (2,)):
-            case = f"EMA's state on a rank, {what}"
-            try:
-                held = shares(STRATEGIES[what], ranks, settings.device)
-                found.append(row(case, f"{ranks} ranks", [max(held)], "copies of the weights"))
-            except (RuntimeError, OSError) as error:
-                found.append(Row(case, f"{ranks} ranks", "copies of the weights", None, note=f"failed: {error}"))
-    return found
+    strategies = settings.pick("strategies", tuple(STRATEGIES), ("FSDP2",), ("FSDP2",))
+    numbers = settings.pick("ranks", (1, 2, 4), (1, 2), (2,))
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda case: found(*case, settings.device), product(strategies, numbers)))
+
+
+def found(what: str, ranks: int, device: str) -> Row:
+    """The row of a case."""
+    case, name, unit = f"EMA's state on a rank, {what}", f"{ranks} ranks", "copies of the weights"
+    try:
+        return row(case, name, [max(shares(STRATEGIES[what], ranks, device))], unit)
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return Row(case, name, unit, None, note=f"failed: {error}")
 
 
 def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:

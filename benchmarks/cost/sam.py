@@ -174,7 +174,7 @@ def run(settings: Settings) -> list[Row]:
     names = settings.pick("sets", ("200 x 64", "resnet50"), SMALL, SMALL)
     found = [each for name in names for each in of_set(name, settings, rounds)]
     for name, count in settings.pick(
-        "fits", {"tiny": 15, "resnet50": 4}, {"tiny": 2, "resnet50": 1}, {"tiny": 1}
+        "fits", {"tiny": 10, "resnet50": 3}, {"tiny": 2, "resnet50": 1}, {"tiny": 1}
     ).items():
         found += of_step(name, count, settings)
     return found

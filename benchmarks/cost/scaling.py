@@ -6,11 +6,14 @@ skipped, and its row says so; the largest has one round.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from cost.ema import tracked
+from cost.sam import SharpNet, ours
 from fitted import PLAIN, Net, drawn, fit
 from machine import available
 from rows import Row, row, rows_of
@@ -18,26 +21,13 @@ from settings import Settings
 from timing import fits, in_turns, works
 from torch import Tensor, nn
 
-import lightning_tricks as lt
-from lightning_tricks.core.averages import Averages
-from lightning_tricks.core.shards import LocalWeights
-from lightning_tricks.core.weights import copy_
-from lightning_tricks.modules.sam_rules import sam_perturb_
-
 NAME = "scaling"
 PEERS = ()
 MILLION = 10**6
 UPDATE, PERTURB, STEP = "EMA update", "SAM perturb and restore", "SAM step"
-TENSORS = {
-    UPDATE: 2,
-    PERTURB: 3,
-    STEP: 4,
-}  # of the size of the weights: with averages; old ones and gradients; autograd
+# of the size of the weights: with averages; with old ones and gradients; with autograd's
+TENSORS = {UPDATE: 2, PERTURB: 3, STEP: 4}
 COPIES = {UPDATE: 3 / 2, PERTURB: 8 / 2}  # traffic over that of a copy of the weights
-
-
-class SharpNet(lt.SAMMixin, Net):
-    sam = lt.SAM()
 
 
 def deep(millions: int, device: str) -> nn.Module:
@@ -54,9 +44,7 @@ def deep(millions: int, device: str) -> nn.Module:
 def updates(millions: int, rounds: int, device: str) -> list[Row]:
     """An update of the averages over its traffic."""
     module = deep(millions, device)
-    weights = LocalWeights(module)
-    averages = Averages(weights)
-    averages.track(weights.trainable())
+    averages = tracked(module)
     parts = list(averages.tensors.values())
     return over_traffic(UPDATE, partial(averages.lerp, 0.001), parts, list(module.parameters()), rounds, device)
 
@@ -64,14 +52,9 @@ def updates(millions: int, rounds: int, device: str) -> list[Row]:
 def perturbations(millions: int, rounds: int, device: str) -> list[Row]:
     """Norm, copy, addition, copy back."""
     weights = list(deep(millions, device).parameters())
-    gradients = [torch.full_like(weight, 1e-6) for weight in weights]
-
-    def work() -> None:
-        old = [weight.detach().clone() for weight in weights]
-        sam_perturb_(weights, gradients, 0.05)
-        copy_(weights, old)
-
-    return over_traffic(PERTURB, work, gradients, weights, rounds, device)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-6)
+    return over_traffic(PERTURB, ours(weights), [weight.grad for weight in weights], weights, rounds, device)
 
 
 def over_traffic(
@@ -103,9 +86,10 @@ def run(settings: Settings) -> list[Row]:
     """Each by size."""
     found = []
     sizes = settings.pick("millions of parameters", (1, 10, 100, 1000), (1, 10), (1,))
-    rounds = settings.pick("rounds", (15, 15, 5, 1), (3, 2), (1,))
+    rounds = settings.pick("rounds", (15, 10, 3, 1), (3, 2), (1,))
     for millions, count in zip(sizes, rounds, strict=True):
         for what, measure in MEASURES.items():
+            gc.collect()  # what the last one has left
             need, case = 4 * MILLION * millions * TENSORS[what], f"{what}, {millions} M parameters"
             if 1.5 * need > available(settings.device):
                 found.append(Row(case, what, "ms", None, note=f"skipped: memory, it needs {need / 1e9:.0f} GB"))

@@ -185,7 +185,7 @@ def run(settings: Settings) -> list[Row]:
     """All figures."""
     device, rounds = settings.device, settings.pick("rounds", 5, 2, 1)
     steps = settings.pick("steps", 600, 200, 60)
-    found = trainers(settings.pick("fits", 4, 1, 1), steps, device) + idle(rounds, device)
+    found = trainers(settings.pick("fits", 3, 1, 1), steps, device) + idle(rounds, device)
     for name in settings.pick("checkpointed", CHECKPOINTED, (VIT,), ()):
         found += checkpointing(name, rounds, device)
     for name in settings.pick("channels last", CONVOLUTIONS, ("mobilenetv3_small_100",), ()):

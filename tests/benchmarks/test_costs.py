@@ -17,7 +17,7 @@ import torch.nn.functional as F
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 NAMES = sorted(path.stem for path in (BENCHMARKS / "cost").glob("*.py"))
-SLOW = ("import_time", "memory", "ranks")
+SLOW = ("import_time", "memory", "mixup", "ranks", "together")
 ROW = ["case", "what", "unit", "median", "min", "max", "floor", "over_floor", "note"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers
@@ -145,12 +145,55 @@ def test_a_missing_peer_and_an_unknown_name_are_named(
     run, machine = part("run"), part("machine")
     with monkeypatch.context() as patch:
         patch.setattr(machine, "find_spec", lambda name: None)
-        with pytest.raises(SystemExit, match=r"missing: timm, ema-pytorch. Run: python -m pip install '.\[bench\]'"):
-            run.measured(part("cost.ema"), part("settings").Settings("tiny"))
+        patch.setattr(sys, "argv", ["run.py", "ema"])
+        with pytest.raises(SystemExit, match=r"missing: ema-pytorch, timm. Run: python -m pip install '.\[bench\]'"):
+            run.main()
     monkeypatch.setattr(sys, "argv", ["run.py", "emma"])
     with pytest.raises(SystemExit):
         run.main()
     assert "there is no benchmark emma; there are checkpoints, ema," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["run", "targets"])
+def test_a_crash_leaves_a_record_and_the_others_are_measured(
+    broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, row = part("run"), part("rows").Row("a case", "it", "us", 1.0)
+    for name in ("ema", "schedules"):
+        monkeypatch.setattr(part(f"cost.{name}"), "run", lambda settings: [row])
+        monkeypatch.setattr(part(f"cost.{name}"), "targets", lambda rows: [])
+    monkeypatch.setattr(part("cost.ema"), broken, lambda _: 1 // 0)
+    monkeypatch.setattr(sys, "argv", ["run.py", "ema", "schedules", "--threads", "1", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match="failed: ema;"):
+        run.main()
+    notes = [json.loads((tmp_path / f"{name}.json").read_text())["rows"][0]["note"] for name in ("ema", "schedules")]
+    assert notes == ["failed: ZeroDivisionError: integer division or modulo by zero", ""]
+    for name in set(NAMES) - {"ema", "schedules"}:
+        shutil.copy(RESULTS / f"{name}.json", tmp_path)
+    part("picture").draw(tmp_path)  # without them
+    assert "failed: ZeroDivisionError" in part("tables").markdown(json.loads((tmp_path / "ema.json").read_text()))
+
+
+def test_a_peer_that_fails_costs_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = part("cost.checkpoints")
+    monkeypatch.setitem(checkpoints.CALLBACKS, checkpoints.LIGHTNING, lambda: 1 // 0)
+    rows = checkpoints.run(part("settings").Settings("tiny"))
+    assert {row.what for row in rows if row.note} == {checkpoints.LIGHTNING}
+    assert [each["met"] for each in checkpoints.targets(rows)] == [None] * 3
+    assert {"size, tiny", "save, tiny", "resume, tiny"} == {row.case for row in rows if row.median is not None}
+
+
+@pytest.mark.parametrize("what", ["reduced", "cuda"])
+def test_no_other_run_touches_the_committed_tables(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = part("run")
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "measured", lambda *_: {**committed("ema"), "benchmark": "ema"})
+    for name in ("renew", "draw"):
+        monkeypatch.setattr(run, name, lambda *_: pytest.fail("renewed"))
+    option = ["--reduced"] if what == "reduced" else ["--device", "cuda"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "ema", "--threads", "1", *option, "--output", str(tmp_path)])
+    run.main()
+    assert (tmp_path / ("ema.json" if what == "reduced" else "ema_cuda.json")).exists()
 
 
 # -- contenders do the same work --------------------------------------------------------------------------------------

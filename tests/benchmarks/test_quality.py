@@ -154,7 +154,22 @@ def test_a_setting_is_measured_for_real(quality: ModuleType, report: ModuleType,
     assert (found["SAM"]["compute"], found["HardExampleFilter, prune"]["compute"]) == (2.0, 0.833)
     tests = {run["test"] for run in measured.done.values()}
     assert len(tests) > 20  # of 46 runs: tricks differ, seeds differ
-    assert "| SAM + EMA + flat_cos |" in report.tables(measured.result)
+    assert "|SAM + EMA + flat_cos|" in report.tables(measured.result)
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "taken"), [(1, "this", True), (6, "this", False), (1, "another", False)]
+)
+def test_what_is_finished_or_of_another_machine_is_measured_anew(
+    settings: int, machine: str, taken: bool, quality: ModuleType, committed: dict[str, Any], tmp_path: Path
+) -> None:
+    output, first = tmp_path / "quality.json", [f"{task}, {labels}" for task, labels in quality.SETTINGS[:settings]]
+    with ThreadPoolExecutor(1) as pool:
+        own = quality.Runs(output, quality.Scale(), pool).result
+        committed["machine"] = {**own["machine"], "cpu": own["machine"]["cpu"] if machine == "this" else machine}
+        committed["rows"] = [row for row in committed["rows"] if row["setting"] in first]
+        output.write_text(json.dumps(committed))
+        assert bool(quality.Runs(output, quality.Scale(), pool).done) is taken
 
 
 @pytest.mark.slow
@@ -166,7 +181,7 @@ def test_the_script_makes_these_figures(committed: dict[str, Any], tmp_path: Pat
     assert made.keys() == committed.keys()
     assert list(rows(made)) == list(rows(committed))
     assert {tuple(row) for row in made["rows"]} == {tuple(row) for row in committed["rows"]}
-    assert "| points over plain |" in run.stdout
+    assert "|points over plain|" in run.stdout
 
 
 def told(report: ModuleType, committed: dict[str, Any], trick: str, better: int) -> set[str]:
@@ -181,6 +196,7 @@ def test_the_reading_is_that_of_the_figures(report: ModuleType, committed: dict[
     for trick in ("EMA", "SWA", "flat_cos", "one_cycle", "SAM", "SAM + EMA + flat_cos"):
         assert told(report, committed, trick, 1) == {"digits, noisy labels", "textures, noisy labels"}
         assert not told(report, committed, trick, -1)
+    assert found["digits, clean labels", "plain"]["strength"] == 0.2
     for trick in ("HardExampleFilter, prune", "HardExampleFilter, loss"):
         assert told(report, committed, trick, -1) == noisy | {"digits, clean labels"}
     for trick in ("Mixup", "HiddenMixup", "AutoClip"):
