@@ -89,7 +89,7 @@ def _reason(message: str) -> str:
         return re.sub(r"Unexpected config:\s*$", "a configuration is empty.", message)
     first, _, _ = message.partition("\n")
     said = [line.strip(" -") for line in errors[1].splitlines()]
-    tried = ("Expected a <class 'NoneType'>", "Not a valid subclass")
+    tried = ("Expected a <class 'NoneType'>", "Not a valid subclass", "Does not validate", "Subtypes:", "Errors:")
     said = [line for line in dict.fromkeys(said) if not line.startswith(tried)]
     while len(said) > 1 and said[-1].endswith(":"):  # of a class, nothing of which is left
         said.pop()

@@ -149,6 +149,7 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(capsys: pytest.Capt
         ([], 2, "the following arguments are required: fit.model"),
         (["-c", "base.yaml", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=2"], 1, "decay must be in [0.0,"),
         (["-c", "base.yaml", "--trainer.strategy=ddp_bf61"], 1, "You selected an invalid strategy name"),
+        (["-c", "base.yaml", "--trainer.callbacks+=Timer"], 1, "lightning-tricks: ('cannot represent an object'"),
         (["-c", "base.yaml", "--trainer.callbacks+=LRSchedule"], 1, "both would set the learning rate"),
         (["-c", "base.yaml", "--ckpt_path", "none.ckpt"], 1, "There is no checkpoint none.ckpt."),
         (["-c", "base.yaml", "--ckpt_path", "sharded"], 1, "There is no checkpoint sharded."),
