@@ -7,7 +7,9 @@ out the frozen ones of ZeRO-1, and extra state.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ def zero_weights(folder: Path) -> dict[str, Any]:
         ValueError: If files are missing or do not fit together.
     """
     try:
-        import deepspeed  # noqa: F401
+        with redirect_stdout(sys.stderr):  # where its logger writes from then on
+            import deepspeed  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "a DeepSpeed checkpoint needs the package deepspeed: pip install 'lightning-tricks[deepspeed]'"

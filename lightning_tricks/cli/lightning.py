@@ -73,7 +73,8 @@ class Prepared(Reader):
     @override
     def before_instantiate_classes(self) -> None:
         path = self.config[str(self.subcommand)].get("ckpt_path") or ""
-        if path.endswith(".ckpt") and "://" not in path and not Path(path).exists():
+        named = path in ("", "best", "last", "hpc") or path.startswith("registry") or "://" in path  # by Lightning
+        if not named and not Path(path).exists():
             raise FileNotFoundError(f"There is no checkpoint {path}.")
 
     def run(self) -> None:
@@ -85,11 +86,13 @@ def _reason(message: str) -> str:
     """What of jsonargparse's paragraphs says what to change: the key and the errors, not the types it has tried."""
     errors = re.search(r"Errors:\n(.*?)(?=\n *(Subclass types expect|Given value)|\Z)", message, re.DOTALL)
     if errors is None:
-        return message
+        return re.sub(r"Unexpected config:\s*$", "a configuration is empty.", message)
     first, _, _ = message.partition("\n")
     said = [line.strip(" -") for line in errors[1].splitlines()]
-    tried = ("Expected a <class 'NoneType'>", "Not a valid subclass")
+    tried = ("Expected a <class 'NoneType'>", "Not a valid subclass", "Does not validate", "Subtypes:", "Errors:")
     said = [line for line in dict.fromkeys(said) if not line.startswith(tried)]
+    while len(said) > 1 and said[-1].endswith(":"):  # of a class, nothing of which is left
+        said.pop()
     value = re.search(r"^ *Given value: (.{1,60})$", message, re.MULTILINE)
     given = f", got {value[1]}" if value and re.fullmatch(r"Expected a <class '\w+'>", said[-1]) else ""
     return " ".join([*([first] if first.endswith(":") else []), *said]) + given

@@ -18,7 +18,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return plain_table(columns, rows, shutil.get_terminal_size().columns)
     drawn = Table()
     for place, column in enumerate(columns):
-        drawn.add_column(column, no_wrap=place < len(columns) - 1)
+        drawn.add_column(column, no_wrap=place < len(columns) - 1, overflow="fold")  # a line of code stays whole
     for row in rows:
         drawn.add_row(*map(Text, row))
     # no colours: the text may go to a file; where stderr writes no Unicode, rich draws the lines in ASCII

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -56,3 +58,12 @@ def test_it_helps_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["consolidate", "--help"])
     assert "example: lightning-tricks consolidate" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # deepspeed is imported
+def test_deepspeed_logs_to_stderr(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step1")
+    command = [sys.executable, "-m", "lightning_tricks_cli.main", "consolidate", tmp_path, "-o", tmp_path / "w.pt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith("lightning-tricks: ")

@@ -64,14 +64,6 @@ def test_averaging_does_not_touch_the_raw_curve() -> None:
     assert averaged["val_accuracy"] != plain["val_accuracy"]
 
 
-def test_all_tricks_beat_plain_training_by_ten_points() -> None:
-    plain, tricks = (
-        mean([run(VARIANTS[name], seed, epochs=55, noise=0.4) for seed in range(2)])
-        for name in ("plain", "SAM + EMA + flat_cos")
-    )
-    assert tricks > plain + 0.10
-
-
 @pytest.mark.slow
 def test_the_whole_demo_beats_plain_training_by_ten_points(tmp_path: Path) -> None:
     results = demo(tmp_path)

@@ -54,7 +54,10 @@ def test_the_split_is_fixed_and_only_training_labels_are_wrong(task: Task) -> No
     assert all(torch.equal(*pair) for pair in zip(noisy["train"], task.load(0.4)["train"], strict=True))
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, id=name, marks=[pytest.mark.slow] * (name != "digits")) for name, task in TASKS.items()],
+)
 def test_the_network_learns_it_from_its_data_module(task: Task) -> None:
     pl.seed_everything(0, verbose=False)
     module, data = Classifier(task.network(), task.lr, task.optimizer), task.data()

@@ -63,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delitem(sys.modules, "here_net", raising=False)
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores Ctrl-C
     Path("here_net.py").write_text(HERE)
     schedule = [{"class_path": "LRSchedule", "init_args": {"curve": "cosine"}}]
     write(
@@ -144,20 +144,26 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(capsys: pytest.Capt
         (["-c", "base.yaml", "--trainer.callbacks+=EMAA"], 2, 'Parser key "trainer.callbacks": '),
         (["-c", "base.yaml", "--model", "here_net.Nett"], 2, 'Parser key "model": '),
         (["-c", "cut.yaml"], 2, "Problems parsing config"),
+        (["-c", "empty.yaml"], 2, "lightning-tricks: a configuration is empty."),
+        (["-c", "base.yaml", "--trainer.callbacks+=EMA", "--trainer.callbacks.decy=2"], 2, "'decy' is not accepted"),
         ([], 2, "the following arguments are required: fit.model"),
         (["-c", "base.yaml", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=2"], 1, "decay must be in [0.0,"),
         (["-c", "base.yaml", "--trainer.strategy=ddp_bf61"], 1, "You selected an invalid strategy name"),
+        (["-c", "base.yaml", "--trainer.callbacks+=Timer"], 1, "lightning-tricks: ('cannot represent an object'"),
         (["-c", "base.yaml", "--trainer.callbacks+=LRSchedule"], 1, "both would set the learning rate"),
         (["-c", "base.yaml", "--ckpt_path", "none.ckpt"], 1, "There is no checkpoint none.ckpt."),
+        (["-c", "base.yaml", "--ckpt_path", "sharded"], 1, "There is no checkpoint sharded."),
     ],
 )
 def test_a_wrong_configuration_is_one_line(
     arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("empty.yaml").touch()
     Path("cut.yaml").write_text("trainer: {max_epochs: 2\nmodel: [\n")
     assert main(["fit", *arguments]) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-tricks: ")]
     assert message in line
+    assert not line.endswith(":")
     assert len(line) < 400
 
 
@@ -172,7 +178,9 @@ def test_ctrl_c_in_training_exits_with_130() -> None:
     assert main(["fit", "-c", "base.yaml", "--model", "here_net.Interrupted"]) == 130
 
 
-@pytest.mark.parametrize("module", [True, False], ids=["python -m", "script"])
+@pytest.mark.parametrize(
+    "module", [pytest.param(True, id="python -m"), pytest.param(False, id="script", marks=pytest.mark.slow)]
+)
 def test_two_processes_by_lightnings_own_launcher(module: bool) -> None:
     Path("script.py").write_text("import sys\nfrom lightning_tricks_cli.main import main\nsys.exit(main())\n")
     start = [sys.executable, *(["-m", "lightning_tricks_cli.main"] if module else ["script.py"])]

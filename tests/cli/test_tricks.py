@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -67,3 +68,11 @@ def test_it_is_readable_at_80_columns(
     assert max(map(len, out.splitlines())) <= 80
     assert all(name in out for name in lt.__all__)
     assert "costs: an fp32 copy of the weights" in " ".join(out.replace("│", " ").split())
+
+
+def test_a_line_of_code_is_whole_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["tricks", "EMA"]) == 0
+    assert "callbacks=[lt.EMA(decay=0.999)]" in re.sub(r"[│\s]", "", capsys.readouterr().out)
