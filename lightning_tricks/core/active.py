@@ -130,9 +130,9 @@ def _spelled(given: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, Mapping):  # a curve inside another
-        name, rest = _curve(value)
-        return f"{name} ({_spelled(rest)})"
+    if isinstance(value, Mapping):  # a curve inside another, or DeepSpeed's configuration
+        name, rest = _curve(value) if "curve" in value else ("", value)
+        return f"{name} ({_spelled(rest)})".lstrip()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -134,11 +134,9 @@ def test_the_callback_schedule() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, trick in SETTINGS.items() if not trick.images])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_trick_is_in_the_table(name: str) -> None:
     trick: Enrolled = SETTINGS[name]
-    if name == "ChannelsLast":
-        pytest.skip("needs convolutions")
     asked = Asked()
     run = {**FEW, "max_steps": 3, "callbacks": [*trick.make_callbacks("on"), asked]}
     fit(build(lambda: trick.module(NormNet, "on")()), **run)
@@ -228,7 +226,7 @@ def rank_says(strategy: str) -> list[str]:
     return [text for text in said if TITLE in text]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_bf16", "fsdp2_bf16"])
+@pytest.mark.parametrize("strategy", ["ddp_bf16", "fsdp2_bf16", "zero1_bf16"])
 def test_on_rank_zero_alone(strategy: str) -> None:
     first, second = run_ranks(rank_says, strategy)
     assert second == []
