@@ -13,7 +13,9 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from random import SystemRandom
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
@@ -43,9 +45,11 @@ def run_ranks(
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """One below those that the system itself hands out, to whoever connects before rank 0 listens."""
+    while True:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", SystemRandom().randrange(16384, 32768)))  # tests seed random
+            return int(sock.getsockname()[1])
 
 
 def _environment(rank: int, nprocs: int, port: int, nodes: int = 1) -> dict[str, str]:

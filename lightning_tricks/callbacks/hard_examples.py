@@ -77,6 +77,8 @@ class HardExampleFilter(BatchCallback):
     Mixing callbacks mix what is kept. ``tricks/kept_fraction`` and ``tricks/loss_threshold``, the smallest loss that
     was kept, are logged every ``log_every_n_steps``.
 
+    A batch in which a loss is not a number is trained on whole, for ``SkipNonFinite`` and the like to find.
+
     Do not use it with wrong labels: the hardest samples are then the wrong ones.
 
     Args:
@@ -170,7 +172,8 @@ class HardExampleFilter(BatchCallback):
             if self.score_scale is not None:
                 batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
             losses = losses_of_samples(trainer, batch, self.targets_in(batch))
-            if losses is not None:
+            # one sample can make BatchNorm spoil the losses of all: whoever guards the step is to see that sample
+            if losses is not None and not losses.isnan().any():
                 work.batch = narrowed(work.batch, self._keep(losses, count), size)
                 self._samples(work.batch, count)
         elif self.across_ranks:

@@ -29,8 +29,8 @@ class SkipNonFinite(Trick):
     at gradients (``AutoClip``): they see those of a left-out step only if they come first. Of this and
     ``RewindOnSpike`` the first decides.
 
-    With a GradScaler (fp16) the scaler itself leaves steps out, as it must to find its scale; then this only counts,
-    and what Lightning does with such a step stays as it is.
+    With a GradScaler (fp16) the scaler itself leaves steps out, as it must to find its scale; then this counts them and
+    gives the buffers back, which a bad batch would spoil for good; ``global_step`` and schedules go on.
 
     ``skipped_steps`` has the number so far, logged as ``tricks/skipped_steps``. An optimizer step costs one reading of
     the gradients, a copy of the buffers and one wait for the device more.
@@ -96,8 +96,7 @@ class SkipNonFinite(Trick):
             return
         self._in_a_row[number] = in_a_row = self._in_a_row.get(number, 0) + 1
         self.skipped_steps += 1
-        if self._leaves_out:
-            self._window.restore()
+        self._window.restore()
         trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         if in_a_row >= self.max_consecutive:
             raise FloatingPointError(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_tricks.core.replay import random_state, set_random_state
 from lightning_tricks.core.saved import peers
 from lightning_tricks.core.step_guard import Buffers
-from lightning_tricks.core.trainer import grad_scaler, uncount_steps
+from lightning_tricks.core.trainer import grad_scaler, uncount_steps, weights_held
 from lightning_tricks.core.weights import local_part
 
 
@@ -24,6 +24,8 @@ class Snapshot:
     @torch.no_grad()
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.step = trainer.global_step
+        # of FSDP2: validation leaves the root's weights gathered, in tensors that are freed with the next step
+        weights_held(trainer, module, "RewindOnSpike").settle()
         self._weights = [(weight, _host(weight)) for weight in module.parameters()]
         self._buffers = Buffers(module, "cpu")
         self._optimizers = [

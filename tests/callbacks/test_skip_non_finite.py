@@ -180,6 +180,17 @@ def test_buffers_that_a_step_makes_anew_are_left_out_too(guard: Any) -> None:
     assert_equal(weights(spoiled), weights(clean))
 
 
+@pytest.mark.parametrize("sample", range(8))
+@pytest.mark.parametrize("settings", [{}, {"mode": "loss"}], ids=str)
+def test_the_filter_drops_no_sample_that_is_not_finite(sample: int, settings: dict[str, Any]) -> None:
+    """BatchNorm spreads it over the losses of all, of which none is the largest."""
+    given, skip = data(), lt.SkipNonFinite()
+    given.tensors[0][16 + sample] = torch.nan
+    run = fit(build(NormNet), train=DataLoader(given, 8), callbacks=[lt.HardExampleFilter(**settings), skip])
+    assert skip.skipped_steps == 2
+    assert run.global_step == 10
+
+
 def test_sam() -> None:
     class SAMBad(lt.SAMMixin, Bad):
         pass
@@ -195,15 +206,22 @@ def test_sam() -> None:
         assert skip.skipped_steps == 2
 
 
-def test_under_a_grad_scaler_it_counts_only() -> None:
+def test_under_a_grad_scaler_it_counts_and_gives_buffers_back() -> None:
     ended = []
     for callbacks in ([], [lt.SkipNonFinite()]):
         plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
         spoiled = bad("gradient")
         run = fit(spoiled, max_epochs=1, train=batches(), callbacks=callbacks, plugins=[plugin])
         ended.append((weights(spoiled), run.global_step))
-    assert_equal(ended[0][0], ended[1][0])
-    assert ended[0][1] == ended[1][1] == 12
+    (without, steps), (given, same_steps) = ended
+    assert_equal(
+        *(
+            {name: value for name, value in each.items() if "layers.1.r" not in name and "num" not in name}
+            for each in (without, given)
+        )
+    )
+    assert given["layers.1.num_batches_tracked"] == without["layers.1.num_batches_tracked"] - 2
+    assert steps == same_steps == 12
     assert callbacks[0].skipped_steps == 2
 
 

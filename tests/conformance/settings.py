@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import lightning_tricks as lt
-from tests.conformance.trick import Trick, neutral, schedule
+from tests.conformance.trick import Trick, guard, neutral, schedule
 
 SETTINGS: dict[str, Trick] = {
     "AdaptiveClip": Trick(
@@ -98,7 +98,12 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
-    "RewindOnSpike": neutral(lt.RewindOnSpike, "RewindOnSpike", "DeepSpeed", "manual"),
+    "RewindOnSpike": guard(
+        lambda: lt.RewindOnSpike(every_n_steps=3),
+        {"class_path": "RewindOnSpike", "init_args": {"every_n_steps": 3}},
+        "DeepSpeed",
+        "manual",
+    ),
     "SAMMixin": Trick(
         sam={"on": 0.1, "off": 0.0},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.SharpNet", "init_args": {"sam": {"rho": 0.1}}}},
@@ -119,7 +124,7 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "BatchSizeWarmup", "init_args": {"end": 2, "over": 1}}]}},
         refused=("DeepSpeed", "accumulate", "manual"),
     ),
-    "SkipNonFinite": neutral(lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed"),
+    "SkipNonFinite": guard(lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed"),
     "TerminateOnNonFinite": neutral(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
     "constant": Trick(schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant}),
     "cosine": schedule(lt.cosine),

@@ -74,7 +74,7 @@ def by_hand(name: str, base: type[ManualNet] = ManualNet) -> dict[str, Tensor]:
     """The end weights of a fit with the trick in a module that steps by itself."""
     trick = SETTINGS[name]
     net = trick.plain(base)
-    body = {"factory": staticmethod(trick.schedule["on"])} if trick.schedule else {}
+    body = {"factory": staticmethod(trick.schedule["on"])} if trick.schedule else trick.spoils()
     if trick.sam:
         net, body = type(net)("Sharp", (lt.SAMMixin, net), {}), {"sam": lt.SAM(trick.sam["on"])}
     module = build(type(net)("Net", (net,), body))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 import lightning_tricks as lt
 from tests.nets import Net
+from tests.reference.tricks import spoil
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Trick:
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         convolutions: Whether it needs convolutions.
         yaml: What a user adds to a LightningCLI configuration for it; None for a function, which YAML does not call.
-        neutral: Whether trained weights are those without it: it saves memory or time, or waits for bad batches.
+        neutral: Whether trained weights are those without it: it saves memory or time, or only looks.
+        spoiled: Whether it waits for a bad batch: where it is on, a sample is not finite in the last epoch.
         refused: The regimes (of ``REGIMES``) in which it raises an error by name before the first optimizer step.
     """
 
@@ -38,6 +40,7 @@ class Trick:
     convolutions: bool = False
     yaml: dict[str, Any] | None = None
     neutral: bool = False
+    spoiled: bool = False
     refused: tuple[str, ...] = ()
 
     def plain(self, base: type[Net]) -> type[Net]:
@@ -54,7 +57,7 @@ class Trick:
 
     def module(self, base: type[Net], state: str) -> type[Net]:
         """The same with the trick's mixin or schedule."""
-        plain, body = self.plain(base), dict[str, Any]()
+        plain, body = self.plain(base), self.spoils() if state == "on" else {}
         if self.sam is not None:
             body["sam"] = lt.SAM(self.sam[state])
         if self.schedule is not None:
@@ -62,12 +65,22 @@ class Trick:
             body["configure_optimizers"] = lambda module: factory(base.configure_optimizers(module), module)
         return type(base)("Net", (lt.SAMMixin, plain) if self.sam is not None else (plain,), body)
 
+    def spoils(self) -> dict[str, Any]:
+        """What a module has beside that where the trick is on."""
+        return {"on_after_batch_transfer": spoil_last_epoch} if self.spoiled else {}
+
     def make_callbacks(self, state: str) -> list[Callback]:
         return self.callbacks[state]() if self.callbacks else []
 
 
 def schedule(factory: Callable[..., Any], **off: float) -> Trick:
     return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
+
+
+def spoil_last_epoch(module: Any, batch: Any, _: int) -> Any:
+    """A hook of a module."""
+    run = module.trainer
+    return spoil(batch) if run.training and run.current_epoch == run.max_epochs - 1 else batch
 
 
 def convolve(base: type[Net], module: Net) -> None:
@@ -89,3 +102,8 @@ def neutral(
         refused=refused,
         convolutions=convolutions,
     )
+
+
+def guard(callback: Callable[[], Callback], yaml: Any, *refused: str) -> Trick:
+    trick = neutral(callback, yaml, *refused, net="SpoiledNet")
+    return replace(trick, neutral=False, spoiled=True)

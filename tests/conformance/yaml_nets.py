@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 import lightning_tricks as lt
-from tests.conformance.trick import convolve
+from tests.conformance.trick import convolve, spoil_last_epoch
 from tests.nets import NormNet
 
 
@@ -34,3 +34,9 @@ class ConvNet(NormNet):
 
     def __init__(self, lr: float = 0.1) -> None:
         convolve(NormNet, self)
+
+
+class SpoiledNet(NormNet):
+    """Meets a sample that is not finite."""
+
+    on_after_batch_transfer = spoil_last_epoch

@@ -134,11 +134,9 @@ def test_the_callback_schedule() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, trick in SETTINGS.items() if not trick.images])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_trick_is_in_the_table(name: str) -> None:
     trick: Enrolled = SETTINGS[name]
-    if name == "ChannelsLast":
-        pytest.skip("needs convolutions")
     asked = Asked()
     run = {**FEW, "max_steps": 3, "callbacks": [*trick.make_callbacks("on"), asked]}
     fit(build(lambda: trick.module(NormNet, "on")()), **run)

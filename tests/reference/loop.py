@@ -17,6 +17,7 @@ class Naive:
     """What the loop asks a trick; here nothing is changed."""
 
     autocast: torch.dtype | None = None  # of the loop
+    scale = 1.0  # of its losses
 
     def size(self, epoch: int, accumulate: int) -> int:
         """The batches of an optimizer step."""
@@ -46,6 +47,9 @@ class Naive:
     def clip(self, module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Change the gradients before a step."""
 
+    def left_out(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Instead of a step, where the gradients are not finite."""
+
     def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
         """After a step."""
 
@@ -70,7 +74,8 @@ def naive_fit(
     gradients overflow is left out and the scale halved; it counts as a step, as with Lightning.
     """
     optimizer = torch.optim.SGD(module.parameters(), lr=module.lr, momentum=0.9, weight_decay=1e-3)
-    trick.autocast, step, number, left_out = autocast, 0, 0, 0
+    trick.autocast, trick.scale = autocast, scale
+    step = number = left_out = 0
     total = sum(math.ceil(len(batches) / trick.size(epoch, accumulate)) for epoch in range(epochs))
     module.train()
     trick.begin(module, optimizer)
@@ -82,13 +87,14 @@ def naive_fit(
             for group, lr in zip(optimizer.param_groups, base, strict=True):
                 group["lr"] = lr * trick.factor(step, total)
             for batch in batches[first : first + size]:
-                trick.descend(module, batch, number, scale / size)
+                trick.descend(module, batch, number, trick.scale / size)
                 number += 1
             for parameter in module.parameters():
-                parameter.grad /= scale
+                parameter.grad /= trick.scale
             step += 1
             if not all(p.grad.isfinite().all() for p in module.parameters()):
-                scale, left_out = scale / 2, left_out + 1
+                trick.scale, left_out = trick.scale / 2, left_out + 1
+                trick.left_out(module, optimizer)
                 continue
             trick.clip(module, optimizer, step - 1)
             if clip is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from tests.nets import data
 from tests.reference.loop import Batch, Naive
 from tests.reference.sam import naive_perturb
 from tests.reference.swa import naive_statistics
@@ -206,6 +208,62 @@ class Growing(Naive):
 
     def size(self, epoch: int, accumulate: int) -> int:
         return min(epoch + 1, 2)
+
+
+def spoil(batch: Batch) -> Batch:
+    """One sample of the tests' data, the first of the third batch of eight, is not finite."""
+    x, y = batch
+    bad = (x == data()[16][0]).all(1, keepdim=True)
+    return x.masked_fill(bad, torch.nan), y
+
+
+class Spoiled(Naive):
+    """A batch of the second epoch is not finite."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def loss(self, module: Any, batch: Batch, number: int) -> Tensor:
+        return self.of(module, spoil(batch) if number >= self.batches else batch)
+
+
+class Skipping(Spoiled):
+    """BatchNorm's statistics are those of the step before."""
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.buffers = _copied(module.buffers())
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        self.buffers = _copied(module.buffers())
+
+    def left_out(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        _write(module.buffers(), self.buffers)
+
+
+class Rewinding(Spoiled):
+    """Everything is that of the last step whose number three divides."""
+
+    made = 0
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.keep(module)
+
+    def keep(self, module: Any) -> None:
+        self.kept = deepcopy((self.made, self.scale, module.state_dict(), self.optimizer.state_dict()))
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        self.made += 1
+        if self.made % 3 == 0:
+            self.keep(module)
+
+    def left_out(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        if all(buffer.isfinite().all() for buffer in module.buffers()):  # too large a scale
+            self.stepped(module, step=0, ends_epoch=False)
+            return
+        self.made, self.scale, weights, state = deepcopy(self.kept)
+        module.load_state_dict(weights)
+        optimizer.load_state_dict(state)
 
 
 def _copied(tensors: Any) -> list[Tensor]:
