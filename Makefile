@@ -37,7 +37,7 @@ matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks/cl
 	    --matrix lightning_tricks/cli/matrix.json
 	$(BIN)/python benchmarks/readme.py
 
-bench: $(VENV)/.bench ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
+bench: $(VENV)/.test ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
 
@@ -85,7 +85,7 @@ $(VENV)/torch.txt: $(VENV)/.made pyproject.toml $(if $(TORCH),FORCE)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.new
 	@mv $@.new $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench $(VENV)/.docs: $(VENV)/torch.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.docs: $(VENV)/torch.txt
 	@echo "installing .[$(extras)] beside $$(cat $<)"
 	@$(PIP) install --constraint $< --editable ".[$(extras)]" \
 	    || $(call fail,.[$(extras)] not installed; pip's reason is above (no network?))
@@ -94,5 +94,4 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.bench $(VENV)/.docs: $(VE
 $(VENV)/.demo: extras = demo,cli
 $(VENV)/.test: extras = test
 $(VENV)/.test-all: extras = test,ray,docs
-$(VENV)/.bench: extras = test,bench
 $(VENV)/.docs: extras = docs

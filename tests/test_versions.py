@@ -72,6 +72,7 @@ from pathlib import Path
 tempfile.tempdir = {str(tmp_path)!r}
 script = runpy.run_path({str(SCRIPT)!r})
 signal.signal(signal.SIGTERM, script["stopped"])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background are started without
 class Environment(script["Environment"]):
     def make(self, *_):
         self.run("-c", {waits!r})
