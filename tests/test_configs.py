@@ -150,6 +150,7 @@ def test_overlays_add_to_each_other(folder: Path) -> None:
     assert written(files)["callbacks"] == ["Mixup", "EMA", "AutoClip", "SkipNonFinite", "LRSchedule"]
 
 
+@pytest.mark.slow
 def test_the_readme_names_every_file_and_its_commands_and_script_run(folder: Path) -> None:
     readme = (ROOT / "configs" / "README.md").read_text()
     assert all(path.name in readme for path in CONFIGS if path.parent.name == "configs")

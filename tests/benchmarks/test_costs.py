@@ -17,7 +17,7 @@ import torch.nn.functional as F
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 NAMES = sorted(path.stem for path in (BENCHMARKS / "cost").glob("*.py"))
-SLOW = ("import_time", "memory", "mixup", "ranks", "together")
+SLOW = ("ema", "import_time", "memory", "mixup", "ranks", "sam", "together")
 ROW = ["case", "what", "unit", "median", "min", "max", "floor", "over_floor", "note"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers

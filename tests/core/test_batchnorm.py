@@ -246,6 +246,7 @@ def test_a_layer_compiled_without_graph_breaks() -> None:
     class Compiled(NormNet):
         def __init__(self) -> None:
             super().__init__()
+            torch.compiler.reset()  # the limit of recompilations may have been reached by other tests
             self.compiled = torch.compile(self.layers, backend="eager", fullgraph=True)
 
         def forward(self, x: Tensor) -> Tensor:

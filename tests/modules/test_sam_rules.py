@@ -546,6 +546,7 @@ def test_two_ranks_equal_a_naive_loop_over_the_batches_of_both(case: Case) -> No
     assert reductions == ranked()[0][f"no SAM, {case[2]}"][1] > 0
 
 
+@pytest.mark.slow
 def test_ranks_agree_bit_for_bit_after_many_steps() -> None:
     case = (RULES["adaptive"], "32-true", 1, None)
     (first, _), (second, _) = run_ranks(functools.partial(fit_rank, max_epochs=334), SAMPlainNet, case)
