@@ -142,6 +142,7 @@ folder = Path(tempfile.mkdtemp())
 import json, sys
 from pathlib import Path
 import lightning.pytorch as pl
+import torch
 import lightning_tricks as lt
 from lightning_tricks.cli.digits import Digits, DigitsData
 
@@ -162,6 +163,8 @@ if trainer.is_global_zero:
     result |= {"planned steps": module.planned, "steps": trainer.global_step}
     result |= {"val_accuracy": round(trainer.callback_metrics["val_accuracy"].item(), 3)}
     (folder / f"{preset}.json").write_text(json.dumps(result))
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # a process that ends with threads of gloo may abort
 """)
 
 
