@@ -45,7 +45,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 import lightning_tricks as lt
 from lightning_tricks.cli import digits, glosses, textures
 from lightning_tricks.cli.demo import small_runs
-from lightning_tricks.cli.tasks import Classifier, SharpClassifier, Split, accuracy
+from lightning_tricks.cli.tasks import QUIET, Classifier, SharpClassifier, Split, accuracy
 
 RESULTS = Path(__file__).parent / "results"
 NOISE = {"clean labels": 0.0, "noisy labels": 0.4}
@@ -168,12 +168,7 @@ def fit(job: Job, scale: Scale) -> Run:
             max_epochs=max(1, round((scale.epochs or task.epochs) * recipe.epochs)),
             limit_train_batches=scale.batches,
             limit_val_batches=0,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
             callbacks=[*recipe.callbacks],
         )
         begin = time.perf_counter()

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.cli.demo import small_runs
-from lightning_tricks.cli.digits import accuracy, load_digits, network
+from lightning_tricks.cli.digits import load_digits, network
+from lightning_tricks.cli.tasks import QUIET, accuracy
 
 OUTPUT = Path(__file__).parent / "results" / "sam_digits.json"
 SEEDS, EPOCHS, NOISE = 5, 60, 0.4
@@ -101,12 +102,7 @@ def run(job: Job, epochs: int) -> dict[str, float]:
         module = Net() if job.rho is None else SharpNet(lt.SAM(rho=job.rho, **variant.settings))
         trainer = pl.Trainer(
             max_epochs=epochs * variant.epochs,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         loader = DataLoader(list(zip(*data["train"], strict=True)), batch_size=BATCH, shuffle=True)
         begin = time.perf_counter()

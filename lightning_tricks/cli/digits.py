@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import lightning_tricks as lt
-from lightning_tricks.cli.tasks import Classifier, Split, TaskData, accuracy, mislabel
+from lightning_tricks.cli.tasks import QUIET, Classifier, Split, TaskData, accuracy, mislabel
 
 SPLIT = (900, 300)  # training and validation images; the other 597 are for the test
 VARIANTS = {  # the tricks of each row of the table
@@ -101,13 +101,7 @@ def run(
     curves = Curves(*data["val"])
     trainer = pl.Trainer(
         max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
+        **QUIET,
         callbacks=[*([lt.EMA()] if "EMA" in tricks else []), curves],
     )
     start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -15,6 +16,17 @@ import lightning_tricks as lt
 from lightning_tricks.core.checks import check_range
 
 Split = dict[str, tuple[Tensor, Tensor]]  # inputs and labels of "train", "val" and "test"
+
+# Arguments of a Trainer for many small fits: it writes and shows nothing.
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
 
 
 class Classifier(pl.LightningModule):
@@ -69,7 +81,7 @@ class SharpClassifier(lt.SAMMixin, Classifier):
         self.sam = sam or lt.SAM()
 
 
-class TaskData(pl.LightningDataModule):
+class TaskData(pl.LightningDataModule, ABC):
     """Base of the data for a configuration file.
 
     Args:
@@ -83,9 +95,9 @@ class TaskData(pl.LightningDataModule):
         self.noise = noise
         self.batch_size = batch_size
 
+    @abstractmethod
     def load(self) -> Split:
         """The split with so many wrong labels."""
-        raise NotImplementedError
 
     @override
     def setup(self, stage: str) -> None:

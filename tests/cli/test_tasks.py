@@ -15,6 +15,7 @@ import lightning_tricks as lt
 from lightning_tricks.cli import digits, glosses, textures
 from lightning_tricks.cli.demo import small_runs
 from lightning_tricks.cli.tasks import Classifier, SharpClassifier, Split, TaskData, mislabel
+from tests.nets import trainer as quiet_trainer
 
 
 class Task(NamedTuple):
@@ -62,15 +63,7 @@ def test_the_network_learns_it_from_its_data_module(task: Task) -> None:
     pl.seed_everything(0, verbose=False)
     module, data = Classifier(task.network(), task.lr, task.optimizer), task.data()
     with small_runs():
-        trainer = pl.Trainer(
-            max_epochs=task.epochs,
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(max_epochs=task.epochs)
         trainer.fit(module, datamodule=data)
         validated = trainer.callback_metrics["val_accuracy"].item()
         (tested,) = trainer.test(module, datamodule=data, verbose=False)
