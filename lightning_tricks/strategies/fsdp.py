@@ -187,7 +187,9 @@ class FSDP2Preset(WholeFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if not self._module.automatic_optimization:
+        if self._module.automatic_optimization:
+            self.root.end()
+        else:
             self.root.gather()
 
     @override
