@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-
 TORCH_2_9 = torch.__version__.startswith("2.9.")  # the oldest, of which some tests know a limit
 
 
