@@ -57,7 +57,8 @@ class FSDP2Preset(WholeFolders, PresetStrategy, ModelParallelStrategy):
     Raises:
         TypeError: If a switch is no bool.
         MisconfigurationException: At setup, for what cannot be right: several optimizers, ``activation_checkpointing``
-            without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes.
+            without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes; with torch
+            before 2.13, a module with a step that an exception has interrupted.
 
     Example:
         >>> import lightning.pytorch as pl
