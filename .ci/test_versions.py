@@ -87,14 +87,16 @@ class Environment:
         return self.run("-m", "pip", "install", *options, *what, check=check) == 0
 
     def make(self, lightning: str, torch: str) -> None:
-        """The test extra beside exactly these two, without what needs a torchvision where torch has none (yet)."""
+        """The test extra beside exactly these two; where torch has no torchvision (yet), that of another torch."""
         pins = [f"lightning=={lightning}", f"torch=={torch}"]
         self.install(*pins)
         matching = f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"  # 0.21 belongs to torch 2.6, and so on
         vision = self.install(*pins, matching, check=False)
         test = sorted({each for each in requirements("test") if vision or each not in NEEDS_TORCHVISION})
         self.install("--editable", ".", *pins, *test)
-        self.run(".ci/torchvision_cpu.py", check=vision)
+        if not vision:
+            self.install("--no-deps", "torchvision", *NEEDS_TORCHVISION)
+        self.run(".ci/torchvision_cpu.py")
 
     def versions(self) -> dict[str, str]:
         """What is really installed; no entry for what is not."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+TORCH_2_9 = torch.__version__.startswith("2.9.")  # the oldest, of which some tests know a limit
+
 
 def spelled(value: Any) -> str:
     """A name for a test's settings that is the same in every process: without addresses of objects."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -40,7 +40,8 @@ class Compile(Trick):
     If the compiler fails (an error of the backend, no C++ compiler), state and random numbers are put back to what they
     were before the call, the same batch goes through the eager module, and so does everything from then on; one warning
     names module and error. That holds for each new shape of the inputs. What a forward does to objects outside of its
-    module it does twice then.
+    module it does twice then. Errors of the backward compiler come through where torch compiles the backward pass
+    later (2.9 does, 2.13 does not).
 
     Args:
         modules: Names of submodules or of their classes ("encoder", "BertLayer"). None for the network: the module's
@@ -176,9 +177,13 @@ class _Compiled:
             return forward(*args, **kwargs)
         if not self.owner._called:
             self.owner._first(self.name)
-        return (
-            self._with_fallback(forward, *args, **kwargs) if self.owner.fallback else self.run(forward, *args, **kwargs)
-        )
+        call = self._with_fallback if self.owner.fallback else self._compiled
+        return call(forward, *args, **kwargs)
+
+    def _compiled(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(forward, MethodType):  # which torch 2.9 compiles anew for each of several equal modules
+            return self.run(forward.__func__, forward.__self__, *args, **kwargs)
+        return self.run(forward, *args, **kwargs)
 
     def _with_fallback(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException  # has no public name
@@ -189,7 +194,7 @@ class _Compiled:
             device = next(self.module.parameters(), torch.empty(0)).device
             undo = [ModuleState(self.module).restore, partial(set_random_state, random_state(device), device)]
         try:
-            result = self.run(forward, *args, **kwargs)
+            result = self._compiled(forward, *args, **kwargs)
         except Exception as error:
             # of a call like one before only the compiler's, which it may meet again for another value of an attribute
             if not undo and not isinstance(error, TorchDynamoException):

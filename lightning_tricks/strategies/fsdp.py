@@ -57,7 +57,8 @@ class FSDP2Preset(WholeFolders, PresetStrategy, ModelParallelStrategy):
     Raises:
         TypeError: If a switch is no bool.
         MisconfigurationException: At setup, for what cannot be right: several optimizers, ``activation_checkpointing``
-            without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes.
+            without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes; with torch
+            before 2.13, a module with a step that an exception has interrupted.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -187,7 +188,9 @@ class FSDP2Preset(WholeFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if not self._module.automatic_optimization:
+        if self._module.automatic_optimization:
+            self.root.end()
+        else:
             self.root.gather()
 
     @override

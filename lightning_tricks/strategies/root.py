@@ -6,13 +6,17 @@ import re
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lightning_tricks.core.weights import float_buffers
 from lightning_tricks.strategies.prepare import broadcast
+
+_interrupted: WeakSet[nn.Module] = WeakSet()  # of which torch < 2.13 cannot forget the step that failed
 
 
 class Root:
@@ -23,11 +27,19 @@ class Root:
 
     Args:
         module: A LightningModule that went through ``fully_shard``.
+
+    Raises:
+        MisconfigurationException: With torch before 2.13, for a module with a step that was interrupted.
     """
 
     def __init__(self, module: Any) -> None:
+        if module in _interrupted:
+            raise MisconfigurationException(
+                f"A step of {type(module).__name__} was interrupted under FSDP2, which torch {torch.__version__} cannot"
+                " undo: make a new module and load a checkpoint, or use torch 2.13 or newer."
+            )
         self.module = module
-        self._began = False
+        self._began = self._inside_step = False  # whether ever, and now
         module.run_gathered = _call
         register_fsdp_forward_method(module, "run_gathered")
         self._inside: Callable[[Callable[[], Any]], Any] = module.__dict__.pop("run_gathered")
@@ -38,11 +50,16 @@ class Root:
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step; the weights stay gathered after it only for a backward pass to come."""
         self.share_buffers()
-        self._began = True
+        self._began = self._inside_step = True
         output = self._inside(step)
         if not (torch.is_grad_enabled() and self.module.automatic_optimization):
             self.module.reshard()
+            self.end()
         return output
+
+    def end(self) -> None:
+        """Tell of the end of a step, its backward pass included."""
+        self._inside_step = False
 
     def share_buffers(self) -> None:
         """Take the buffers of the first rank, as DDP does before each forward pass; all ranks take part."""
@@ -64,6 +81,8 @@ class Root:
                 each.reshard()
         if self._began and hasattr(self.module, "reset_iter_state"):  # torch 2.13
             self.module.reset_iter_state()
+        elif self._inside_step:
+            _interrupted.add(self.module)
 
 
 def _call(step: Callable[[], Any]) -> Any:

@@ -18,7 +18,7 @@ import lightning_tricks.core.recompute as recomputing
 from lightning_tricks.core.wrapping import wrap_method
 from tests.conformance.engines import cpu_deepspeed
 from tests.core.test_recompute import descend, policies, wrapped
-from tests.nets import Net, assert_close, assert_equal, build, fit, rank_loader, weights
+from tests.nets import TORCH_2_9, Net, assert_close, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import run_ranks
 
 
@@ -162,6 +162,8 @@ def test_state_is_right_where_a_compiled_graph_breaks(policy: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @policies
 def test_a_compiled_part_of_a_block_stays_compiled(policy: str) -> None:
+    if TORCH_2_9 and policy == "selective":
+        pytest.skip("a limit of torch 2.9: nothing is compiled while it looks at single operations")
     torch.compiler.reset()
     graphs: list[Any] = []
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_tricks.schedules import PlateauLR, UnknownTotalSteps, linear, reduce_on_plateau
-from tests.nets import trainer
+from tests.nets import TORCH_2_9, trainer
 from tests.schedules.recording import SaveEveryStep, Tiny, ones
 from tests.schedules.test_factories import optimizer
 
@@ -252,7 +252,7 @@ def test_every_group_has_its_own_base_and_floor_also_one_that_joins(wrap):
     for metric in (1.0, 1.0, 1.0, 1.0, 1.0):
         scheduler.step(metric)
     assert [float(group["lr"]) for group in mine.param_groups] == [lr / 4 for lr in base]
-    if wrap is torch.tensor:
+    if wrap is torch.tensor and not TORCH_2_9:  # which puts others in their place
         assert all(group["lr"] is tensor for group, tensor in zip(mine.param_groups, tensors, strict=False))
 
 

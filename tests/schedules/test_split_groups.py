@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler as of_torch
 
 import lightning_tricks as lt
 from lightning_tricks.schedules.split_groups import split_groups
+from tests.nets import TORCH_2_9
 
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "CurveLR": lambda o: lt.cosine(o, total_steps=12, warmup=3)["lr_scheduler"]["scheduler"],
@@ -67,6 +68,8 @@ def lrs_of(optimizer: Optimizer, scheduler: Any, given: list[nn.Parameter], step
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 def test_a_split_group_follows_the_schedule_as_one_that_was_there(name: str, tensor: bool) -> None:
+    if TORCH_2_9 and tensor and name == "SequentialLR":
+        pytest.skip("a limit of torch 2.9: its SequentialLR overwrites base learning rates that are Tensors")
     lr: Any = torch.tensor(0.5, dtype=torch.float64) if tensor else 0.5
     split, whole = weights(4), weights(4)
     optimizer = SGD([{"params": split[:3]}, {"params": split[3:], "lr": lr * 0.2}], lr=lr, momentum=0.9)

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.nets import PlainNet
+import lightning_tricks as lt
+from tests.nets import PlainNet, assert_close, build, fit, rank_loader
 from tests.ranks import run_ranks
-from tests.strategies.sharded import two
+from tests.strategies.sharded import Transformer, two, whole
 
 
 class Peculiar(PlainNet):
@@ -59,3 +61,68 @@ def test_a_step_gets_the_very_batch_and_only_calls_of_the_module_are_calls(preci
         # gathered in the step, sharded between two
         assert kinds == {True, torch.float64, torch.nn.Parameter, DTensor}
         assert left == []
+
+
+class Planned(RuntimeError):
+    pass
+
+
+class BackwardFails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Planned
+
+
+class Fails(Transformer):
+    """Fails once, after some steps."""
+
+    where = ""
+
+    def fail(self, where: str) -> None:
+        if self.where == where and self.trainer.global_step == 4:
+            raise Planned
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fail("forward")
+        output = super().forward(x)
+        try:
+            self.fail("backward")
+        except Planned:
+            return BackwardFails.apply(output)
+        return output
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.fail("step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.fail("end")
+
+
+def failed_and_again() -> None:
+    if hasattr(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state  # as in torch < 2.13
+    data = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
+    preset = {"precision": "32-true"}
+    for where, refused in {"forward": True, "backward": True, "step": False, "end": False}.items():
+        module = build(Fails)
+        module.where = where
+        with pytest.raises(Planned):
+            fit(module, **data, **lt.preset("fsdp2_bf16", **preset))
+        module.where = ""
+        if refused:
+            with pytest.raises(MisconfigurationException, match="was interrupted under FSDP2"):
+                fit(module, **data, **lt.preset("fsdp2_bf16", **preset))
+        else:
+            other = build(Fails)
+            other.load_state_dict(whole(module))
+            for each in (module, other):
+                fit(each, **data, **lt.preset("fsdp2_bf16", **preset))
+            assert_close(whole(module), whole(other))
+
+
+def test_a_step_that_cannot_be_undone_is_not_trained_over() -> None:
+    run_ranks(failed_and_again)
