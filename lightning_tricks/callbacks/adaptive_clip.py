@@ -65,7 +65,7 @@ def _clip(weights: list[Tensor], gradients: list[Tensor], clip_factor: float, ep
         sizes = [units[place].numel() for place in alike]
         limit = torch.cat([units[place].reshape(-1) for place in alike]).clamp_(min=eps).mul_(clip_factor)
         norm = torch.cat([units[len(weights) + place].reshape(-1) for place in alike])
-        scale = torch.where(norm < limit, 1.0, limit / norm.clamp(min=1e-6)).split(sizes)
+        scale = (limit / norm.clamp(min=1e-6)).masked_fill_(norm < limit, 1.0).split_with_sizes(sizes)
         shaped = [part.view(units[place].shape) for place, part in zip(alike, scale, strict=True)]
         torch._foreach_mul_([gradients[place] for place in alike], shaped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -27,7 +28,12 @@ def clip_value(history: Tensor, percentile: float) -> Tensor:
         >>> clip_value(torch.tensor([4.0, 1.0, float("nan"), 2.0]), 50)
         tensor(2.)
     """
-    return torch.nanquantile(history, percentile / 100)
+    if not history.is_cpu:
+        return torch.nanquantile(history, percentile / 100)  # no CUDA sync
+    ordered, counted = history.flatten().sort().values, int(torch.count_nonzero(history == history))  # NaN is last
+    place = (counted - 1) * (percentile / 100)
+    below = math.floor(place)
+    return torch.lerp(ordered[below], ordered[math.ceil(place)], place - below)
 
 
 @torch.no_grad()
@@ -40,8 +46,8 @@ def scale_down_(gradients: list[Tensor], norm: Tensor, limit: Tensor) -> None:
         >>> gradient
         tensor([1.5000, 2.0000])
     """
-    # without asking what it is: no CUDA sync
-    factor = torch.where((norm > limit) & (norm < torch.inf), limit / norm, 1.0)
+    # without asking what it is: no CUDA sync; inf - inf is NaN, for which fmin takes the 1
+    factor = torch.fmin(limit / (norm - norm + norm), torch.ones_like(norm))
     torch._foreach_mul_(gradients, factor)
 
 
@@ -96,7 +102,7 @@ class AutoClip(GradientCallback):
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         parts = [part for each in gradients if (part := weights.local(each)) is not None]
         norm = weights.norm(parts, of=gradients)
-        known = norm.masked_fill(norm == torch.inf, torch.nan).reshape(1)
+        known = (norm - norm + norm).reshape(1)  # inf - inf is NaN
         if number in self._norms:
             known = torch.cat([self._norms[number].to(known), known])
         self._norms[number] = known if self.history is None else known[-self.history :]

@@ -154,7 +154,9 @@ class RewindOnSpike(Trick):
     ) -> None:
         if not self._parts:  # training_step has returned None
             return
-        loss = trainer.strategy.reduce(torch.stack(self._parts).mean(), reduce_op="mean").item()
+        several = len(self._parts) > 1
+        mean = torch.stack(self._parts).mean() if several else self._parts[0].clone()  # into which reduce writes
+        loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
         self._parts.clear()
         scaled = grad_scaler(trainer) is not None
         finite = self._watch.finite(trainer, [] if scaled else [optimizer])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.weights import local_part
 
@@ -43,10 +44,11 @@ def names_of_nonfinite(named: Mapping[str, Tensor]) -> list[str]:
 
 def _finite(part: Tensor) -> bool:
     # a sum is the fastest reading on CPU; it is finite of finite terms only, but may overflow, and extremes cannot
-    return math.isfinite(part.sum().item()) or all(math.isfinite(each.item()) for each in torch.aminmax(part))
+    total = part.sum() if part.ndim else part
+    return math.isfinite(total.item()) or all(math.isfinite(each.item()) for each in torch.aminmax(part))
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    tensor = local_part(tensor)
+    tensor = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     tensor = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

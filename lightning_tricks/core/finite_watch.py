@@ -19,7 +19,8 @@ def true_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
     """A copy of what the training step returned, of a loss that Lightning has divided and scaled since."""
     scaler, loss = grad_scaler(trainer), loss.detach()
     loss = loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
-    return loss * (trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1)
+    factor = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+    return loss.clone() if factor == 1 else loss * factor
 
 
 class FiniteWatch:
@@ -72,6 +73,5 @@ class FiniteWatch:
 
 
 def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    weights = (weight for group in groups for weight in group["params"])
-    return [weight.grad for weight in weights if weight.grad is not None]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [weight.grad for group in groups for weight in group["params"] if weight.grad is not None]

@@ -163,11 +163,13 @@ def _silent(*_: Any, **__: Any) -> None:
 
 def log_now_and_then(trainer: pl.Trainer, values: Callable[[], dict[str, float]]) -> None:
     """Log what a callback has to say every ``log_every_n_steps``, logger or not, as Lightning's LearningRateMonitor."""
-    if not trainer._logger_connector.should_update_logs:
+    # not the Trainer's own should_update_logs, which looks for the loop that runs and takes five times longer
+    stepped, every = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if not every or ((stepped + 1) % every and not trainer.should_stop):
         return
     metrics = values()
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        logger.log_metrics(metrics, step=stepped)
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
 

@@ -61,11 +61,11 @@ def lerp_(averages: Sequence[Tensor], weights: Sequence[Tensor], fraction: float
         torch._foreach_lerp_(list(averages[bucket]), near, fraction)
 
 
-@torch.no_grad()
 def lerp_alike_(averages: list[Tensor], weights: list[Tensor], fraction: float) -> None:
     """``lerp_`` of averages that have the dtype and device of their weights, which need not be looked at."""
     if averages:
-        torch._foreach_lerp_(averages, weights, fraction)
+        with torch.set_grad_enabled(False):  # no_grad takes as long as to average a layer
+            torch._foreach_lerp_(averages, weights, fraction)
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[slice]:

@@ -8,18 +8,24 @@ from typing import Any
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Make ``owner.name(...)`` call ``wrapper(original, ...)`` until the returned function is called."""
-    wrapped = _Wrapped(wrapper, getattr(owner, name), owner.__dict__.get(name))
+    original = getattr(owner, name)
+    # never owner.__dict__: before 3.13 Python finds everything in an object slower once that was asked for
+    try:
+        delattr(owner, name)
+        wrapped = _Wrapped(wrapper, original, original)
+    except AttributeError:  # it is the class's
+        wrapped = _Wrapped(wrapper, original, None)
     setattr(owner, name, wrapped)
 
     def undo() -> None:
         wrapped.wrapper = None
-        if owner.__dict__.get(name) is not wrapped:
+        if getattr(owner, name, None) is not wrapped:
             return  # somebody has wrapped it again since, and may call it
         before = wrapped.before
         while isinstance(before, _Wrapped) and before.wrapper is None:  # undone, when this one stood before it
             before = before.before
         if before is None:
-            del owner.__dict__[name]
+            delattr(owner, name)
         else:
             setattr(owner, name, before)
 

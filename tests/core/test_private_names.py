@@ -45,7 +45,6 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_detect_anomaly": trainer,
     "_iterator": lambda: DataLoader([0]),
     "_load_state_dicts": lambda: CombinedLoader([]),
-    "_logger_connector": trainer,
     "_mode": lambda: CombinedLoader([]),
     "_on_before_batch_transfer": pl.LightningModule,
     "_parse_num_batches": lambda: data_connector,

@@ -252,7 +252,7 @@ def test_lightning_says_when_to_log_and_at_which_step(tmp_path: Any) -> None:
     names = rows[0].split(",")
     logged = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
     found = [(int(row["step"]), float(row["tricks/step"])) for row in logged if row["tricks/step"]]
-    assert found == [(3, 4.0), (7, 8.0), (11, 12.0)], "_logger_connector or _batches_that_stepped has moved"
+    assert found == [(3, 4.0), (7, 8.0), (11, 12.0)], "_batches_that_stepped has moved"
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, [True] * 5), (2, [False, True, False, True, True])])
