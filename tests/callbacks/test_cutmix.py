@@ -36,6 +36,16 @@ def naive_box(height: int, width: int, lam: float, seed: int) -> list[range]:
     return sides
 
 
+def test_images_of_a_learnt_augmentation_are_cut_the_same_and_have_a_gradient() -> None:
+    x, index = torch.randn(4, 3, 6, 5), torch.tensor([1, 1, 3, 0])
+    learnt = x.clone().requires_grad_()
+    mixed, _ = cutmix(learnt, 0.5, index, torch.Generator().manual_seed(0))
+    assert torch.equal(mixed, cutmix(x, 0.5, index, torch.Generator().manual_seed(0))[0])
+    mixed.sum().backward()
+    assert learnt.grad is not None
+    assert learnt.grad.sum() == x.numel()
+
+
 @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 7, 5), (9, 4), (2, 3, 6, 10), (3, 1, 1), (3, 1, 16)], ids=str)
 @pytest.mark.parametrize("lam", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_every_pixel_is_that_of_the_paper_and_the_share_is_exact(shape: tuple[int, ...], lam: float) -> None:
