@@ -57,7 +57,7 @@ class Buffers:
             for name in [name for name, _ in now.items() if name not in named]:
                 del now[name]
             for name, buffer in named.items():
-                if now.get(name) is not buffer:
+                if name not in now or now[name] is not buffer:  # TorchScript's have no get()
                     now[name] = buffer
         for buffer, copied in self._copies:
             if _writable(buffer):

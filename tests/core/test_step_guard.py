@@ -98,3 +98,14 @@ def test_buffers_that_are_replaced_or_made_or_lost_come_back() -> None:
     assert module[0].running_mean is mean
     assert module.shared is module[0].running_var
     assert sorted(name for name, _ in module.named_buffers(remove_duplicate=False)) == sorted(names)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_the_buffers_of_torchscript_come_back() -> None:
+    module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), nn.BatchNorm1d(3))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers = Buffers(module)
+    module(torch.randn(4, 3))
+    assert not torch.equal(module[0].running_mean, before["0.running_mean"])
+    buffers.restore()
+    assert_equal(dict(module.named_buffers()), before)
