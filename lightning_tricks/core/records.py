@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -41,16 +41,13 @@ def read_metadata(file: Path) -> Metadata:
         ValueError: If the file is damaged, or names anything else than records.
     """
     with file.open("rb") as opened:
+        unpickler = _Unpickler(opened)
         try:
-            return _metadata(_Unpickler(opened).load())
-        except _Refused:
-            raise
+            return _metadata(unpickler.load())
         except Exception as error:  # a damaged file raises almost anything
+            if unpickler.refused:
+                raise ValueError(f"{file} holds {unpickler.refused}, which can run code") from error
             raise ValueError(f"{file} is damaged ({type(error).__name__}).") from error
-
-
-class _Refused(ValueError):
-    """Of what need not be damaged."""
 
 
 class _Stub:
@@ -70,9 +67,7 @@ class _Stub:
 class _Unpickler(pickle.Unpickler):
     """Gives stubs, each name's of a class of its own: a pickle can set attributes of the classes that it is given."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self._name = file.name
+    refused = ""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
@@ -80,7 +75,8 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         if name not in RECORDS.get(module, ()):
-            raise _Refused(f"{self._name} holds {module}.{name}, which can run code")
+            self.refused = f"{module}.{name}"
+            raise pickle.UnpicklingError(self.refused)
         return type(name, (_Stub,), {})
 
 
@@ -124,7 +120,7 @@ def _index(stub: _Stub) -> MetadataIndex:
 
 def _place(stub: _Stub) -> _StorageInfo:
     file, offset, length = (stub.parts[name] for name in ("relative_path", "offset", "length"))
-    transforms = [_a(str, each) for each in stub.parts.get("transform_descriptors", ())]
+    transforms = [_a(str, each) for each in stub.parts.get("transform_descriptors") or ()]
     return _StorageInfo(_a(str, file), _a(int, offset), _a(int, length), transforms)
 
 
