@@ -59,9 +59,9 @@ def last_good(stopped: BaseException) -> Path:
 
 
 class Watch(Callback):
-    """The weights at the begin of an epoch, and at an error in it."""
+    """The weights before a batch, and at an error in it."""
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.begun = weights(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
