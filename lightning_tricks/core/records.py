@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +32,16 @@ RECORDS = {
 }
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value is, under the names by which torch's reader asks for it."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: list[str]
 
 
 def read_metadata(file: Path) -> Metadata:
@@ -118,10 +128,10 @@ def _index(stub: _Stub) -> MetadataIndex:
     )
 
 
-def _place(stub: _Stub) -> _StorageInfo:
+def _place(stub: _Stub) -> Place:
     file, offset, length = (stub.parts[name] for name in ("relative_path", "offset", "length"))
     transforms = [_a(str, each) for each in stub.parts.get("transform_descriptors") or ()]
-    return _StorageInfo(_a(str, file), _a(int, offset), _a(int, length), transforms)
+    return Place(_a(str, file), _a(int, offset), _a(int, length), transforms)
 
 
 def _size(stub: _Stub) -> torch.Size:
