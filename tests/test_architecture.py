@@ -97,7 +97,7 @@ def test_the_lowest_floor_needs_the_standard_library_only(file: str) -> None:
 
 TORCH_FLOOR = {
     *("averages", "checks", "exchange", "functions", "history", "losses", "offload", "shards", "structure", "targets"),
-    *("blocks", "finite", "owners", "plain", "plan", "weights", "zero"),
+    *("blocks", "finite", "owners", "plain", "plan", "records", "weights", "zero"),
 }
 
 

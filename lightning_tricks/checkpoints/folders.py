@@ -60,8 +60,8 @@ def averages_beside(folder: Path) -> dict[str, bool]:
     for shards in sorted(file.parent for file in folder.glob("averages/*/.metadata")):
         try:
             names = PlainReader(shards).metadata.state_dict_metadata
-        except Exception as error:  # a damaged file raises almost anything
-            raise ValueError(f"{shards} is damaged ({type(error).__name__}).") from error
+        except ValueError as error:
+            raise ValueError(f"{shards} is damaged or hostile: {error}") from error
         found[shards.name] = any(name.startswith("raw/") for name in names)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,48 +16,20 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_tricks.core.checks import UNSAFE, damage
-
-# What torch writes into .metadata, besides dtypes: records of names, sizes and offsets.
-RECORDS = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},  # of Python 3.13
-}
-
-
-class _Records(pickle.Unpickler):
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self._name = file.name
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not dtype and name not in RECORDS.get(module, ()):
-            raise ValueError(f"{self._name} holds {module}.{name}, which can run code")
-        return super().find_class(module, name)
+from lightning_tricks.core.records import read_metadata
 
 
 class PlainReader(dcp.FileSystemReader):
     """Reads the metadata once, not for each tensor, and only if it is made of records; compares the values' checksums.
 
     Raises:
-        ValueError: If it names anything else.
+        ValueError: If it names anything else, or is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        with (folder / ".metadata").open("rb") as file:
-            self.metadata: Metadata = _Records(file).load()
-        if getattr(self.metadata, "storage_meta", None) is None:
-            self.metadata.storage_meta = StorageMeta()
-        self.metadata.storage_meta.load_id = self.load_id
+        self.metadata = read_metadata(folder / ".metadata")
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

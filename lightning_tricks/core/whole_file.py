@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# What torch says, by RuntimeErrors, of a full disk: its writer of zip files, C++ streams, its writer before torch 1.6.
+_FULL = re.compile(r"inline_container|PytorchStreamWriter|iostream|write\(\): ")
 
 
 @contextmanager
@@ -16,7 +20,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     A link with that name is replaced; what it points to stays.
 
     Raises:
-        OSError: If it could not be written.
+        OSError: If it could not be written; another error of the block is raised as it is.
     """
     temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")  # in the same folder; a suffix is a format
     try:
@@ -26,7 +30,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except FileExistsError:  # said so by who writes
         raise
-    except (OSError, RuntimeError) as error:  # the latter is what torch makes of a full disk
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _FULL.search(str(error)):
+            raise
         first, *_ = str(error).splitlines() or [type(error).__name__]
         raise OSError(f"{path} was not written: {first}") from error
     finally:

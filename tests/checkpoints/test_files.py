@@ -266,7 +266,12 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    "error", [OSError("No space left on device"), KeyboardInterrupt("Ctrl-C"), RuntimeError("enforce fail")]
+    "error",
+    [
+        OSError("No space left on device"),
+        KeyboardInterrupt("Ctrl-C"),
+        RuntimeError("enforce fail at inline_container.cc"),
+    ],
 )
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

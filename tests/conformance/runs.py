@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
@@ -11,16 +17,55 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
 
-from tests.conformance.trick import Trick
-from tests.nets import Net, NormNet, PlainNet, build, fit, weights
+from tests.conformance.trick import LAST_GOOD, Trick, spoil_first_batch
+from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, weights
 
 
 def run(trick: Trick, state: str = "on", base: type[Net] = NormNet, **settings: Any) -> dict[str, torch.Tensor]:
     """The end weights of a fit with the trick."""
-    module = build(trick.module(base, state))
     callbacks = [*trick.make_callbacks(state), *settings.pop("callbacks", [])]
-    fit(module, callbacks=callbacks, **settings)
-    return weights(module)
+    return weights(fitted(trick.module(base, state), callbacks=callbacks, **settings))
+
+
+def fitted(kind: type[Net], **settings: Any) -> Any:
+    """A module after a fit; of one that is stopped by a bad batch, after a fit that goes on from what was left."""
+    if kind.on_after_batch_transfer is not spoil_first_batch:
+        module = build(kind)
+        fit(module, **settings)
+        return module
+    watch, callbacks, again = Watch(), settings.pop("callbacks"), deepcopy({**settings, "callbacks": []})
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
+        with pytest.raises(FloatingPointError) as caught:
+            fit(build(kind), callbacks=[watch, *callbacks], default_root_dir=folder, **settings)
+        assert_equal(watch.stopped, watch.begun)
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+        if hasattr(again.get("train"), "load_state_dict"):  # which would go on behind the bad batch
+            again["train"].load_state_dict = lambda state: None
+        module = build(kind)
+        fit(module, **{**again, "callbacks": callbacks, "ckpt_path": last_good(caught.value)})
+    return module
+
+
+def last_good(stopped: BaseException) -> Path:
+    """The checkpoint that the error names."""
+    found = re.fullmatch(
+        r"TerminateOnNonFinite has stopped training after step \d+, in batch 0 of epoch \d+; not finite: the loss; .*"
+        r" The state before it and the batch are in (.*)\.",
+        str(stopped),
+    )
+    assert found, stopped
+    return Path(found[1]) / LAST_GOOD
+
+
+class Watch(Callback):
+    """The weights before a batch, and at an error in it."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.begun = weights(pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.stopped = weights(pl_module)
 
 
 def fp16() -> dict[str, Any]:

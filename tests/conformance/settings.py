@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import lightning_tricks as lt
-from tests.conformance.trick import Trick, guard, neutral, schedule
+from tests.conformance.trick import Trick, guard, neutral, schedule, terminator
 
 SETTINGS: dict[str, Trick] = {
     "AdaptiveClip": Trick(
@@ -125,7 +125,7 @@ SETTINGS: dict[str, Trick] = {
         refused=("DeepSpeed", "accumulate", "manual"),
     ),
     "SkipNonFinite": guard(lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed"),
-    "TerminateOnNonFinite": neutral(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
+    "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
     "constant": Trick(schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant}),
     "cosine": schedule(lt.cosine),
     "cosine_restarts": schedule(lt.cosine_restarts),

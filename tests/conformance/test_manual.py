@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lightning_tricks as lt
-from tests.conformance.runs import refusal, run
+from tests.conformance.runs import fitted, refusal, run
 from tests.conformance.settings import SETTINGS
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, weights
 
@@ -77,9 +77,7 @@ def by_hand(name: str, base: type[ManualNet] = ManualNet) -> dict[str, Tensor]:
     body = {"factory": staticmethod(trick.schedule["on"])} if trick.schedule else trick.spoils()
     if trick.sam:
         net, body = type(net)("Sharp", (lt.SAMMixin, net), {}), {"sam": lt.SAM(trick.sam["on"])}
-    module = build(type(net)("Net", (net,), body))
-    fit(module, callbacks=trick.make_callbacks("on"))
-    return weights(module)
+    return weights(fitted(type(net)("Net", (net,), body), callbacks=trick.make_callbacks("on")))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 import lightning_tricks as lt
-from tests.conformance.runs import fp16, refusal, run
+from tests.conformance.runs import fitted, fp16, refusal, run
 from tests.conformance.settings import SETTINGS
 from tests.nets import NormNet, assert_close, build, fit, loader, weights
 from tests.reference import tricks as naive
@@ -68,8 +68,9 @@ def test_a_plain_loop_gives_the_same(name: str, regime: str, cell: Callable[...,
     batches = loader(36)  # five batches, so that the second window of three is short, and the last batch as well
     callbacks = trick.make_callbacks("on")
     seen = naive.Seen(callbacks[0]) if callbacks and hasattr(callbacks[0], "drawn") else None
-    module, reference = build(trick.module(NormNet, "on")), build(trick.plain(NormNet))
-    fit(module, train=batches, callbacks=[*callbacks, *([seen] if seen else [])], **settings())
+    callbacks += [seen] if seen else []
+    module = fitted(trick.module(NormNet, "on"), train=batches, callbacks=callbacks, **settings())
+    reference = build(trick.plain(NormNet))
     left_out = naive_fit(reference, NAIVE.get(name, lambda *_: Naive())(list(batches), seen), list(batches), **loop)
     assert_close(weights(module), weights(reference), tolerance)
     assert (left_out > 0) == (regime == "overflow" or trick.spoiled)

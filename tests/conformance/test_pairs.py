@@ -73,9 +73,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def resumed(folder: Any, *names: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The end weights of a run that saves in the middle of an epoch, and of one that goes on from there."""
-    save = ModelCheckpoint(folder, "middle", every_n_train_steps=MIDDLE, save_top_k=-1, enable_version_counter=False)
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=MIDDLE, save_top_k=-1, enable_version_counter=False)
     whole = end(*names, also=(save,), enable_checkpointing=True)
-    return whole, end(*names, ckpt_path=folder / "middle.ckpt")
+    return whole, end(*names, ckpt_path=folder / f"step={MIDDLE}.ckpt")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)

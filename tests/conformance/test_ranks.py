@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
-from tests.conformance.runs import Gather, ShardedNet, Steps, run
+from tests.conformance.runs import Gather, ShardedNet, Steps, fitted, run
 from tests.conformance.settings import SETTINGS
 from tests.nets import PlainNet, assert_close, build, fit, loader, rank_loader
 from tests.ranks import run_ranks
@@ -43,11 +43,10 @@ def sharded(name: str, engine: str) -> dict[str, Any] | str:
     fsdp = engine == "FSDP2"
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if fsdp else cpu_deepspeed()
     trick, gather, steps = SETTINGS[name], Gather(), Steps()
-    module = build(trick.module(ShardedNet if fsdp else PlainNet, "on"))
     callbacks = [*trick.make_callbacks("on"), gather, steps]
     try:
-        fit(
-            module,
+        fitted(
+            trick.module(ShardedNet if fsdp else PlainNet, "on"),
             train=rank_loader(),
             callbacks=callbacks,
             strategy=strategy,

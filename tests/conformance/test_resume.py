@@ -51,7 +51,7 @@ def resumed(trick: Trick, folder: Any) -> tuple[dict[str, Tensor], list[dict[str
     """The end weights of a run without a checkpoint, after one that must equal it, and of runs from its checkpoints."""
 
     def checkpoints(every: int) -> ModelCheckpoint:
-        where = {"dirpath": folder, "filename": str(every), "enable_version_counter": False}
+        where = {"dirpath": folder, "filename": f"{every}-{{step}}", "enable_version_counter": False}
         return ModelCheckpoint(**where, every_n_train_steps=every, save_top_k=-1)
 
     def end(**settings: Any) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def resumed(trick: Trick, folder: Any) -> tuple[dict[str, Tensor], list[dict[str
 
     whole = end()
     assert_equal(end(callbacks=[checkpoints(MIDDLE), checkpoints(END)], enable_checkpointing=True), whole)
-    return whole, [end(ckpt_path=folder / f"{step}.ckpt") for step in (MIDDLE, END)]
+    return whole, [end(ckpt_path=folder / f"{step}-step={step}.ckpt") for step in (MIDDLE, END)]
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "reduce_on_plateau"])

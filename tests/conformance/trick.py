@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -13,6 +14,8 @@ from torch import nn
 import lightning_tricks as lt
 from tests.nets import Net
 from tests.reference.tricks import spoil
+
+LAST_GOOD = "last_good.ckpt"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Trick:
         yaml: What a user adds to a LightningCLI configuration for it; None for a function, which YAML does not call.
         neutral: Whether trained weights are those without it: it saves memory or time, or only looks.
         spoiled: Whether it waits for a bad batch: where it is on, a sample is not finite in the last epoch.
+        stops: Whether it ends the fit at a bad batch: where it is on, the last epoch begins with one, unless the fit is
+            one that goes on from what the trick has left.
         refused: The regimes (of ``REGIMES``) in which it raises an error by name before the first optimizer step.
     """
 
@@ -41,6 +46,7 @@ class Trick:
     yaml: dict[str, Any] | None = None
     neutral: bool = False
     spoiled: bool = False
+    stops: bool = False
     refused: tuple[str, ...] = ()
 
     def plain(self, base: type[Net]) -> type[Net]:
@@ -67,7 +73,8 @@ class Trick:
 
     def spoils(self) -> dict[str, Any]:
         """What a module has beside that where the trick is on."""
-        return {"on_after_batch_transfer": spoil_last_epoch} if self.spoiled else {}
+        hook = spoil_last_epoch if self.spoiled else spoil_first_batch if self.stops else None
+        return {"on_after_batch_transfer": hook} if hook else {}
 
     def make_callbacks(self, state: str) -> list[Callback]:
         return self.callbacks[state]() if self.callbacks else []
@@ -81,6 +88,13 @@ def spoil_last_epoch(module: Any, batch: Any, _: int) -> Any:
     """A hook of a module."""
     run = module.trainer
     return spoil(batch) if run.training and run.current_epoch == run.max_epochs - 1 else batch
+
+
+def spoil_first_batch(module: Any, batch: Any, _: int) -> Any:
+    """A hook of a module."""
+    run = module.trainer
+    bad = run.training and run.current_epoch == run.max_epochs - 1 and Path(run.ckpt_path or "").name != LAST_GOOD
+    return spoil(batch, 0) if bad else batch
 
 
 def convolve(base: type[Net], module: Net) -> None:
@@ -107,3 +121,7 @@ def neutral(
 def guard(callback: Callable[[], Callback], yaml: Any, *refused: str) -> Trick:
     trick = neutral(callback, yaml, *refused, net="SpoiledNet")
     return replace(trick, neutral=False, spoiled=True)
+
+
+def terminator(callback: Callable[[], Callback], yaml: Any) -> Trick:
+    return replace(neutral(callback, yaml, net="StoppedNet"), stops=True)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 import lightning_tricks as lt
-from tests.conformance.trick import convolve, spoil_last_epoch
+from tests.conformance.trick import convolve, spoil_first_batch, spoil_last_epoch
 from tests.nets import NormNet
 
 
@@ -40,3 +40,9 @@ class SpoiledNet(NormNet):
     """Meets a sample that is not finite."""
 
     on_after_batch_transfer = spoil_last_epoch
+
+
+class StoppedNet(NormNet):
+    """Meets one until it goes on from what was left."""
+
+    on_after_batch_transfer = spoil_first_batch

@@ -36,8 +36,17 @@ def test_a_new_file_has_the_mode_of_any_other_and_a_link_is_replaced(tmp_path: P
     ("error", "said", "raised", "match"),
     [
         (OSError, ["the disk is full"], OSError, r"a\.png was not written: the disk is full"),
-        (RuntimeError, ["the disk is full\nat line 3"], OSError, r"written: the disk is full$"),
-        (RuntimeError, [], OSError, r"a\.png was not written: RuntimeError$"),
+        (OSError, [], OSError, r"a\.png was not written: OSError$"),
+        (RuntimeError, ["basic_ios::clear: iostream error\nat line 3"], OSError, r"written: basic_ios.* error$"),
+        (RuntimeError, ["[enforce fail at inline_container.cc:672] . unexpected pos"], OSError, "was not written"),
+        (RuntimeError, ["write(): fd 3 failed with No space left on device"], OSError, "was not written"),
+        (
+            RuntimeError,
+            ["CUDA error: an illegal memory access"],
+            RuntimeError,
+            "^CUDA error: an illegal memory access$",
+        ),
+        (RuntimeError, [], RuntimeError, "^$"),
         (KeyError, ["full"], KeyError, "full"),
     ],
 )

@@ -28,11 +28,11 @@ LIMIT = 1000  # bytes of a file: less than any file here
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process grows beyond ``LIMIT``: writing fails as on a full disk."""
+def full_disk(limit: int = LIMIT) -> Iterator[None]:
+    """No file of this process grows beyond that many bytes: writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         yield
     finally:
@@ -130,6 +130,34 @@ def test_no_writer_leaves_a_part_of_a_file_on_a_small_disk(small_disk: Path) -> 
 
     filler.touch()
     assert all("No space" in each or "writ" in each for each in write_all(small_disk, filled))
+
+
+def errors_of_torch(folder: str) -> list[str]:
+    """What each of torch's writers says on a disk that is full after some bytes of a file, wherever that is."""
+    said, path, state = [], Path(folder) / "a.pt", {"w": torch.randn(32, 32), "n": [1, 2]}
+    for zipped in (True, False):
+        torch.save(state, path, _use_new_zipfile_serialization=zipped)
+        size = path.stat().st_size
+        for opened in (True, False):
+            for limit in (*range(0, size, 97), size - 23, size - 1):
+                with (
+                    full_disk(limit),
+                    pytest.raises(OSError, match="was not written") as caught,
+                    whole_file(path) as to,
+                ):
+                    if opened:
+                        with to.open("xb") as file:
+                            torch.save(state, file, _use_new_zipfile_serialization=zipped)
+                    else:
+                        torch.save(state, to, _use_new_zipfile_serialization=zipped)
+                said.append(str(caught.value))
+    return said
+
+
+def test_whatever_torch_says_of_a_full_disk_is_told_as_that(tmp_path: Path) -> None:
+    (said,) = run_ranks(errors_of_torch, str(tmp_path), nprocs=1)
+    for one in ("File too large", "iostream", "inline_container", "write()"):
+        assert any(one in each for each in said), one
 
 
 # -- a training that saves at every step ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,9 @@ import torch
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
 from lightning_tricks.cli.main import main
+from lightning_tricks.core.records import RECORDS
 from tests.checkpoints.sharded import Tied, save_zero3
+from tests.faults.pickles import CRAFTED, behind, state_of
 from tests.faults.runs import resume
 from tests.nets import PlainNet, build, rank_loader, trainer
 from tests.ranks import run_ranks
@@ -168,31 +171,74 @@ def assert_refused(reader: str, trap: Callable[..., None], folder: Path, tmp_pat
     assert not out.exists()
 
 
+@pytest.mark.parametrize("crafted", CRAFTED)
+@pytest.mark.parametrize("reader", FOLDER_READERS)
+def test_a_folder_that_would_change_a_class_is_refused(
+    reader: str, crafted: str, fsdp2_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    copied, out, before = shutil.copytree(fsdp2_folder, tmp_path / "a.ckpt"), tmp_path / "out.pt", state_of(RECORDS)
+    for file in (copied / ".metadata", *copied.glob("averages/*/.metadata")):
+        honest = file.read_bytes()
+        file.write_bytes(behind(CRAFTED[crafted], honest))
+        if "export" in reader or file.parent == copied:
+            with pytest.raises(ValueError, match=r"a\.ckpt|see standard error") as caught:
+                FOLDER_READERS[reader](copied, out)
+            assert re.search(r"\.metadata (is damaged|holds)", str(caught.value) + capsys.readouterr().err)
+            assert not out.exists()
+        file.write_bytes(honest)
+    assert state_of(RECORDS) == before
+    FOLDER_READERS[reader](copied, out)
+
+
 TRAPS = (in_metadata, in_extra_state, in_meta, in_averages)
+
+
+def in_class(folder: Path, _: Path) -> None:
+    file = folder / ".metadata"
+    file.write_bytes(behind(CRAFTED["a method of a class"], file.read_bytes()))
+
+
+def in_class_of_averages(folder: Path, mark: Path) -> None:
+    in_class(next(folder.glob("averages/*")), mark)
+
+
+def cut(folder: Path, _: Path) -> None:
+    os.truncate(folder / ".metadata", 300)
+
+
+def cut_averages(folder: Path, mark: Path) -> None:
+    cut(next(folder.glob("averages/*")), mark)
+
+
+DAMAGES = (in_class, in_class_of_averages, cut, cut_averages)
 
 
 def refused_by_fsdp2(folder: str) -> list[str]:
     """The errors of resuming from a copy of the folder with each trap in turn; one process group lasts for all."""
     said = []
     fsdp2("", ckpt_path=f"{folder}.untouched")
-    for trap in TRAPS:
+    before = state_of(RECORDS)
+    for trap in (*TRAPS, *DAMAGES):
         copied = Path(f"{folder}.{trap.__name__}")
         with pytest.raises(BaseException) as caught:  # noqa: PT011 (of torch's own)
             fsdp2("", ckpt_path=str(copied))
         said.append(str(caught.value))
+    assert state_of(RECORDS) == before
+    fsdp2("", ckpt_path=f"{folder}.untouched")
     return said
 
 
 def test_resuming_from_a_hostile_folder_of_fsdp2_is_refused(fsdp2_folder: Path, tmp_path: Path) -> None:
     mark, folder = tmp_path / "mark", tmp_path / "a.ckpt"
     shutil.copytree(fsdp2_folder, f"{folder}.untouched")
-    for trap in TRAPS:
+    for trap in (*TRAPS, *DAMAGES):
         copied = Path(f"{folder}.{trap.__name__}")
         shutil.copytree(fsdp2_folder, copied)
         trap(copied, mark)
     for said in run_ranks(refused_by_fsdp2, str(folder)):
-        assert len(said) == len(TRAPS)
-        assert all("run code" in each or "weights_only" in each for each in said), said
+        assert len(said) == len(TRAPS) + len(DAMAGES)
+        assert all("run code" in each or "weights_only" in each for each in said[: len(TRAPS)]), said
+        assert all(".metadata is damaged" in each for each in said[len(TRAPS) :]), said
     assert not mark.exists()
 
 
