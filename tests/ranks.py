@@ -23,7 +23,7 @@ _context.set_forkserver_preload(["tests.ranks_preload"])
 
 
 def run_ranks(
-    function: Callable[..., Any], *args: Any, nprocs: int = 2, nodes: int = 1, timeout: float = 120
+    function: Callable[..., Any], *args: Any, nprocs: int = 2, nodes: int = 1, timeout: float = 300
 ) -> list[Any]:
     """Run ``function(*args)`` once a rank; raise AssertionError with the traceback of each rank that failed.
 

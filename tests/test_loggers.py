@@ -6,6 +6,7 @@ import csv
 import json
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,5 +123,6 @@ def test_every_metric_goes_to_every_logger(names: list[str], tmp_path: Path) -> 
 def test_each_trick_logs_what_is_said_here(name: str, tmp_path: Path) -> None:
     trick = SETTINGS[name]
     module = build(lambda: trick.module(NormNet, "on")())
-    fit(module, logger=CSVLogger(tmp_path, "", ""), callbacks=trick.make_callbacks("on"), log_every_n_steps=1)
+    with pytest.raises(FloatingPointError, match="not finite") if trick.stops else nullcontext():
+        fit(module, logger=CSVLogger(tmp_path, "", ""), callbacks=trick.make_callbacks("on"), log_every_n_steps=1)
     assert {key for key in from_csv(tmp_path) if key.startswith("tricks/")} == KEYS.get(name, set())

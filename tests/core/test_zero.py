@@ -114,7 +114,7 @@ def test_ranks_that_hash_names_differently_gather_in_one_order(tmp_path: Path) -
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

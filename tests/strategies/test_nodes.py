@@ -190,7 +190,7 @@ def test_a_slurm_job_at_its_time_limit_goes_on_from_the_last_checkpoint(
     while not last.exists() and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=300)[0]
     assert last.exists(), output
     saved = torch.load(last / "meta.pt" if last.is_dir() else last, weights_only=True)["global_step"]
     again = started([*options, f"--trainer.max_steps={saved + STEPS}"], tmp_path, tmp_path / "here", **slurm)
