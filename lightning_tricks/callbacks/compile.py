@@ -24,7 +24,7 @@ from lightning_tricks.core.wrapping import wrap_method
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
@@ -97,10 +97,11 @@ class Compile(Trick):
         runs: dict[str, Callable[..., Any]] = {}
         # on_fit_start is over: what others have wrapped or hooked is compiled, too
         for name, module in self._found(pl_module).items():
-            if repr(module) not in runs:
+            kind = repr(module) if _is_plain(module) else name
+            if kind not in runs:
                 run = FunctionType(_run.__code__.replace(co_name=name or "forward"), globals())
-                runs[repr(module)] = torch.compile(run, mode=self.mode, backend=self.backend)
-            self._undo[name] = wrap_method(module, "forward", _Compiled(self, runs[repr(module)], name, module))
+                runs[kind] = torch.compile(run, mode=self.mode, backend=self.backend)
+            self._undo[name] = wrap_method(module, "forward", _Compiled(self, runs[kind], name, module))
 
     def _found(self, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
         error: object = "it has neither submodules with parameters nor a forward"
@@ -169,7 +170,7 @@ class _Compiled:
     def __reduce__(self) -> Any:
         return partial, (_run,)
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self.owner._called = True  # by a function that is compiled
             return forward(*args, **kwargs)
@@ -180,12 +181,12 @@ class _Compiled:
         call = self._with_fallback if self.owner.fallback else self._compiled
         return call(forward, *args, **kwargs)
 
-    def _compiled(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _compiled(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(forward, MethodType):  # which torch 2.9 compiles anew for each of several equal modules
             return self.run(forward.__func__, forward.__self__, *args, **kwargs)
         return self.run(forward, *args, **kwargs)
 
-    def _with_fallback(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _with_fallback(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException  # has no public name
 
         key = _signature(self.module, args, kwargs)
@@ -216,6 +217,13 @@ def _networks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{inner}", each) for inner, each in _networks(child))
         else:
             yield name, child
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it has neither hooks nor a forward of its own, by which torch does not tell modules apart."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    every = list(module.modules())
+    return not any("forward" in vars(each) or any(getattr(each, name) for name in hooks) for each in every)
 
 
 def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:

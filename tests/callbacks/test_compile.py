@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -110,6 +111,35 @@ def test_compiled_modules_train_as_eager_ones(kind: type[Net], modules: Any, gra
     assert counters["stats"]["unique_graphs"] in (graphs, 2 * graphs)  # again for the last batch, of another size
     assert not counters["graph_break"]
     assert_close(compiled, trained(kind, limit_val_batches=0))
+
+
+def hooked(linear: nn.Linear, n: int) -> None:
+    linear.register_forward_hook(lambda module, args, output: output * (n + 0.5))
+
+
+def hooked_before(linear: nn.Linear, n: int) -> None:
+    linear.register_forward_pre_hook(lambda module, args: (args[0] * (n + 0.5),))
+
+
+def with_forward(linear: nn.Linear, n: int) -> None:
+    linear.forward = MethodType(lambda self, x, n=n: nn.functional.linear(x, self.weight) * (n + 0.5), linear)
+
+
+@pytest.mark.parametrize("changed", [hooked, hooked_before, with_forward])
+@pytest.mark.parametrize("which", [(0, 1, 2), (1,)])
+def test_equal_modules_that_do_something_else_each_do_their_own(changed: Any, which: tuple[int, ...]) -> None:
+    class Changed(Inner):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            for n in which:
+                changed(self.layers[n][3], n)
+
+    ended = []
+    for callbacks in ([lt.Compile(backend=FAST)], []):
+        module = build(Changed)
+        fit(module, callbacks=callbacks, limit_val_batches=0)
+        ended.append(weights(module))
+    assert_close(*ended)
 
 
 class Many(Net):
