@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +109,23 @@ def _entry(stub: _Stub) -> TensorStorageMetadata | BytesStorageMetadata:
     dtype, *_ = stub.parts["properties"].parts  # the others are deprecated
     chunks = [ChunkStorageMetadata(_size(c.parts["offsets"]), _size(c.parts["sizes"])) for c in stub.parts["chunks"]]
     size = _size(stub.parts["size"])
-    if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():  # what is not read would be any number
-        raise ValueError("chunks of another size")
+    if not _tile(chunks, size):  # what is not read would be any number
+        raise ValueError("chunks that are not the tensor")
     return TensorStorageMetadata(TensorProperties(_a(torch.dtype, dtype)), size, chunks)
+
+
+def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Whether each entry of a tensor is in one chunk: all are inside, none overlap, and they are as many."""
+    boxes = sorted([*zip(c.offsets, c.sizes, strict=True)] for c in chunks if math.prod(c.sizes))
+    for place, box in enumerate(boxes):
+        if len(box) != len(size) or any(o < 0 or n < 0 or o + n > end for (o, n), end in zip(box, size, strict=True)):
+            return False
+        for other in boxes[place + 1 :]:
+            if not box or other[0][0] >= sum(box[0]):
+                break  # they are sorted by their first offsets
+            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True)):
+                return False
+    return sum(math.prod(n for _, n in box) for box in boxes) == math.prod(size)
 
 
 def _path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
