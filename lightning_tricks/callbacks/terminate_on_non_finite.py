@@ -113,8 +113,8 @@ class TerminateOnNonFinite(Trick):
         try:
             trainer.save_checkpoint(folder / "last_good.ckpt")  # in which all ranks take part, so before anything else
             batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-            with whole_file(folder / f"batch-rank={trainer.global_rank}.pt") as file:
-                torch.save(batch, file)
+            with whole_file(folder / f"batch-rank={trainer.global_rank}.pt") as path, path.open("xb") as file:
+                torch.save(batch, file)  # by its name torch 2.9 says nothing of a disk that is full near its end
         except Exception as error:  # what is no file system's, of a batch that cannot be pickled
             why = str(error).partition("\n")[0]
             return f"Not all of the state before it and the batch is in {folder}: {why}"

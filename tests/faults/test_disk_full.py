@@ -22,6 +22,7 @@ from lightning_tricks.checkpoints import average_checkpoints, consolidate, expor
 from lightning_tricks.core.whole_file import whole_file
 from tests.faults.everything import Everything, fresh, make, outcome, run
 from tests.faults.runs import differences, load
+from tests.nets import TORCH_2_9
 from tests.ranks import run_ranks
 
 LIMIT = 1000  # bytes of a file: less than any file here
@@ -139,6 +140,8 @@ def errors_of_torch(folder: str) -> list[str]:
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
         size = path.stat().st_size
         for opened in (True, False):
+            if TORCH_2_9 and zipped and not opened:
+                continue  # it says nothing of the last bytes
             for limit in (*range(0, size, 97), size - 23, size - 1):
                 with (
                     full_disk(limit),
@@ -156,7 +159,7 @@ def errors_of_torch(folder: str) -> list[str]:
 
 def test_whatever_torch_says_of_a_full_disk_is_told_as_that(tmp_path: Path) -> None:
     (said,) = run_ranks(errors_of_torch, str(tmp_path), nprocs=1)
-    for one in ("File too large", "iostream", "inline_container", "write()"):
+    for one in ("File too large", "write()", *([] if TORCH_2_9 else ["iostream", "inline_container"])):
         assert any(one in each for each in said), one
 
 
