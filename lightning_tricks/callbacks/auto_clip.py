@@ -24,10 +24,14 @@ def clip_value(history: Tensor, percentile: float) -> Tensor:
         history: Gradient norms; NaN for those that do not count.
         percentile: In [0, 100].
 
+    Raises:
+        ValueError: For a percentile out of range.
+
     Example:
         >>> clip_value(torch.tensor([4.0, 1.0, float("nan"), 2.0]), 50)
         tensor(2.)
     """
+    check_range("percentile", percentile, 0, 100)
     if not history.is_cpu:
         return torch.nanquantile(history, percentile / 100)  # no CUDA sync
     ordered, counted = history.flatten().sort().values, int(torch.count_nonzero(history == history))  # NaN is last

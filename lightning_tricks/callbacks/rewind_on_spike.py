@@ -154,8 +154,8 @@ class RewindOnSpike(Trick):
     ) -> None:
         if not self._parts:  # training_step has returned None
             return
-        several = len(self._parts) > 1
-        mean = torch.stack(self._parts).mean() if several else self._parts[0].clone()  # into which reduce writes
+        one = len(self._parts) == 1 and not self._parts[0].ndim
+        mean = self._parts[0].clone() if one else torch.stack(self._parts).mean()  # into which reduce writes
         loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
         self._parts.clear()
         scaled = grad_scaler(trainer) is not None

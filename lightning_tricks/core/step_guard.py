@@ -43,9 +43,12 @@ class Buffers:
     """The buffers of a module (the statistics of BatchNorm) as they are now, beside them or on ``device``."""
 
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
-        modules = [module]
+        modules, seen = [module], {module}
         for each in modules:  # grows: in a small network modules() takes three times longer
-            modules += [child for child in each._modules.values() if child is not None]
+            for child in each._modules.values():
+                if child is not None and child not in seen:
+                    modules.append(child)
+                    seen.add(child)
         self._owners = [(owner._buffers, dict(owner._buffers)) for owner in modules]
         found = {id(each): each for _, named in self._owners for each in named.values() if each is not None}
         self._copies = [(each, local_part(each).to(device or each.device, copy=True)) for each in found.values()]

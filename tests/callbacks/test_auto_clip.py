@@ -201,3 +201,9 @@ def test_ranks_have_the_norm_of_all() -> None:
 def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         lt.AutoClip(**arguments)
+
+
+@pytest.mark.parametrize("percentile", [-1, 101])
+def test_no_such_percentile(percentile: float) -> None:
+    with pytest.raises(ValueError, match="percentile must be in"):
+        clip_value(torch.ones(3), percentile)

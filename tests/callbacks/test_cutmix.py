@@ -69,6 +69,14 @@ def test_every_pixel_is_that_of_the_paper_and_the_share_is_exact(shape: tuple[in
     assert clipped or lam > 0.5 or height * width == 1
 
 
+def test_an_index_of_another_length_is_torchs_business() -> None:
+    x = torch.randn(4, 3, 6, 5)
+    with pytest.raises(RuntimeError):
+        cutmix(x, 0.5, torch.tensor([1, 2, 3, 0, 1]))
+    mixed, _ = cutmix(x, 0.5, torch.tensor([1]), torch.Generator().manual_seed(0))
+    assert ((mixed == x) | (mixed == x[1])).all()
+
+
 def test_without_a_generator_torchs_own_is_used_and_with_one_it_is_not() -> None:
     x, index = marked(2, 3, 8, 8), torch.tensor([1, 0])
     state = torch.get_rng_state()

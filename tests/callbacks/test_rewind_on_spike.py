@@ -142,6 +142,21 @@ def test_before_the_window_is_full_only_what_is_not_finite_counts() -> None:
     compare(spiky(when=(2,), factor=torch.nan), build(Clean), (0, 1, 2), callback)
 
 
+def test_a_loss_of_each_sample() -> None:
+    class Each(Clean):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return torch.nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.mean().backward()
+
+    callback, without = rewind(), build(Each)
+    fit(module := build(Each), train=batches(), callbacks=[callback], max_epochs=1)
+    fit(without, train=batches(), max_epochs=1)
+    assert callback.rewinds == 0
+    assert_equal(weights(module), weights(without))
+
+
 def test_an_accumulated_window() -> None:
     callback = rewind(every_n_steps=2, window=3)
     compare(spiky(when=(9,)), build(Clean), (8, 9), callback, accumulate_grad_batches=2)

@@ -353,4 +353,4 @@ def test_the_inputs_are_never_in_memory_together(suffix: str, tmp_path: Path) ->
     files = [str(tmp_path / f"{place}{suffix}") for place in range(6)]
     (used,) = run_ranks(average_and_measure, files, str(tmp_path / f"mean{suffix}"), nprocs=1)
     megabytes = used / 2**20
-    assert 10 < megabytes < 64 + 32, "the output (64) and small change; the inputs are 384"
+    assert 0 < megabytes < 64 + 32, "the output (64) and small change; the inputs are 384"
