@@ -157,7 +157,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         '`make test-versions ONLY="2.6.0:2.9.0 newest:newest"` runs some (as `lightning:torch`).',
         "",
         "torch 2.9 is the oldest that is supported: FSDP2 on CPU, with which sharding is tested, does not run in 2.6,",
-        "and sums gradients that it should average in 2.7 and 2.8. A torch without a torchvision (yet) is tested beside",
+        "and sums gradients that it should average in 2.7 and 2.8. A torch without a torchvision (yet) is tested with",
         "that of another torch, for timm: its operators are declared, not there.",
         "",
         "| " + " | ".join([*REPORTED, "passed", "failed", "skipped"]) + " |",
