@@ -23,11 +23,9 @@ demo: $(VENV)/.demo ## train small models with and without the tricks and draw a
 
 test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
-	$(fast-notebooks)
 
 test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray and the site
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
-	$(fast-notebooks)
 
 notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts beside them
 	$(BIN)/python .ci/notebooks.py
@@ -58,9 +56,6 @@ check: $(VENV)/.test
 clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-# without the addopts of pyproject.toml: the scripts hold no doctests
-fast-notebooks = LIGHTNING_TRICKS_FAST=1 $(BIN)/python -m pytest -n auto -o addopts= --nbmake notebooks
 
 fail = { echo "error: $(1)" >&2; exit 1; }
 

@@ -1,14 +1,17 @@
-"""notebooks/: executed, clean, equal to their scripts; `make test` runs them in their fast mode, by nbmake."""
+"""notebooks/: executed, clean, equal to their scripts; here their scripts run in Jupyter, in their fast mode."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jupytext
 import nbformat
 import pytest
+from nbclient import NotebookClient
+from traitlets.config import Config
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -30,6 +33,16 @@ def test_it_is_equal_to_its_script(stem: str) -> None:
     script = jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
     sources = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (notebook(stem), script)]
     assert sources[0] == sources[1], f"make notebooks executes {stem}.py again"
+
+
+@each
+def test_it_runs(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_TRICKS_FAST", "1")
+    script = jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
+    place = {"metadata": {"path": str(NOTEBOOKS)}}
+    with TemporaryDirectory() as folder:  # of sockets: a free port may be another's before the kernel listens on it
+        sockets = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
+        NotebookClient(script, timeout=600, resources=place, config=sockets).execute()
 
 
 @each
