@@ -222,8 +222,7 @@ def _networks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_plain(module: nn.Module) -> bool:
     """Whether it has neither hooks nor a forward of its own, by which torch does not tell modules apart."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    every = list(module.modules())
-    return not any("forward" in vars(each) or any(getattr(each, name) for name in hooks) for each in every)
+    return not any("forward" in vars(m) or any(getattr(m, name) for name in hooks) for m in module.modules())
 
 
 def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -50,9 +50,8 @@ def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | No
     (top, bottom), (left, right) = _extent(down, height, lam), _extent(across, width, lam)
     mixed = x.clone()
     box, part = mixed[..., top:bottom, left:right], x[..., top:bottom, left:right]
-    if (
-        x.is_cpu and not x.requires_grad and len(index) == len(x)
-    ):  # at once, which takes half the time, and which autograd does not know
+    # at once takes half the time; autograd does not know it, and an index of another length would resize the box
+    if x.is_cpu and not x.requires_grad and len(index) == len(x):
         torch.index_select(part, 0, index, out=box)
     else:
         box.copy_(part.index_select(0, index))

@@ -8,13 +8,12 @@ from typing import Any
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Make ``owner.name(...)`` call ``wrapper(original, ...)`` until the returned function is called."""
-    original = getattr(owner, name)
-    # never owner.__dict__: before 3.13 Python finds everything in an object slower once that was asked for
-    try:
+    before = original = getattr(owner, name)
+    try:  # never owner.__dict__: before 3.13 Python finds everything in an object slower once that was asked for
         delattr(owner, name)
-        wrapped = _Wrapped(wrapper, original, original)
     except AttributeError:  # it is the class's
-        wrapped = _Wrapped(wrapper, original, None)
+        before = None
+    wrapped = _Wrapped(wrapper, original, before)
     setattr(owner, name, wrapped)
 
     def undo() -> None:
