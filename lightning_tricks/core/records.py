@@ -96,10 +96,12 @@ def _metadata(stub: _Stub) -> Metadata:
     entries = {_a(str, name): _entry(each) for name, each in parts["state_dict_metadata"].items()}
     paths = parts["planner_data"]
     if paths is not None:
-        paths = {name: _path(path) for name, path in paths.items()}
-        if not paths.keys() <= entries.keys():
-            raise KeyError("a path to nothing")
+        paths = {name: _path(name, path) for name, path in paths.items()}
+        if paths.keys() != entries.keys():
+            raise KeyError("a path to nothing, or a value without one")
     places = {_index(index): _place(place) for index, place in parts["storage_data"].items()}
+    if len({(place.relative_path, place.offset) for place in places.values()}) < len(places):
+        raise ValueError("two values in one place")
     return Metadata(entries, paths, places)
 
 
@@ -128,9 +130,9 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
     return sum(math.prod(n for _, n in box) for box in boxes) == math.prod(size)
 
 
-def _path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    if not path or not all(type(each) in (str, int) for each in _a(tuple, path)):
-        raise TypeError("a path of something else")
+def _path(name: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    if not all(type(each) in (str, int) for each in _a(tuple, path)) or ".".join(map(str, path)) != name:
+        raise ValueError("a path of something else")
     return path
 
 

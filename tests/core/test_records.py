@@ -7,7 +7,7 @@ import pickletools
 import random
 import shutil
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     groups = {"0": {"lr": 0.1, "params": ["w"]}}
     state = {
         "state_dict": {"w": torch.ones(2, 3), "half": torch.ones(0, dtype=torch.bfloat16), "extra": {"a": 1}},
-        "optimizer_0": {"state": {"w": {"step": torch.tensor(1)}}, "param_groups": groups},
+        "optimizer_0": {"state": {"w": {"step": torch.tensor(1), "mean": torch.zeros(2, 3)}}, "param_groups": groups},
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -82,7 +82,7 @@ NAME = "state_dict.w"
     [
         *[("metadata", name, 1) for name in ("state_dict_metadata", "planner_data", "storage_data")],
         *[("metadata", "planner_data", {NAME: value}) for value in (1, (), ("state_dict", None), ["state_dict", "w"])],
-        ("metadata", "planner_data", {"of nothing": ("state_dict", "w")}),
+        *[("metadata", "planner_data", {name: ("state_dict", "w")}) for name in ("of nothing", NAME)],
         *[("entry", name, 1) for name in ("properties", "size", "chunks")],
         ("properties", "dtype", 1),
         *[("chunk", name, 1) for name in ("offsets", "sizes")],
@@ -90,6 +90,7 @@ NAME = "state_dict.w"
         *[("index", name, value) for name, value in {"fqn": 1, "offset": 1, "index": "1"}.items()],
         *[("place", name, value) for name, value in {"relative_path": 1, "offset": "1", "length": None}.items()],
         ("place", "transform_descriptors", [1]),
+        ("metadata", "planner_data", {NAME: ("optimizer_0", "w")}),
     ],
     ids=str,
 )
@@ -99,6 +100,15 @@ def test_a_value_of_another_kind_is_refused(file: Path, kind: str, attribute: st
     index, place = next((index, place) for index, place in metadata.storage_data.items() if index.fqn == NAME)
     kinds = {"metadata": metadata, "entry": entry, "properties": entry.properties, "chunk": entry.chunks[0]}
     object.__setattr__({**kinds, "index": index, "place": place}[kind], attribute, value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+        read_metadata(tmp_path / ".metadata")
+
+
+def test_two_values_in_one_place_are_refused(file: Path, tmp_path: Path) -> None:
+    metadata = pickle.loads(file.read_bytes())
+    first, second = list(metadata.storage_data)[:2]
+    metadata.storage_data[second] = metadata.storage_data[first]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"\.metadata is damaged"):
         read_metadata(tmp_path / ".metadata")
@@ -121,8 +131,8 @@ def greedy(content: bytes) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_flipped_bit_is_noticed_or_changes_no_value(file: Path, tmp_path: Path) -> None:
-    content, refused, read = file.read_bytes(), 0, 0
+def test_a_flipped_bit_is_noticed_or_changes_nothing(file: Path, tmp_path: Path) -> None:
+    content, (expected, paths), refused, read = file.read_bytes(), values_of(file.parent), 0, 0
     for shards in file.parent.glob("*.distcp"):
         shutil.copy(shards, tmp_path)
     for bit in random.Random(0).sample(range(8 * len(content)), 800):
@@ -131,17 +141,27 @@ def test_a_flipped_bit_is_noticed_or_changes_no_value(file: Path, tmp_path: Path
         if greedy(flipped):
             continue
         (tmp_path / ".metadata").write_bytes(flipped)
-        values = {"state_dict.w": torch.full((2, 3), torch.nan)}
         try:
-            reader = PlainReader(tmp_path)
-        except ValueError:
+            found, places = values_of(tmp_path)
+        except (ValueError, CheckpointException):
             refused += 1
             continue
-        with suppress(CheckpointException, RuntimeError):  # by name, or of a name or size that the file has not
-            load_plain(values, reader)
-            assert torch.equal(values["state_dict.w"], torch.ones(2, 3)), bit
-            read += 1
-    assert min(refused, read) > 100
+        assert (repr(found), places) == (repr(expected), paths), bit
+        read += 1
+    assert min(refused, read) > 50
+
+
+def values_of(folder: Path) -> tuple[dict[str, Any], Any]:
+    """All that is in a folder, and where it belongs."""
+    reader = PlainReader(folder)
+    values = {
+        key: torch.full(entry.size, 7, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for key, entry in reader.metadata.state_dict_metadata.items()
+    }
+    load_plain(values, reader)
+    return values, reader.metadata.planner_data
 
 
 @pytest.mark.parametrize(
