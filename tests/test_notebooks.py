@@ -13,6 +13,8 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
+from tests.ranks import _free_port
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 STEMS = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -38,6 +40,7 @@ def test_it_is_equal_to_its_script(stem: str) -> None:
 @each
 def test_it_runs(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_TRICKS_FAST", "1")
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
     script = jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
     place = {"metadata": {"path": str(NOTEBOOKS)}}
     with TemporaryDirectory() as folder:  # of sockets: a free port may be another's before the kernel listens on it

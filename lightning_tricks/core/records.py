@@ -131,7 +131,7 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
 
 
 def _path(name: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    if not all(type(each) in (str, int) for each in _a(tuple, path)) or ".".join(map(str, path)) != name:
+    if not path or not all(type(each) in (str, int) for each in _a(tuple, path)) or ".".join(map(str, path)) != name:
         raise ValueError("a path of something else")
     return path
 

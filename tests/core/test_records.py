@@ -81,8 +81,6 @@ NAME = "state_dict.w"
     ("kind", "attribute", "value"),
     [
         *[("metadata", name, 1) for name in ("state_dict_metadata", "planner_data", "storage_data")],
-        *[("metadata", "planner_data", {NAME: value}) for value in (1, (), ("state_dict", None), ["state_dict", "w"])],
-        *[("metadata", "planner_data", {name: ("state_dict", "w")}) for name in ("of nothing", NAME)],
         *[("entry", name, 1) for name in ("properties", "size", "chunks")],
         ("properties", "dtype", 1),
         *[("chunk", name, 1) for name in ("offsets", "sizes")],
@@ -90,7 +88,6 @@ NAME = "state_dict.w"
         *[("index", name, value) for name, value in {"fqn": 1, "offset": 1, "index": "1"}.items()],
         *[("place", name, value) for name, value in {"relative_path": 1, "offset": "1", "length": None}.items()],
         ("place", "transform_descriptors", [1]),
-        ("metadata", "planner_data", {NAME: ("optimizer_0", "w")}),
     ],
     ids=str,
 )
@@ -100,6 +97,26 @@ def test_a_value_of_another_kind_is_refused(file: Path, kind: str, attribute: st
     index, place = next((index, place) for index, place in metadata.storage_data.items() if index.fqn == NAME)
     kinds = {"metadata": metadata, "entry": entry, "properties": entry.properties, "chunk": entry.chunks[0]}
     object.__setattr__({**kinds, "index": index, "place": place}[kind], attribute, value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+        read_metadata(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *[(NAME, path) for path in (1, ("optimizer_0", "w"), ["state_dict", "w"])],
+        *[("", ()), ("state_dict.None", ("state_dict", None))],
+        *[("a path to nothing", ("a path to nothing",)), ("a value without a path", None)],
+    ],
+    ids=str,
+)
+def test_a_wrong_path_is_refused(file: Path, name: str, path: Any, tmp_path: Path) -> None:
+    metadata = pickle.loads(file.read_bytes())
+    if name != "a path to nothing":
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata[NAME]
+    if path is not None:
+        metadata.planner_data[name] = path
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"\.metadata is damaged"):
         read_metadata(tmp_path / ".metadata")
