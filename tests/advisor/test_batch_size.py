@@ -111,7 +111,7 @@ def test_a_margin_is_left_where_memory_was_the_limit(margin: float, size: int) -
     assert find(build(Limited), margin=margin, max_size=8).batch_size == 8
 
 
-@pytest.mark.parametrize("start", [2, 5, 11, 12, 33])
+@pytest.mark.parametrize("start", [5, 33, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 11, 12))])
 def test_any_start_leads_there(start: int) -> None:
     assert find(build(Limited), start=start).batch_size == 11
 

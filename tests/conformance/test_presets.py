@@ -81,7 +81,7 @@ def everything(name: str, precision: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-@pytest.mark.parametrize("form", ["fp32", "as named"])
+@pytest.mark.parametrize("form", ["fp32", pytest.param("as named", marks=pytest.mark.slow)])
 def test_two_ranks_train_what_one_process_trains_on_their_batches(name: str, form: str, tmp_path: Path) -> None:
     precision = "32-true" if form == "fp32" else PRECISIONS[name]
     alone, batches = Watch(), loader(48, batch_size=16)

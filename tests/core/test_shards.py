@@ -54,6 +54,10 @@ HALF = {
     "zero3-bf16": (PlainNet, lambda: {"strategy": cpu_deepspeed(3), "precision": "bf16-mixed"}),
 }
 ALL = {**ENGINES, **HALF}
+QUICK = ["fsdp2", "fsdp2-bf16", "fsdp2-one-file", "zero1", "zero2", "zero3"]
+each = pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL]
+)
 
 
 def train(engine: str, ema: lt.EMA | None, *, plain: bool = False, **settings: Any) -> Any:
@@ -86,7 +90,7 @@ def average(engine: str) -> tuple[dict[str, Any], list[float], int]:
     return state, scores(run), shard
 
 
-@pytest.mark.parametrize("engine", ALL)
+@each
 def test_the_gathered_average_equals_one_process_and_a_rank_has_half(engine: str) -> None:
     (first, losses, shard), (second, _, other) = run_ranks(average, engine)
     ema, module = lt.EMA(0.9, validate="both"), build(PlainNet)
@@ -122,7 +126,7 @@ def resume(engine: str, folder: str) -> None:
     assert_equal(states[2].weights, states[0].weights)
 
 
-@pytest.mark.parametrize("engine", ALL)
+@each
 def test_resume_from_what_was_saved_is_exact_and_training_untouched(engine: str, tmp_path: Path) -> None:
     run_ranks(resume, engine, str(tmp_path))
 

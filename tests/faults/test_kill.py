@@ -28,7 +28,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("training", ["EMA", pytest.param("everything", marks=pytest.mark.slow)])
 def test_every_checkpoint_of_a_run_resumes_bit_exactly(tmp_path: Path, training: str, settings: dict[str, Any]) -> None:
     resume = TRAININGS[training]
     train(tmp_path / "whole", trained=resume, **settings)
