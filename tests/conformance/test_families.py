@@ -121,7 +121,7 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
     return {**found, **as_numpy}
 
 
-@pytest.mark.slow  # test_presets has the precisions, accumulation, clipping and resume of each preset
+@pytest.mark.slow  # accumulation, clipping and resume of each preset are among the fast ones, in test_presets
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callable[..., None]) -> None:
     name, processes = FAMILIES[family], 1 if family == "single_*" else 2
