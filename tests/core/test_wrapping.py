@@ -28,8 +28,11 @@ def test_wrappers_undone_in_any_order_leave_nothing() -> None:
         for factor in (2, 3, 5):
             undo.append(wrap_method(owner, "add", lambda original, a, factor=factor: factor * original(a)))
         assert owner.add(1) == 60
+        left = 60
         for place in order:
             undo[place]()
+            left //= (2, 3, 5)[place]
+            assert owner.add(1) == left, order
         assert vars(owner) == {}, order
 
 
