@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions notebooks matrix bench tables docs check clean FORCE
+.PHONY: help demo test test-all test-versions notebooks matrix bench tables exports docs check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -30,9 +30,9 @@ test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray and the s
 notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts beside them
 	$(BIN)/python .ci/notebooks.py
 
-matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks/cli/matrix.json and docs/compatibility.md
+matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks_cli/matrix.json and docs/compatibility.md
 	$(BIN)/python -m pytest tests/conformance -n auto -m "not gpu" --deselect tests/conformance/test_matrix.py \
-	    --matrix lightning_tricks/cli/matrix.json
+	    --matrix lightning_tricks_cli/matrix.json
 	$(BIN)/python benchmarks/readme.py
 
 bench: $(VENV)/.test ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
@@ -45,6 +45,9 @@ tables: $(VENV)/.test ## write the tables of README.md, benchmarks/README.md and
 test-versions: $(VENV)/.made ## the fast tests with the oldest and newest Lightning and torch; ONLY="2.6.0:newest", Python 3.11+
 	$(BIN)/python .ci/test_versions.py $(ONLY)
 
+exports: $(VENV)/.test ## write the __init__ files and functional.py from the __all__ of the source files
+	$(BIN)/python .ci/exports.py
+
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python -m mkdocs build
 
@@ -52,6 +55,8 @@ check: $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	@find lightning_tricks lightning_tricks_cli -name '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total" \
+	    { print "warning: " $$2 " has " $$1 " lines: is it one idea?" }'
 
 clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

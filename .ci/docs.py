@@ -23,6 +23,7 @@ KINDS = {
     "callbacks": "Callbacks",
     "modules": "Modules",
     "schedules": "Schedules",
+    "optimizers": "Optimizers",
     "strategies": "Strategies",
     "checkpoints": "Checkpoints",
     "advisor": "Advice",
@@ -51,7 +52,7 @@ def notebooks() -> list[Path]:
 def api(kind: str) -> str:
     """The page of a kind: everything public that it has, from the docstrings."""
     names = importlib.import_module(f"lightning_tricks.{kind}").__all__
-    return f"# {KINDS[kind]}\n\n" + "".join(f"::: lightning_tricks.{name}\n\n" for name in names)
+    return f"# {KINDS[kind]}\n\n" + "".join(f"::: lightning_tricks.{kind}.{name}\n\n" for name in names)
 
 
 def place(path: Path) -> str:

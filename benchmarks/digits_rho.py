@@ -10,8 +10,8 @@ from machine import machine
 from rows import written
 
 import lightning_tricks as lt
-from lightning_tricks.cli import digits
-from lightning_tricks.cli.demo import EPOCHS, small_runs
+from lightning_tricks.examples import digits
+from lightning_tricks_cli.runs.demo import EPOCHS, small_runs
 
 RADII = (0.05, 0.1, 0.2, 0.3, 0.5)
 SEEDS = range(5)

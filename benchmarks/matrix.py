@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-JSON = ROOT / "lightning_tricks" / "cli" / "matrix.json"
+JSON = ROOT / "lightning_tricks_cli" / "matrix.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 
 HEADS = {

@@ -43,9 +43,9 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lightning_tricks as lt
-from lightning_tricks.cli import digits, glosses, textures
-from lightning_tricks.cli.demo import small_runs
-from lightning_tricks.cli.tasks import QUIET, Classifier, SharpClassifier, Split, accuracy
+from lightning_tricks.examples import digits, glosses, textures
+from lightning_tricks.examples.tasks import QUIET, Classifier, SharpClassifier, Split, accuracy
+from lightning_tricks_cli.runs.demo import small_runs
 
 RESULTS = Path(__file__).parent / "results"
 NOISE = {"clean labels": 0.0, "noisy labels": 0.4}

@@ -9,12 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import conflicts
 import matrix
 import quality_report
 from run import discovered
 from tables import grid, placed, renew
 
-from lightning_tricks.cli.catalogue import CATALOGUE, Row
+from lightning_tricks_cli.catalogue import Row
+from lightning_tricks_cli.runs.tricks import catalogue
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -31,7 +33,7 @@ def tables() -> dict[str, str]:
 def tricks() -> str:
     """What each trick does and costs, and the points that it gains on each task."""
     lines = []
-    for row in CATALOGUE:
+    for row in catalogue():
         names = ", ".join(f"`{name}`" for name in (*row.names, *row.beside))
         lines.append([names, f"`{row.line}`", row.what, cost(row), *(gains(row, task) for task in TASKS)])
     head = ["trick", "one line of yours", "what it does", "cost", *(f"{task} ¹" for task in TASKS)]
@@ -105,6 +107,7 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
+    conflicts.PAGE.write_text(conflicts.page())
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))
     quality_report.renew(result("quality"))

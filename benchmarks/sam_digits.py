@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from lightning_tricks.cli.demo import small_runs
-from lightning_tricks.cli.digits import load_digits, network
-from lightning_tricks.cli.tasks import QUIET, accuracy
+from lightning_tricks.examples.digits import load_digits, network
+from lightning_tricks.examples.tasks import QUIET, accuracy
+from lightning_tricks_cli.runs.demo import small_runs
 
 OUTPUT = Path(__file__).parent / "results" / "sam_digits.json"
 SEEDS, EPOCHS, NOISE = 5, 60, 0.4

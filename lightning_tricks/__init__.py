@@ -1,91 +1,65 @@
 """Training tricks for a stock Lightning Trainer: add a callback, inherit a mixin, name a strategy preset."""
 
-from lightning_tricks.advisor import (
-    BatchSizeResult,
-    Doctor,
-    EnvironmentReport,
-    Hardware,
-    MemoryEstimate,
-    Suggestion,
-    environment_report,
-    estimate_memory,
-    find_batch_size,
-    suggest_strategy,
-)
-from lightning_tricks.callbacks import (
-    EMA,
-    SWA,
-    ActivationCheckpointing,
-    AdaptiveClip,
-    AutoClip,
-    BatchSizeWarmup,
-    ChannelsLast,
-    Compile,
-    CutMix,
-    GradualUnfreeze,
-    HardExampleFilter,
-    HiddenMixup,
-    LRSchedule,
-    Mixup,
-    RewindOnSpike,
-    SkipNonFinite,
-    TerminateOnNonFinite,
-    adaptive_clip_,
-    cutmix,
-    freeze,
-    mixup,
-    ohem_loss,
-    scale_ema_decay,
-    speed_preset,
-)
-from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
-from lightning_tricks.modules import (
-    SAM,
-    SAMMixin,
-    Sharpness,
-    add_stochastic_depth,
-    drop_bias_before_batchnorm,
-    sharpness,
-)
-from lightning_tricks.schedules import (
-    CurveLR,
-    LRFinderResult,
-    PlateauLR,
-    UnknownTotalSteps,
+from lightning_tricks import functional
+from lightning_tricks.advisor.batch_size import find_batch_size
+from lightning_tricks.advisor.choose import Hardware, suggest_strategy
+from lightning_tricks.advisor.doctor import Doctor
+from lightning_tricks.advisor.environment import environment_report
+from lightning_tricks.advisor.memory.estimate import estimate_memory
+from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
+from lightning_tricks.callbacks.auto_clip import AutoClip
+from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
+from lightning_tricks.callbacks.channels_last import ChannelsLast
+from lightning_tricks.callbacks.compile import Compile
+from lightning_tricks.callbacks.cutmix import CutMix
+from lightning_tricks.callbacks.ema import EMA
+from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
+from lightning_tricks.callbacks.hard_examples import HardExampleFilter
+from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.lr_schedule import LRSchedule
+from lightning_tricks.callbacks.mixup import Mixup
+from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
+from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
+from lightning_tricks.callbacks.swa import SWA
+from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
+from lightning_tricks.checkpoints.average import average_checkpoints
+from lightning_tricks.checkpoints.consolidate import consolidate
+from lightning_tricks.checkpoints.export import export_weights
+from lightning_tricks.checkpoints.soup import greedy_soup
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
+from lightning_tricks.modules.freeze import freeze
+from lightning_tricks.modules.sam.mixin import SAMMixin
+from lightning_tricks.modules.sam.rules import SAM
+from lightning_tricks.modules.sharpness import sharpness
+from lightning_tricks.modules.stochastic_depth import add_stochastic_depth
+from lightning_tricks.optimizers.adamw import adamw
+from lightning_tricks.schedules.factories import (
     constant,
     cosine,
     cosine_restarts,
-    discriminative_groups,
-    effective_batch_size,
-    find_lr,
     flat_cos,
     inverse_sqrt,
-    layer_decay_groups,
     linear,
-    no_weight_decay_groups,
     one_cycle,
-    optimizer_steps,
-    plot_schedule,
     polynomial,
-    reduce_on_plateau,
-    scale_adam,
-    scale_lr,
     step_decay,
     swa_tail,
     wsd,
 )
-from lightning_tricks.strategies import (
-    DDPPreset,
-    FSDP2Preset,
-    SinglePreset,
-    ZeROPreset,
-    adamw,
-    preset,
-    presets,
-    ray_trainer,
-)
-
-__version__ = "0.1.0"
+from lightning_tricks.schedules.lr_finder import find_lr
+from lightning_tricks.schedules.param_groups import discriminative_groups, layer_decay_groups, no_weight_decay_groups
+from lightning_tricks.schedules.plateau import reduce_on_plateau
+from lightning_tricks.schedules.plot import plot_schedule
+from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr
+from lightning_tricks.strategies.ddp.preset import DDPPreset
+from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
+from lightning_tricks.strategies.presets import preset, presets
+from lightning_tricks.strategies.ray import ray_trainer
+from lightning_tricks.strategies.single import SinglePreset
+from lightning_tricks.strategies.speed import speed_preset
+from lightning_tricks.strategies.zero.preset import ZeROPreset
 
 __all__ = [
     "EMA",
@@ -94,43 +68,33 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaptiveClip",
     "AutoClip",
-    "BatchSizeResult",
     "BatchSizeWarmup",
     "ChannelsLast",
     "Compile",
-    "CurveLR",
     "CutMix",
     "DDPPreset",
     "Doctor",
-    "EnvironmentReport",
     "FSDP2Preset",
     "GradualUnfreeze",
     "HardExampleFilter",
     "Hardware",
     "HiddenMixup",
-    "LRFinderResult",
     "LRSchedule",
-    "MemoryEstimate",
     "Mixup",
-    "PlateauLR",
     "RewindOnSpike",
     "SAMMixin",
-    "Sharpness",
     "SinglePreset",
     "SkipNonFinite",
-    "Suggestion",
     "TerminateOnNonFinite",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
-    "adaptive_clip_",
     "add_stochastic_depth",
     "average_checkpoints",
     "consolidate",
     "constant",
     "cosine",
     "cosine_restarts",
-    "cutmix",
     "discriminative_groups",
     "drop_bias_before_batchnorm",
     "effective_batch_size",
@@ -141,13 +105,12 @@ __all__ = [
     "find_lr",
     "flat_cos",
     "freeze",
+    "functional",
     "greedy_soup",
     "inverse_sqrt",
     "layer_decay_groups",
     "linear",
-    "mixup",
     "no_weight_decay_groups",
-    "ohem_loss",
     "one_cycle",
     "optimizer_steps",
     "plot_schedule",
@@ -157,7 +120,6 @@ __all__ = [
     "ray_trainer",
     "reduce_on_plateau",
     "scale_adam",
-    "scale_ema_decay",
     "scale_lr",
     "sharpness",
     "speed_preset",
@@ -166,3 +128,5 @@ __all__ = [
     "swa_tail",
     "wsd",
 ]
+
+__version__ = "0.1.0"

@@ -40,7 +40,7 @@ from lightning.pytorch.utilities import disable_possible_user_warnings
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks.cli.digits import load_digits
+from lightning_tricks.examples.digits import load_digits
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
 SEEDS, EPOCHS = (1, 1) if FAST else (5, 55)
@@ -201,7 +201,7 @@ print(f"in plain torch: {test_accuracy(network):.3f}, in the module: {test_accur
 # From a shell, with a file without the rest of the checkpoint, for a bare module:
 
 # %%
-# !cd {folder} && {sys.executable} -m lightning_tricks.cli.main export net.ckpt -o net.pt --strip-prefix network
+# !cd {folder} && {sys.executable} -m lightning_tricks_cli.main export net.ckpt -o net.pt --strip-prefix network
 network.load_state_dict(torch.load(folder / "net.pt"))
 print(f"exported: {test_accuracy(network):.3f}")
 
@@ -229,9 +229,9 @@ trainer:
     - class_path: LRSchedule
       init_args: {{curve: flat_cos, warmup: 0.05}}
 model:
-  class_path: lightning_tricks.cli.digits.SharpDigits  # with SAM; your own module, in its place
+  class_path: lightning_tricks.examples.digits.SharpDigits  # with SAM; your own module, in its place
 data:
-  class_path: lightning_tricks.cli.digits.DigitsData
+  class_path: lightning_tricks.examples.digits.DigitsData
   init_args: {{noise: 0.4}}
 """)
 sys.argv = ["fit.py", "fit", "-c", str(folder / "config.yaml")]

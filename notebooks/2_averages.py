@@ -41,8 +41,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import disable_possible_user_warnings
 from torch.utils.data import DataLoader
 
-from lightning_tricks.cli.digits import Digits, load_digits, network
-from lightning_tricks.cli.tasks import Classifier, accuracy
+from lightning_tricks.examples.digits import Digits, load_digits, network
+from lightning_tricks.examples.tasks import Classifier, accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
 SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)
@@ -227,7 +227,7 @@ print("the last soup took", len(chosen), "of", len(files), "files")
 # *samples*:
 
 # %%
-scaled = lt.scale_ema_decay(0.999, batch_size=256, base_batch_size=32)
+scaled = lt.functional.scale_ema_decay(0.999, batch_size=256, base_batch_size=32)
 figure, ax = plt.subplots(figsize=(6, 2.8))
 for batch_size, decay, style, width in ((32, 0.999, "-", 5), (256, 0.999, "-", 1.5), (256, scaled, "--", 1.5)):
     steps = range(0, 900 * 80 // batch_size)
@@ -244,7 +244,7 @@ _ = ax.legend(frameon=False)
 
 # %%
 cases = {"batch 32": (32, 0.02, 0.995), "batch 256, same decay": (256, 0.16, 0.995)}
-cases["batch 256, scaled decay"] = (256, 0.16, lt.scale_ema_decay(0.995, batch_size=256, base_batch_size=32))
+cases["batch 256, scaled decay"] = (256, 0.16, lt.functional.scale_ema_decay(0.995, batch_size=256, base_batch_size=32))
 for name, (batch_size, lr, decay) in cases.items():
     values = []
     for seed in range(SEEDS):

@@ -41,8 +41,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import disable_possible_user_warnings
 from torch.utils.data import DataLoader
 
-from lightning_tricks.cli.digits import Digits, load_digits
-from lightning_tricks.cli.tasks import accuracy
+from lightning_tricks.examples.digits import Digits, load_digits
+from lightning_tricks.examples.tasks import accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
 SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)

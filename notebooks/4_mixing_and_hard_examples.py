@@ -41,8 +41,8 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import disable_possible_user_warnings
 from torch.utils.data import DataLoader
 
-from lightning_tricks.cli import digits, glosses, textures
-from lightning_tricks.cli.tasks import Classifier, accuracy
+from lightning_tricks.examples import digits, glosses, textures
+from lightning_tricks.examples.tasks import Classifier, accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
 SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)
@@ -67,8 +67,8 @@ chosen = images[[0, 64, 128]]
 others = torch.tensor([1, 2, 0])
 rows = {
     "as they are": chosen,
-    "mixup, lam=0.7": lt.mixup(chosen, 0.7, others),
-    "cutmix, lam=0.7": lt.cutmix(chosen, 0.7, others, torch.Generator().manual_seed(2))[0],
+    "mixup, lam=0.7": lt.functional.mixup(chosen, 0.7, others),
+    "cutmix, lam=0.7": lt.functional.cutmix(chosen, 0.7, others, torch.Generator().manual_seed(2))[0],
 }
 figure, axes = plt.subplots(1, 3, figsize=(9, 1.5), layout="constrained")
 for ax, (name, patches) in zip(axes, rows.items(), strict=True):

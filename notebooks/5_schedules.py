@@ -36,8 +36,8 @@ import torch
 from lightning.pytorch.utilities import disable_possible_user_warnings
 from torch.utils.data import DataLoader
 
-from lightning_tricks.cli.digits import Digits, load_digits, network
-from lightning_tricks.cli.tasks import Classifier, accuracy
+from lightning_tricks.examples.digits import Digits, load_digits, network
+from lightning_tricks.examples.tasks import Classifier, accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
 SEEDS, EPOCHS = (1, 1) if FAST else (5, 40)
@@ -238,11 +238,11 @@ for optimizer, lr in (("sgd", 0.1), ("adamw", 0.01), ("adamw", 0.1)):
 
 # %%
 large = lt.scale_lr(0.02, batch_size=256, base_batch_size=16, warmup=0.1)
-growth = lt.BatchSizeWarmup(start=1, end=16, over=0.5, lr_rule="linear")
+growth = lt.BatchSizeWarmup(initial=1, final=16, over=0.5, lr_rule="linear")
 planned = pl.Trainer(max_epochs=EPOCHS, callbacks=[growth], **QUIET)
 figure, ax = plt.subplots(figsize=(6, 2.5))
 ax.step(range(EPOCHS), [16 * growth.factor(planned, epoch) for epoch in range(EPOCHS)], where="post")
-_ = ax.set(xlabel="epoch", ylabel="samples a step", title="BatchSizeWarmup(end=16) over batches of 16")
+_ = ax.set(xlabel="epoch", ylabel="samples a step", title="BatchSizeWarmup(final=16) over batches of 16")
 
 # %%
 cases = {

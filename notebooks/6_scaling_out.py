@@ -37,8 +37,8 @@ import torch
 from IPython.display import Markdown
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_tricks.cli.digits import load_digits, network
-from lightning_tricks.cli.tasks import accuracy
+from lightning_tricks.examples.digits import load_digits, network
+from lightning_tricks.examples.tasks import accuracy
 
 FAST = "LIGHTNING_TRICKS_FAST" in os.environ  # a short run, for tests
 EPOCHS = 1 if FAST else 10
@@ -144,7 +144,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import lightning_tricks as lt
-from lightning_tricks.cli.digits import Digits, DigitsData
+from lightning_tricks.examples.digits import Digits, DigitsData
 
 class Counted(Digits):
     def configure_optimizers(self):

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import inspect
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
+from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
+from tests.conformance.settings import SETTINGS
+from tests.public import KINDS, PUBLIC
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_tricks"
+COMMAND = ROOT / "lightning_tricks_cli"
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
-PUBLIC = [file for file in FILES if file.endswith("__init__.py") and file.split("/")[0] not in ("core", "cli")]
-SOURCES = [file for file in FILES if not file.endswith("__init__.py")]
+SOURCES = [file for file in FILES if not file.endswith("__init__.py") and file != "functional.py"]
 HEAVY = {"timm", "transformers", "deepspeed", "ray", "matplotlib", "rich", "sklearn", "skimage", "jsonargparse"}
 
-ON_TOP = {"cli", "advisor"}  # may import anything, and are no tricks
-
-# What another kind may import besides itself and core: no other kind, with one exception. Callbacks stand on schedules,
-# since LRSchedule is the YAML form of the schedules.
-MAY_IMPORT: dict[str, set[str]] = {
-    "core": set(),
-    "schedules": set(),
-    "modules": set(),
-    "strategies": set(),
-    "callbacks": {"schedules"},
+# The floors. What stands on one imports nothing from above it.
+STANDARD_LIBRARY = ("core/checks.py", "schedules/curves.py")
+NO_TRAINER = re.compile(
+    r"core/(selection|mixed_targets/\w+|safe_load/\w+|batches/(paths|cutting)"
+    r"|weights/(tensors|local|fsdp2|zero)|averaging/(averages|exchange|offload|history))\.py"
+)
+ON_TOP = {"advisor", "examples"}  # may import every kind
+MAY_IMPORT = {  # the kinds that a kind may import besides itself and core
+    "callbacks": {"schedules"},  # LRSchedule is the YAML form of the factories
     "checkpoints": set(),
-}
-# In these kinds every file is a trick of its own, apart from what the tricks of the kind share.
-SHARED: dict[str, set[str]] = {
-    "callbacks": {"mixing", "stages"},
-    "checkpoints": {"average", "files", "folders", "stream", "zero_folder"},
-    "modules": {"sam_engine", "sam_rules", "sam_setup"},
-    "strategies": {
-        *("base", "blocks", "compression", "folders", "prepare", "presets", "root", "slices", "wholes"),
-        "zero_checks",
-        "zero_config",
-    },
+    "core": set(),
+    "modules": set(),
+    "optimizers": set(),
+    "schedules": set(),
+    "strategies": set(),
 }
 
 
@@ -67,146 +63,132 @@ def _imports(node: ast.AST, at_module_level: bool) -> Iterator[Import]:
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are absolute"
             yield from (Import(str(child.module), alias.name, at_module_level) for alias in child.names)
-        later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_type_checkers(child)
+        for_type_checkers = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or for_type_checkers
         yield from _imports(child, at_module_level and not later)
 
 
-def _is_for_type_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
 def top_levels(file: str) -> set[str]:
-    return {each.module.split(".")[0] for each in imports(file)}
+    return {found.module.split(".")[0] for found in imports(file)}
 
 
-def ours(file: str) -> set[tuple[str, str]]:
-    """The (kind, file) pairs of the package that a file imports."""
-    paths = [
-        f"{each.module}.{each.name}".split(".") for each in imports(file) if each.module.split(".")[0] == PACKAGE.name
-    ]
-    return {(path[1], path[2]) for path in paths}
+def ours(file: str, *, at_module_level: bool = False) -> set[str]:
+    """The files of the package that a file imports."""
+    found = set()
+    for module, name, early in imports(file):
+        if module.split(".")[0] == PACKAGE.name and (early or not at_module_level):
+            paths = ["/".join([*module.split(".")[1:], str(name)]), "/".join(module.split(".")[1:])]
+            places = [f"{path}{end}" for path in paths for end in (".py", "/__init__.py")]
+            found |= {next(place for place in places if place in FILES)} if places[-1] != "/__init__.py" else set()
+    return found
 
 
 # -- floors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["core/checks.py", "schedules/curves.py"])
-def test_the_lowest_floor_needs_the_standard_library_only(file: str) -> None:
-    assert top_levels(file) <= set(sys.stdlib_module_names)
+def test_the_lowest_floor_needs_the_standard_library_only() -> None:
+    for file in STANDARD_LIBRARY:
+        assert top_levels(file) <= set(sys.stdlib_module_names), file
 
 
-TORCH_FLOOR = {
-    *("averages", "checks", "exchange", "functions", "history", "losses", "offload", "shards", "structure", "targets"),
-    *("blocks", "finite", "owners", "plain", "plan", "records", "weights", "zero"),
-}
+def test_the_torch_floor_sees_no_trainer() -> None:
+    floor = {file for file in FILES if NO_TRAINER.fullmatch(file)}
+    assert len(floor) > 15
+    allowed = {*sys.stdlib_module_names, "torch", "typing_extensions", "lightning_tricks", *HEAVY}
+    for file in floor:
+        assert top_levels(file) <= allowed, file
+        assert ours(file) <= {*floor, *STANDARD_LIBRARY}, file
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_FLOOR))
-def test_the_torch_floor_sees_no_trainer(name: str) -> None:
-    file = f"core/{name}.py"
-    assert top_levels(file) - HEAVY <= {*sys.stdlib_module_names, "torch", "typing_extensions", "lightning_tricks"}
-    assert {each for _, each in ours(file)} <= TORCH_FLOOR
+def test_no_kind_imports_another() -> None:
+    for file in SOURCES:
+        kind = file.split("/")[0]
+        imported = {each.split("/")[0] for each in ours(file)}
+        assert kind in ON_TOP or imported <= {kind, "core", *MAY_IMPORT[kind]}, file
 
 
-@pytest.mark.parametrize("file", SOURCES)
-def test_no_kind_imports_another(file: str) -> None:
-    kind = file.split("/")[0]
-    assert kind in ON_TOP or {each for each, _ in ours(file)} <= {kind, "core", *MAY_IMPORT[kind]}
+def test_no_trick_imports_another() -> None:
+    """Each file or sub-package of these kinds is a trick."""
+    for file in SOURCES:
+        kind, trick = file.removesuffix(".py").split("/")[:2]
+        if kind in ("callbacks", "modules"):
+            others = {each.removesuffix(".py").split("/")[1] for each in ours(file) if each.startswith(f"{kind}/")}
+            assert others <= {trick}, file
 
 
-@pytest.mark.parametrize("file", [file for file in SOURCES if file.split("/")[0] in SHARED])
-def test_no_trick_imports_another(file: str) -> None:
-    kind, name = file.removesuffix(".py").split("/", 1)
-    if name not in SHARED[kind]:
-        assert {each for its_kind, each in ours(file) if its_kind == kind} <= SHARED[kind]
+def test_no_imports_go_in_a_circle() -> None:
+    files = {file: ours(file, at_module_level=True) for file in FILES}
+    rooms: dict[str, set[str]] = {}
+    for file, found in files.items():
+        if file.startswith("core/"):
+            rooms.setdefault(room(file), set()).update({room(each) for each in found} - {room(file)})
+    for graph in (files, rooms):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            raise AssertionError(f"imports in a circle: {' <- '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_what_is_heavy_is_imported_where_it_is_used(file: str) -> None:
-    found = {each.module.split(".")[0] for each in imports(file) if each.at_module_level}
-    assert not found & HEAVY
+def room(file: str) -> str:
+    """A sub-package of core, or a file beside them."""
+    return "/".join(file.split("/")[:2])
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in ("core/trainer.py", "core/loaders.py")])
-def test_lightnings_private_names_are_used_in_one_place(file: str) -> None:
-    private = [
-        each
-        for each in imports(file)
-        if each.module.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
-        and any(part.startswith("_") for part in f"{each.module}.{each.name or ''}".split("."))
-    ]
-    assert not private, (
-        "private names of Lightning belong into core/trainer.py or core/loaders.py, with reason and test"
-    )
+def test_what_is_heavy_is_imported_where_it_is_used() -> None:
+    for file in FILES:
+        found = {each.module.split(".")[0] for each in imports(file) if each.at_module_level}
+        assert not found & HEAVY, file
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_only_lightning_pytorch_is_imported(file: str) -> None:
-    assert "pytorch_lightning" not in top_levels(file), "its classes are not those of lightning.pytorch"
+def test_only_lightning_pytorch_is_imported() -> None:
+    for file in FILES:
+        assert "pytorch_lightning" not in top_levels(file), f"{file}: its classes are not those of lightning.pytorch"
 
 
-COMMAND = ROOT / "lightning_tricks_cli"
-PARSERS = sorted(str(path.relative_to(COMMAND)) for path in COMMAND.rglob("*.py"))
-
-
-@pytest.mark.parametrize("file", PARSERS)
-def test_a_parser_needs_the_standard_library_only(file: str) -> None:
-    found = _imports(ast.parse((COMMAND / file).read_text()), True)
-    loaded = {each.module.split(".")[0] for each in found if each.at_module_level}
-    assert loaded <= {*sys.stdlib_module_names, COMMAND.name}, "a command's run imports what it needs"
+def test_a_parser_needs_the_standard_library_only() -> None:
+    for path in [COMMAND / "main.py", *(COMMAND / "commands").glob("*.py")]:
+        found = _imports(ast.parse(path.read_text()), True)
+        loaded = {each.module.split(".")[0] for each in found if each.at_module_level}
+        assert loaded <= {*sys.stdlib_module_names, COMMAND.name}, f"{path}: a command's run imports what it needs"
 
 
 # -- nothing forgotten ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [file for file in SOURCES if file.split("/")[0] not in ON_TOP])
-def test_a_source_file_has_its_test(file: str) -> None:
-    kind, name = file.rsplit("/", 1)
-    assert (ROOT / "tests" / kind / f"test_{name}").exists()
+def test_the_exports_are_those_of_the_source_files() -> None:
+    run = [sys.executable, str(ROOT / ".ci" / "exports.py"), "--check"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("file", SOURCES)
-def test_a_source_file_is_short(file: str) -> None:
-    assert len((PACKAGE / file).read_text().splitlines()) <= 260
+def test_a_trick_has_all_that_it_needs() -> None:
+    """In one message what is missing, of every trick."""
+    missing = [f"- {name}: {what}" for name, thing in PUBLIC.items() for what in lacks(name, thing)]
+    assert not missing, "CONTRIBUTING.md says what a trick needs. Missing are:\n" + "\n".join(missing)
 
 
-@pytest.mark.parametrize("file", PUBLIC)
-def test_all_is_sorted_and_exists(file: str) -> None:
-    module = importlib.import_module(".".join(("lightning_tricks", *Path(file).parent.parts)))
-    assert module.__all__ == sorted(module.__all__, key=_order)
-    assert all(hasattr(module, name) for name in module.__all__)
+def lacks(name: str, thing: object) -> Iterator[str]:
+    documentation = inspect.getdoc(thing) or ""
+    if not documentation.split("\n")[0].endswith("."):
+        yield "a docstring that begins with one line, which ends with a full stop"
+    if "Example:" not in documentation or ">>>" not in documentation:
+        yield "an Example: with >>> in its docstring"
+    if needs_settings(name, thing) and not any(entry.split("(")[0] == name for entry in SETTINGS):
+        yield "an entry in SETTINGS of tests/conformance/settings.py, which enrols it in every regime"
 
 
-def _order(name: str) -> tuple[int, str]:
-    """As ruff sorts ``__all__``: constants, classes, functions."""
-    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+def needs_settings(name: str, thing: object) -> bool:
+    """Whether it changes how a module trains: callbacks, mixins and schedules."""
+    if inspect.isclass(thing):
+        return issubclass(thing, Callback) or name.endswith("Mixin")
+    return inspect.isfunction(thing) and thing.__annotations__.get("return") == "Schedule"
 
 
-def test_the_package_has_what_its_kinds_have() -> None:
-    kinds = {str(Path(file).parent) for file in PUBLIC} - {"."}
-    public = {name for kind in kinds for name in importlib.import_module(f"lightning_tricks.{kind}").__all__}
-    assert set(lt.__all__) == public
-
-
-@pytest.mark.parametrize("name", lt.__all__)
-def test_a_public_name_is_in_the_readme(name: str) -> None:
-    assert re.search(rf"`(lt\.)?{name}\b", (ROOT / "README.md").read_text()), f"README.md has no row with `{name}`"
-
-
-@pytest.mark.parametrize("name", lt.__all__)
-def test_a_public_name_goes_through_the_conformance_suite(name: str) -> None:
-    settings = importlib.import_module("tests.conformance.settings")
-    assert (name in settings.SETTINGS) != (name in settings.EXEMPT), "enrol it in SETTINGS, or give a reason in EXEMPT"
-    if name in settings.EXEMPT:
-        assert settings.EXEMPT[name], "an exemption needs a reason"
-
-
-@pytest.mark.parametrize("name", lt.__all__)
-def test_a_public_name_is_documented_with_an_example(name: str) -> None:
-    documentation = getattr(lt, name).__doc__
-    assert documentation.split("\n")[0].endswith(".")
-    assert "Example:" in documentation
-    assert ">>>" in documentation
+def test_every_test_file_is_where_its_package_is() -> None:
+    for folder in (ROOT / "tests").iterdir():
+        if folder.name in {*KINDS, "core", "examples"}:
+            for path in folder.rglob("test_*.py"):
+                assert (PACKAGE / path.relative_to(ROOT / "tests").parent).is_dir(), path
 
 
 # -- in a fresh interpreter -------------------------------------------------------------------------------------------

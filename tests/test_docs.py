@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_tricks as lt
 from lightning_tricks_cli.main import parser
+from tests.public import KINDS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -165,7 +166,7 @@ def check_command(words: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_the_names_of_a_page_are_ours(page: Path) -> None:
     names = set(re.findall(r"\blt\.(\w+)", page.read_text()))
-    assert not names - set(lt.__all__)
+    assert not names - {*lt.__all__, *KINDS}
 
 
 def test_the_middle_column_of_the_old_names_is_ours() -> None:

@@ -14,8 +14,8 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_tricks as lt
-from lightning_tricks.cli.catalogue import CATALOGUE, Row
-from lightning_tricks.cli.digits import SharpDigits
+from lightning_tricks.examples.digits import SharpDigits
+from lightning_tricks_cli.catalogue import CATALOGUE, Row
 from lightning_tricks_cli.main import parser
 
 ROOT = Path(__file__).parent.parent

@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import lightning_tricks as lt
-from lightning_tricks.core.averages import Averages
-from lightning_tricks.core.shards import LocalWeights
-from lightning_tricks.core.weights import copies
+from lightning_tricks.core.averaging.averages import Averages
+from lightning_tricks.core.weights.local import LocalWeights
+from lightning_tricks.core.weights.tensors import copies
 
 NAME = "ema"
 PEERS = ("timm", "ema-pytorch")

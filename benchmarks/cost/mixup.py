@@ -26,7 +26,7 @@ from timing import Turn, Work, fits, in_turns, timed
 from torch import Tensor
 
 import lightning_tricks as lt
-from lightning_tricks.core import batches
+from lightning_tricks.core.batches import callback as batches
 
 NAME = "mixup"
 PEERS = ("timm",)
@@ -45,13 +45,13 @@ CALLBACKS = {
     "Mixup": lambda: [lt.Mixup(ALPHA)],
     "Mixup(per_sample)": lambda: [lt.Mixup(ALPHA, per_sample=True)],
     "HiddenMixup": lambda: [lt.HiddenMixup("net.0", ALPHA)],
-    "Mixup(prob=0)": lambda: [lt.Mixup(ALPHA, prob=0.0)],  # the Tap alone
+    "Mixup(prob=0)": lambda: [lt.Mixup(ALPHA, prob=0.0)],  # the BatchPipeline alone
 }
 Mixed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def our_mixed(callback: lt.Mixup | lt.CutMix) -> Mixed:
-    """The callback's part of ``Tap``: a batch's random numbers, its work, and what the module gets."""
+    """The callback's part of ``BatchPipeline``: a batch's random numbers, its work, and what the module gets."""
     numbers = count()
 
     def mixed(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ from timing import Work, fits, in_turns, timed, works
 from torch import Tensor, nn
 
 import lightning_tricks as lt
-from lightning_tricks.core.weights import copy_
-from lightning_tricks.modules.sam_rules import sam_perturb_
+from lightning_tricks.core.weights.tensors import copy_
+from lightning_tricks.modules.sam.rules import sam_perturb_
 
 NAME = "sam"
 PEERS = ("timm", "pytorch-optimizer")

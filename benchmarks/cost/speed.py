@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 import lightning_tricks as lt
 from lightning_tricks.callbacks.activation_checkpointing import recompute
 from lightning_tricks.callbacks.channels_last import to_channels_last
-from lightning_tricks.core.blocks import chosen_blocks
-from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.selection import select_blocks
 
 NAME = "speed"
 PEERS = ("timm",)
@@ -52,7 +52,7 @@ CALLS = 1000
 def wrapped(model: nn.Module, wrapper: Callable[[nn.Module], Callable[..., Any]]) -> nn.Module:
     """A copy whose blocks have their forward wrapped."""
     model = copy.deepcopy(model)
-    for block in chosen_blocks(model).values():
+    for block in select_blocks(model).values():
         wrap_method(block, "forward", wrapper(block))
     return model
 
@@ -112,7 +112,9 @@ def idle(rounds: int, device: str) -> list[Row]:
     layers["Compile"] = nn.Identity()
     module = pl.LightningModule()
     module.net = nn.Sequential(nn.Linear(1, 1), layers["Compile"])
-    lt.Compile("net.1", backend="eager").on_train_start(None, module)
+    compiled = lt.Compile("net.1", backend="eager")
+    trainer = pl.Trainer(callbacks=[compiled], accelerator="cpu", logger=False, enable_model_summary=False)
+    compiled.on_train_start(trainer, module)
     contenders = {key: lambda layer=layer: partial(calls, layer) for key, layer in layers.items()}
     return rows_of("a call of an empty module", in_turns(works(contenders, device), rounds), PLAIN, per=CALLS)
 

@@ -35,8 +35,8 @@ ONE: dict[str, Callable[[], Callback]] = {
     "RewindOnSpike": lt.RewindOnSpike,
     "AdaptiveClip": lt.AdaptiveClip,
     "AutoClip": lt.AutoClip,
-    "GradualUnfreeze": lambda: lt.GradualUnfreeze(at=[0], groups=["^net"]),
-    "BatchSizeWarmup": lambda: lt.BatchSizeWarmup(1, end=1),
+    "GradualUnfreeze": lambda: lt.GradualUnfreeze(at=[0], parameters=["^net"]),
+    "BatchSizeWarmup": lambda: lt.BatchSizeWarmup(1, final=1),
     "Doctor": lt.Doctor,
 }
 MIX: dict[str, Callable[[], Callback]] = {"Mixup": lt.Mixup, "CutMix": lt.CutMix}  # of each batch one

@@ -11,7 +11,7 @@ from ray.train.lightning import RayTrainReportCallback
 from ray.train.torch import TorchTrainer
 
 import lightning_tricks as lt
-from lightning_tricks.cli.digits import Digits, DigitsData
+from lightning_tricks.examples.digits import Digits, DigitsData
 
 
 def train(options: dict[str, Any]) -> None:

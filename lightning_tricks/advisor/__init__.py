@@ -1,12 +1,10 @@
 """What fits where, what there is: memory, strategy and batch size, found without or before training."""
 
 from lightning_tricks.advisor.batch_size import BatchSizeResult, find_batch_size
-from lightning_tricks.advisor.choose import Suggestion, suggest_strategy
+from lightning_tricks.advisor.choose import Hardware, Suggestion, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import EnvironmentReport, environment_report
-from lightning_tricks.advisor.estimate import MemoryEstimate
-from lightning_tricks.advisor.hardware import Hardware
-from lightning_tricks.advisor.memory import estimate_memory
+from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
 
 __all__ = [
     "BatchSizeResult",

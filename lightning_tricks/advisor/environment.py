@@ -19,7 +19,9 @@ import torch
 from torch.torch_version import TorchVersion
 
 from lightning_tricks.strategies.presets import presets
-from lightning_tricks.strategies.zero_checks import OLDEST
+from lightning_tricks.strategies.zero.preset import OLDEST
+
+__all__ = ["EnvironmentReport", "environment_report"]
 
 Status = Literal["runs", "slower", "cannot run"]
 

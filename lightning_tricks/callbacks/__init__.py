@@ -7,8 +7,7 @@ from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
-from lightning_tricks.callbacks.ema import EMA, scale_ema_decay
-from lightning_tricks.callbacks.freeze import freeze
+from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
@@ -16,7 +15,6 @@ from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
-from lightning_tricks.callbacks.speed import speed_preset
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 
@@ -40,9 +38,8 @@ __all__ = [
     "TerminateOnNonFinite",
     "adaptive_clip_",
     "cutmix",
-    "freeze",
+    "ema_decay",
     "mixup",
     "ohem_loss",
     "scale_ema_decay",
-    "speed_preset",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, final
 
@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_tricks.core.active import Trick
-from lightning_tricks.core.blocks import chosen_blocks
-from lightning_tricks.core.checks import check_choice, check_count, check_strings
-from lightning_tricks.core.recompute import recompute
-from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.replay.recompute import recompute
+from lightning_tricks.core.selection import check_patterns, select_blocks
+from lightning_tricks.core.trick import Conflict, Trick
+
+__all__ = ["ActivationCheckpointing"]
 
 
 @final
@@ -36,8 +37,10 @@ class ActivationCheckpointing(Trick):
     for a block that writes into its own input, and for ``torch.func.grad``.
 
     Args:
-        blocks: Names of submodules or of classes ("encoder", "BertLayer"), or a number of parameters, for the innermost
-            submodules with at least so many. None for modules of one class that repeat in a ModuleList or Sequential.
+        modules: Regular expressions searched in submodules' names, or names of classes ("BertLayer"); one or a
+            sequence. Of selected modules within each other the outer ones are taken. Or a number of parameters, for
+            the innermost submodules with at least so many. None for modules of one class that repeat in a ModuleList
+            or Sequential.
         policy: "full" or "selective".
 
     Raises:
@@ -53,40 +56,38 @@ class ActivationCheckpointing(Trick):
         Chen et al., arXiv 1604.06174; for "selective" Korthikanti et al., arXiv 2205.05198.
     """
 
+    conflicts = (
+        Conflict(
+            ("ActivationCheckpointing",),
+            "both wrap the same blocks, which then run forward three times",
+            "Leave one of them out, or name other modules",
+            lambda one, other: one.modules == other.modules,
+        ),
+    )
+
     def __init__(
-        self, blocks: str | int | Sequence[str] | None = None, *, policy: Literal["full", "selective"] = "full"
+        self, modules: str | int | Sequence[str] | None = None, *, policy: Literal["full", "selective"] = "full"
     ) -> None:
-        if isinstance(blocks, int):
-            check_count("blocks", blocks)
-        elif blocks is not None:
-            check_strings("blocks", blocks)
+        if isinstance(modules, int):
+            check_count("modules", modules)
+        elif modules is not None:
+            check_patterns("modules", modules)
         check_choice("policy", policy, ("full", "selective"))
-        self.blocks = blocks
+        super().__init__()
+        self.modules = modules
         self.policy = policy
-        self._undo: list[Callable[[], None]] = []
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
         # after configure_model
-        blocks = [self.blocks] if isinstance(self.blocks, str) else self.blocks
         try:
-            found = chosen_blocks(pl_module, blocks)
+            found = select_blocks(pl_module, self.modules)
         except ValueError as error:
             raise MisconfigurationException(
-                f"ActivationCheckpointing(blocks={self.blocks!r}) finds nothing in {type(pl_module).__name__}: {error}"
+                f"ActivationCheckpointing(modules={self.modules!r}) selects nothing in {type(pl_module).__name__}:"
+                f" {error}"
             ) from None
         torch.compiler.reset()  # code that was compiled before would go on keeping activations
         for block in found.values():
-            self._undo.append(wrap_method(block, "forward", partial(recompute, block, self.policy)))
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+            self._wrap(block, "forward", partial(recompute, block, self.policy))

@@ -13,9 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_range, compiled, examples
-from lightning_tricks.core.gradients import GradientCallback
-from lightning_tricks.core.shards import LocalWeights
+from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.selection import check_patterns, select_parameters
+from lightning_tricks.core.weights.gradients import GradientCallback
+from lightning_tricks.core.weights.local import LocalWeights
+
+__all__ = ["AdaptiveClip", "adaptive_clip_"]
 
 Norms = Callable[[list[Tensor]], list[Tensor]]
 
@@ -87,14 +90,16 @@ class AdaptiveClip(GradientCallback):
         clip_factor: The largest ratio of a gradient's norm to that of its weights, at least 0. The paper has 0.01 for
             batches of 4096 and larger ones for smaller batches.
         eps: The least norm of weights that counts, at least 0.
-        exclude: Regexes searched in parameters' names; what they are found in is not clipped. The paper leaves the last
-            linear layer out, for example ``["^model.head"]``.
+        parameters: The parameters that are clipped: regular expressions searched in their names, or names of classes,
+            for the parameters of their instances; one or a sequence. None for all.
+        exclude: The parameters that are left out of these, in the same way. The paper leaves the last linear layer out,
+            for example ``"^model.head"``.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
         MisconfigurationException: At setup, under a strategy that owns the gradients (DeepSpeed, FSDP1); when training
-            starts, if a regex is found in no name; in the first step, for a fused optimizer under fp16 and for weights
+            starts, if a pattern selects nothing; in the first step, for a fused optimizer under fp16 and for weights
             that are cut along another dimension than the first.
 
     Example:
@@ -104,38 +109,43 @@ class AdaptiveClip(GradientCallback):
         Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, arXiv 2102.06171.
     """
 
-    def __init__(self, clip_factor: float = 0.01, *, eps: float = 1e-3, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        clip_factor: float = 0.01,
+        *,
+        eps: float = 1e-3,
+        parameters: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> None:
         check_range("clip_factor", clip_factor, 0.0, 1e30)
         check_range("eps", eps, 0.0, 1e30)
-        if isinstance(exclude, str) or not isinstance(exclude, Sequence):
-            raise TypeError(f'exclude must be a list of regexes, for example ["^model.head"], got {exclude!r}.')
-        for pattern in exclude:
-            compiled("exclude", pattern)
+        for argument, patterns in (("parameters", parameters), ("exclude", exclude)):
+            if patterns is not None:
+                check_patterns(argument, patterns)
+        super().__init__()
         self.clip_factor = clip_factor
         self.eps = eps
+        self.parameters = parameters
         self.exclude = exclude
-        super().__init__()
-        self._excluded: set[int] = set()  # ids of parameters
+        self._clipped: set[int] = set()  # ids of parameters
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         assert self._weights is not None, "set in setup"
-        self._weights.settle()
-        self._excluded, names = set(), dict(pl_module.named_parameters())
-        for pattern in self.exclude:
-            found = {id(parameter) for name, parameter in names.items() if compiled("exclude", pattern).search(name)}
-            if not found:
-                raise MisconfigurationException(
-                    f"AdaptiveClip(exclude=...): each regex must be found in a parameter's name, {pattern!r} is in"
-                    f" none: correct it, or leave it out. {examples(names)}"
-                )
-            self._excluded |= found
+        self._weights.reshard()
+        try:
+            clipped = select_parameters(pl_module, "" if self.parameters is None else self.parameters)
+            left_out = {} if self.exclude is None else select_parameters(pl_module, self.exclude, "exclude")
+        except ValueError as error:
+            raise MisconfigurationException(f"AdaptiveClip: {error}") from None
+        self._clipped = {id(parameter) for name, parameter in clipped.items() if name not in left_out}
 
     @override
     def _change(
         self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
-        clipped = [parameter for parameter in parameters if id(parameter) not in self._excluded]
+        clipped = [parameter for parameter in parameters if id(parameter) in self._clipped]
         for parameter in clipped:
             _require_whole_rows(parameter)
         gradients = [parameter.grad for parameter in clipped if parameter.grad is not None]

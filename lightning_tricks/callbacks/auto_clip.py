@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.gradients import GradientCallback
-from lightning_tricks.core.shards import LocalWeights
-from lightning_tricks.core.trainer import log_now_and_then
+from lightning_tricks.core.lightning.trainer import log_every_n_steps
+from lightning_tricks.core.weights.gradients import GradientCallback
+from lightning_tricks.core.weights.local import LocalWeights
+
+__all__ = ["AutoClip"]
 
 
 def clip_value(history: Tensor, percentile: float) -> Tensor:
@@ -87,9 +89,9 @@ class AutoClip(GradientCallback):
         check_range("percentile", percentile, 0, 100)
         if history is not None:
             check_count("history", history)
+        super().__init__()
         self.percentile = percentile
         self.history = history
-        super().__init__()
         self._norms: dict[int, Tensor] = {}  # by the optimizer's number, the oldest first
         self._last: dict[int, tuple[Tensor, Tensor]] = {}  # norm and clip value
 
@@ -119,7 +121,7 @@ class AutoClip(GradientCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._last:
-            log_now_and_then(trainer, self._metrics)
+            log_every_n_steps(trainer, self._metrics)
 
     def _metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -13,24 +13,26 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_tricks.core.active import Row, Trick
 from lightning_tricks.core.checks import check_choice, check_count
-from lightning_tricks.core.loaders import ResizableBatches, require_batches, resizable, resize_batches
-from lightning_tricks.core.steps import EpochPlan
-from lightning_tricks.core.trainer import is_fitting
-from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.core.lightning.loaders import ResizableBatches, require_batches, resizable, resize_batches
+from lightning_tricks.core.lightning.steps import EpochPlan
+from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.report import Row
+from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.schedules.scaling import scaled_lrs
 
+__all__ = ["BatchSizeWarmup"]
 
-def doublings(start: int, end: int) -> list[int]:
-    """``start``, twice that, and so on, up to ``end``, which comes last whatever it is.
+
+def doublings(initial: int, final: int) -> list[int]:
+    """``initial``, twice that, and so on, up to ``final``, which comes last whatever it is.
 
     >>> doublings(1, 8), doublings(2, 12)
     ([1, 2, 4, 8], [2, 4, 8, 12])
     """
-    factors = [start]
-    while factors[-1] < end:
-        factors.append(min(2 * factors[-1], end))
+    factors = [initial]
+    while factors[-1] < final:
+        factors.append(min(2 * factors[-1], final))
     return factors
 
 
@@ -46,21 +48,22 @@ def factor_at(epoch: int, factors: Sequence[int], growth: int) -> int:
 
 @final
 class BatchSizeWarmup(EpochPlan, Trick):
-    """Batch-size warm-up: an optimizer step's batch grows from ``start`` to ``end`` times the loader's.
+    """Batch-size warm-up: an optimizer step's batch grows from ``initial`` to ``final`` times the loader's.
 
     ``batch_e = factors[min(floor(e * n / E), n)] * loader's batch`` in epoch e, with ``factors`` the n+1 doublings
-    ``start, 2*start, ..., end`` and E epochs of growth; ``lr = schedule's lr * batch_e / batch_end``, or its square
-    root. It changes between epochs only, so that no accumulated batch is cut, and ``optimizer_steps`` counts it. With
+    ``initial, 2*initial, ..., final`` and E epochs of growth; ``lr = schedule's lr * batch_e / batch_final``, or its
+    square root. It changes between epochs only, so that no accumulated batch is cut, and ``optimizer_steps`` counts it. With
     fewer epochs of growth than factors some of them are left out. The learning rate is changed only while the
     optimizer steps: schedules, checkpoints and LearningRateMonitor have that of the schedule.
 
     Args:
-        start: How many of the loader's batches make the first ones.
-        end: How many make those after the growth.
-        factors: The whole sequence, none smaller than the one before, instead of ``start`` and ``end``.
+        initial: The number of the loader's batches in the first optimizer steps, at least 1.
+        final: The number in the steps after the growth, at least ``initial``.
+        factors: The sequence of these numbers, none smaller than the one before, instead of ``initial`` and ``final``.
         over: E, the epochs of growth (int epochs, float fraction of ``max_epochs``, rounded down to whole epochs, at
             least one).
-        lr_rule: ``"linear"`` (SGD) or ``"sqrt"`` (Adam) for a learning rate that is right for ``end``; None leaves it.
+        lr_rule: ``"linear"`` (SGD) or ``"sqrt"`` (Adam) for a learning rate that is right for ``final``; None leaves
+            the learning rate alone.
         grow: ``"accumulate"``: that many batches are accumulated. ``"loader"``: the training DataLoader gives batches
             that many times as large; its batch sampler must be torch's BatchSampler, over any sampler.
 
@@ -73,37 +76,52 @@ class BatchSizeWarmup(EpochPlan, Trick):
 
     Example:
         >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[BatchSizeWarmup(start=1, end=8, over=0.5)], accelerator="cpu", logger=False)
+        >>> growth = BatchSizeWarmup(initial=1, final=8, over=0.5)
+        >>> trainer = pl.Trainer(callbacks=[growth], accelerator="cpu", logger=False)
 
     References:
         Smith et al., Don't Decay the Learning Rate, Increase the Batch Size, arXiv 1711.00489; McCandlish et al., An
         Empirical Model of Large-Batch Training, arXiv 1812.06162.
     """
 
+    conflicts = (
+        Conflict(
+            ("GradientAccumulationScheduler",),
+            "both decide how many batches are accumulated",
+            "Leave one of them out",
+        ),
+        Conflict(
+            ("accumulate_grad_batches",),
+            'with grow="accumulate" both say how many batches are accumulated',
+            "Leave accumulate_grad_batches out and multiply initial and final by it",
+            lambda trick, _: bool(trick.grow == "accumulate"),
+        ),
+    )
+
     def __init__(
         self,
-        start: int = 1,
+        initial: int = 1,
         *,
-        end: int | None = None,
+        final: int = 8,
         factors: Sequence[int] | None = None,
         over: int | float = 0.5,
         lr_rule: str | None = None,
         grow: str = "accumulate",
     ) -> None:
-        check_count("start", start)
+        check_count("initial", initial)
         _check_over(over)
         check_choice("grow", grow, ("accumulate", "loader"))
         if lr_rule is not None:
             check_choice("lr_rule", lr_rule, ("linear", "sqrt"))
-        self._sequence = _sequence(start, end, factors)
-        self.start = start
-        self.end = end
+        super().__init__()
+        self._sequence = _sequence(initial, final, factors)
+        self.initial = initial
+        self.final = final
         self.factors = factors
         self.over = over
         self.lr_rule = lr_rule
         self.grow = grow
         self._past: list[tuple[int, int]] = []  # step_of of each epoch so far
-        self._undo: list[Callable[[], None]] = []
 
     def factor(self, trainer: pl.Trainer, epoch: int) -> int:
         """How many of the loader's batches make that of an optimizer step in an epoch."""
@@ -128,16 +146,15 @@ class BatchSizeWarmup(EpochPlan, Trick):
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        self._leave()
         self._refuse(trainer, pl_module)
         if trainer.current_epoch == 0:
             self._past = []
         if self.grow == "accumulate":
-            self._undo.append(partial(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches))
+            self._undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
         else:
-            self._undo.append(wrap_method(trainer.strategy, "process_dataloader", partial(self._grown, trainer)))
+            self._wrap(trainer.strategy, "process_dataloader", partial(self._grown, trainer))
         if self.lr_rule:
-            self._undo.append(wrap_method(trainer.strategy, "optimizer_step", partial(self._step, trainer)))
+            self._wrap(trainer.strategy, "optimizer_step", partial(self._step, trainer))
 
     def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = type(trainer.strategy).__name__
@@ -171,6 +188,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         planned = [self.step_of(trainer, each) for each in range(max(trainer.current_epoch, len(self._past)))]
         if self._past != planned or (trainer.ckpt_path and trainer.global_step and not self._past):
             raise MisconfigurationException(
@@ -203,18 +221,6 @@ class BatchSizeWarmup(EpochPlan, Trick):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._past = list(state_dict["past"])
 
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
 
 def _check_over(over: object) -> None:
     if isinstance(over, bool) or not isinstance(over, int | float):
@@ -223,18 +229,16 @@ def _check_over(over: object) -> None:
         raise ValueError(f"over must be an int >= 1 (epochs) or a float in (0, 1) (fraction), got {over!r}.")
 
 
-def _sequence(start: int, end: int | None, factors: Sequence[int] | None) -> list[int]:
+def _sequence(initial: int, final: int, factors: Sequence[int] | None) -> list[int]:
     if factors is None:
-        if end is None:
-            raise TypeError("end must be given (end=8), or the whole sequence (factors=[1, 2, 8]).")
-        check_count("end", end)
-        if end < start:
-            raise ValueError(f"end must be at least start={start}, got {end}: the batch grows.")
-        return doublings(start, end)
-    if start != 1 or end is not None:
-        raise ValueError(f"factors={factors!r} is the whole sequence: leave start={start} and end={end} out.")
+        check_count("final", final)
+        if final < initial:
+            raise ValueError(f"final must be at least initial={initial}, got {final}: the batch grows.")
+        return doublings(initial, final)
+    if (initial, final) != (1, 8):
+        raise ValueError(f"factors={factors!r} says it all: leave initial={initial} and final={final} out.")
     if not isinstance(factors, Sequence) or not factors:
-        raise TypeError(f"factors must be a sequence of whole numbers, got {factors!r}.")
+        raise TypeError(f"factors must be a sequence of integers, got {factors!r}.")
     for place, factor in enumerate(factors):
         check_count(f"factors[{place}]", factor)
     if list(factors) != sorted(factors):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_tricks.core.active import Trick
-from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.core.lightning.engine import UNSHARDED, engine_of
+from lightning_tricks.core.trick import Trick
+
+__all__ = ["ChannelsLast"]
 
 
 def to_channels_last(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -59,26 +59,25 @@ class ChannelsLast(Trick):
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        super().__init__()
         self._begun = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._leave()
-        strategy = trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+        if engine_of(trainer) not in UNSHARDED:
             return
         # now, since DDP lays its gradients out as the weights are when it starts
         for layer in _convolutions(pl_module):
             weight = dict(layer.named_parameters(recurse=False)).get("weight")
             if weight is not None and not is_lazy(weight) and weight.is_contiguous():
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-                self._undo.append(partial(_restore, weight))
-        self._undo.append(wrap_method(strategy, "lightning_module_state_dict", _contiguous))
+                self._undo.callback(_restore, weight)
+        self._wrap(trainer.strategy, "lightning_module_state_dict", _contiguous)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
         if self._begun:
             return  # validation in a fit
         layers = _convolutions(pl_module)  # after configure_model
@@ -87,23 +86,16 @@ class ChannelsLast(Trick):
                 f"ChannelsLast is for 2-D convolutions, {type(pl_module).__name__} has none: leave ChannelsLast out."
             )
         torch.compiler.reset()  # code that was compiled without the hooks would go on without them
-        self._undo += [layer.register_forward_pre_hook(to_channels_last).remove for layer in layers]
+        for layer in layers:
+            self._undo.callback(layer.register_forward_pre_hook(to_channels_last).remove)
         self._begun = True
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
+    def _close(self) -> None:
+        super()._close()
         self._begun = False
-        while self._undo:
-            self._undo.pop()()
 
 
 def _convolutions(module: nn.Module) -> list[nn.Module]:

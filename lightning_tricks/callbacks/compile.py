@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, final
@@ -15,11 +14,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks.core.active import Trick
-from lightning_tricks.core.blocks import chosen_blocks
-from lightning_tricks.core.checks import check_bool, check_choice, check_strings
-from lightning_tricks.core.replay import ModuleState, random_state, set_random_state, tensors_in
-from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.core.checks import check_bool, check_choice
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
+from lightning_tricks.core.replay.rerun import tensors_in
+from lightning_tricks.core.selection import check_patterns, select_blocks
+from lightning_tricks.core.trick import Conflict, Trick
+
+__all__ = ["Compile"]
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -44,8 +47,9 @@ class Compile(Trick):
     later (2.9 does, 2.13 does not).
 
     Args:
-        modules: Names of submodules or of their classes ("encoder", "BertLayer"). None for the network: the module's
-            own ``forward`` if the training step calls that first, else each submodule that it calls.
+        modules: Regular expressions searched in submodules' names, or names of classes ("BertLayer"); one or a
+            sequence. Of selected modules within each other the outer ones are taken. None for the network: the
+            module's own ``forward`` if the training step calls that first, else each submodule that it calls.
         mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
         fallback: Go on in eager when the compiler fails; False lets its error through.
         backend: Of ``torch.compile``, such as "inductor" or "aot_eager".
@@ -65,6 +69,15 @@ class Compile(Trick):
         Compilation".
     """
 
+    conflicts = (
+        Conflict(
+            ("Compile",),
+            "both compile the same modules",
+            "Leave one of them out, or name other modules",
+            lambda one, other: one.modules == other.modules,
+        ),
+    )
+
     def __init__(
         self,
         modules: str | Sequence[str] | None = None,
@@ -74,24 +87,26 @@ class Compile(Trick):
         backend: str = "inductor",
     ) -> None:
         if modules is not None:
-            check_strings("modules", modules)
+            check_patterns("modules", modules)
         check_choice("mode", mode, MODES)
         check_bool("fallback", fallback)
         check_choice("backend", backend, torch.compiler.list_backends(exclude_tags=()))
         if mode != "default" and backend != "inductor":
             raise ValueError(f"mode is of backend='inductor', got mode={mode!r}, backend={backend!r}: leave mode out.")
+        super().__init__()
         self.modules = modules
         self.mode = mode
         self.fallback = fallback
         self.backend = backend
-        self._undo: dict[str, Callable[[], None]] = {}
-        self._settings = ExitStack()
+        self._unwrap: dict[str, Callable[[], None]] = {}  # by the name of the module
         self._called = self._eager = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._called = self._eager = False
-        self._settings.enter_context(_settings(manual=not pl_module.automatic_optimization))
+        self._undo.callback(self._unwrap.clear)
+        self._undo.enter_context(_settings(manual=not pl_module.automatic_optimization))
         # One function for equal modules, which share its code; torch keeps but a few versions of each and takes what
         # changes between them for dynamic. And it does not trace Sequential.forward itself.
         runs: dict[str, Callable[..., Any]] = {}
@@ -101,7 +116,8 @@ class Compile(Trick):
             if kind not in runs:
                 run = FunctionType(_run.__code__.replace(co_name=name or "forward"), globals())
                 runs[kind] = torch.compile(run, mode=self.mode, backend=self.backend)
-            self._undo[name] = wrap_method(module, "forward", _Compiled(self, runs[kind], name, module))
+            self._unwrap[name] = wrap_method(module, "forward", _Compiled(self, runs[kind], name, module))
+            self._undo.callback(self._unwrap[name])
 
     def _found(self, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
         error: object = "it has neither submodules with parameters nor a forward"
@@ -110,9 +126,8 @@ class Compile(Trick):
             if type(pl_module).forward is not pl.LightningModule.forward:
                 found[""] = pl_module
         else:
-            names = [self.modules] if isinstance(self.modules, str) else self.modules
             try:
-                found = chosen_blocks(pl_module, names)
+                found = select_blocks(pl_module, self.modules)
             except ValueError as unknown:
                 found, error = {}, unknown
         if not found:
@@ -124,8 +139,8 @@ class Compile(Trick):
     def _first(self, name: str) -> None:
         """What is called first is the network: the module's own forward, or its submodules."""
         self._called = True
-        for other in [each for each in self._undo if (each == "") != (name == "")]:
-            self._undo.pop(other)()
+        for other in [each for each in self._unwrap if (each == "") != (name == "")]:
+            self._unwrap.pop(other)()
 
     def _give_up(self, name: str, module: nn.Module, error: Exception) -> None:
         self._eager = True
@@ -143,21 +158,8 @@ class Compile(Trick):
         if trainer.global_step and not self._called:
             raise MisconfigurationException(
                 f"Compile did nothing: {type(pl_module).__name__}.training_step called none of"
-                f" {', '.join(repr(name or 'forward') for name in self._undo)}. Name modules that it calls."
+                f" {', '.join(repr(name or 'forward') for name in self._unwrap)}. Name modules that it calls."
             )
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        self._settings.close()
-        while self._undo:
-            self._undo.popitem()[1]()
 
 
 class _Compiled:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.batches.paths import Names, put
+from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range
-from lightning_tricks.core.structure import Names, put
-from lightning_tricks.core.tap import Work
+
+__all__ = ["CutMix", "cutmix"]
 
 
 def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, float]:
@@ -109,13 +111,13 @@ class CutMix(MixingCallback):
         super().__init__()
 
     @override
-    def _mix(self, work: Work, lam: float, size: int) -> Drawn:
-        inputs = self._inputs(work, size)
+    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
+        inputs = self._inputs(context, size)
         if len({x.shape[-2:] for _, x in inputs}) > 1 or any(x.ndim < 3 for _, x in inputs):
-            raise self._cannot("needs images (B, ..., H, W) of one size", work)
-        index = permutation(work.numbers, inputs[0][1])
-        seed = work.numbers.getrandbits(63)
+            raise self._cannot("needs images (B, ..., H, W) of one size", context)
+        index = permutation(context.numbers, inputs[0][1])
+        seed = context.numbers.getrandbits(63)
         for path, x in inputs:  # the same box in all
             mixed, share = cutmix(x, lam, index, torch.Generator().manual_seed(seed))
-            work.batch = put(work.batch, path, mixed)
+            context.batch = put(context.batch, path, mixed)
         return Drawn(share, index)

@@ -7,10 +7,11 @@ from typing import Literal, final
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_tricks.core.averages import Averages
-from lightning_tricks.core.averaging import AveragingCallback
+from lightning_tricks.core.averaging.averages import Averages
+from lightning_tricks.core.averaging.callback import AveragingCallback
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration, check_range
-from lightning_tricks.core.steps import steps_of
+
+__all__ = ["EMA", "ema_decay", "scale_ema_decay"]
 
 Warmup = bool | Literal["power"]
 
@@ -142,6 +143,7 @@ class EMA(AveragingCallback):
         check_choice("at_end", at_end, ("averaged", "raw"))
         if device is not None:
             check_choice("device", device, ("cpu",))
+        super().__init__()
         self.decay = decay
         self.warmup = warmup
         self.every_n_steps = every_n_steps
@@ -151,11 +153,6 @@ class EMA(AveragingCallback):
         self.at_end = at_end
         self.device = device
         self.label = str(decay)
-        super().__init__()
-
-    @override
-    def _first_step(self, trainer: pl.Trainer) -> float:
-        return steps_of(trainer, self.start, "EMA", "start")
 
     @override
     def _update(self, trainer: pl.Trainer, averages: Averages) -> None:

@@ -2,27 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import Any, Literal, final
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_tricks.callbacks.stages import Stages, unfreeze_order
-from lightning_tricks.core.active import Trick
-from lightning_tricks.core.checks import check_choice, check_duration, check_range, check_strings, compiled, examples
-from lightning_tricks.core.gradients import gradients_held
-from lightning_tricks.core.shards import LocalWeights
-from lightning_tricks.core.steps import steps_of
-from lightning_tricks.core.trainer import has_comm_state, is_fitting
-from lightning_tricks.core.weights import trainable
-from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.core.checks import check_choice, check_duration, check_range, examples
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.lightning.trainer import has_comm_state, is_fitting
+from lightning_tricks.core.selection import batchnorm_stages, check_patterns, select_parameters
+from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.by_engine import local_gradients
+from lightning_tricks.core.weights.local import LocalWeights
+from lightning_tricks.core.weights.tensors import trainable
+from lightning_tricks.schedules.param_groups import known_layers, numbered_layers
 from lightning_tricks.schedules.split_groups import split_groups
+
+__all__ = ["GradualUnfreeze"]
+
+
+def unfreeze_order(model: nn.Module, parameters: str | Sequence[str] | None, count: int) -> list[list[str]]:
+    r"""The names of the parameters that train, in ``count`` groups from the head to the stem, without the head.
+
+    Args:
+        model: The model.
+        parameters: The groups, as for GradualUnfreeze.
+        count: How many groups; layers are dealt out to them as evenly as they go, the fuller groups first.
+
+    Raises:
+        ValueError: If a pattern gives no parameter, there are fewer layers than groups, or nothing tells the layers.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+        >>> unfreeze_order(model, r"^(\d+)", 2)
+        [['1.weight', '2.weight'], ['0.weight']]
+        >>> unfreeze_order(model, ["^2", ""], 2)
+        [['2.weight'], ['0.weight', '1.weight', '3.weight']]
+    """
+    names = list(trainable(model))
+    if parameters is not None and not isinstance(parameters, str):
+        order: list[list[str]] = []
+        left = dict.fromkeys(names)  # in the order of the model
+        for pattern in parameters:
+            order.append([name for name in select_parameters(model, pattern) if name in left])
+            left = {name: None for name in left if name not in order[-1]}
+            if not order[-1]:
+                raise ValueError(
+                    f"parameters: each pattern must select a parameter that trains and that no pattern before it"
+                    f" selects, {pattern!r} selects none. {examples(names)}"
+                )
+        return order
+    keys = known_layers(model) if parameters is None else numbered_layers(model, parameters)
+    layers = sorted({keys[name] for name in names}, reverse=True)[1:]
+    if len(layers) < count:
+        raise ValueError(f"at: {count} times need as many layers below the head, found {len(layers)}: give fewer.")
+    size, more = divmod(len(layers), count)
+    taken = iter(layers)
+    parts = [set(islice(taken, size + (n < more))) for n in range(count)]
+    return [[name for name in names if keys[name] in part] for part in parts]
+
+
+class Stages:
+    """Groups of parameters from the head to the stem, which join one after the other; the rest always trains."""
+
+    def __init__(self, weights: LocalWeights, order: list[list[str]]) -> None:
+        self.weights, self.order = weights, order
+        self.joined = len(order)
+        self._held: dict[str, nn.Parameter] | None = None
+        self._norms: list[tuple[_BatchNorm, int]] = []
+        self._silenced: list[tuple[_BatchNorm, int]] = []  # those put into eval mode
+
+    def names(self, first: int = 0) -> list[str]:
+        """What belongs to the groups from this one on."""
+        return [name for names in self.order[first:] for name in names]
+
+    def frozen(self) -> list[str]:
+        """What belongs to the groups that have not joined."""
+        return self.names(self.joined)
+
+    def hold(self) -> None:
+        """Know the parameters from now on by what they are, whatever wraps their modules and changes their names."""
+        self._held = self.named()
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The parameters by name; a strategy may replace them in its setup."""
+        self.weights.reshard()  # a gathered weight takes over what its shards have, when it is gathered
+        if self._held is not None:
+            return self._held
+        parameters = dict(self.weights.module.named_parameters())
+        return {name: parameters[name] for name in self.names()}
+
+    def train(self, names: Collection[str], trains: bool) -> None:
+        """Let parameters train, or not."""
+        named = self.named()
+        for name in names:
+            named[name].requires_grad_(trains)
+
+    def join(self, count: int) -> None:
+        """Let the first ``count`` groups train, and no other.
+
+        torch up to 2.10 at least goes on with compiled code that gives no gradients to what was frozen: it is dropped.
+        """
+        self.joined = count
+        torch.compiler.reset()
+        self.train([name for names in self.order[:count] for name in names], True)
+        self.train(self.frozen(), False)
+        for layer, stage in self._silenced:
+            if stage < count:
+                layer.train()
+        self._silenced = [(layer, stage) for layer, stage in self._silenced if stage >= count]
+
+    def restore(self, frozen: Collection[str]) -> bool:
+        """Let join what is not in ``frozen``; False if those are not the last groups."""
+        counts = [n for n in range(len(self.order) + 1) if set(frozen) == set(self.names(n))]
+        if counts:
+            self.join(counts[0])
+        return bool(counts)
+
+    def find_norms(self) -> None:
+        """Find the BatchNorm layers as they are now, which SyncBatchNorm may have replaced."""
+        named = self.named()
+        stages = {named[name]: stage for stage, names in enumerate(self.order) for name in names}
+        self._norms = batchnorm_stages(self.weights.module, stages)
+
+    def silence(self) -> None:
+        """Put the BatchNorm layers of what is frozen into eval mode, whoever has called ``train()`` since."""
+        for layer, stage in self._norms:
+            if stage >= self.joined and layer.training:
+                layer.eval()
+                if (layer, stage) not in self._silenced:
+                    self._silenced.append((layer, stage))
 
 
 @final
@@ -42,9 +159,10 @@ class GradualUnfreeze(Trick):
 
     Args:
         at: When the groups join, in order: ints count ``unit``, floats are fractions of training in [0, 1].
-        groups: A list of regexes, as many as ``at``, searched in parameters' names: a parameter belongs to the first
-            that is found, and trains from the start if none is. Or one regex whose first group is a layer's number, as
-            ``r"blocks\.(\d+)"``, or None for a timm or Hugging Face model: the layers below the head in as many groups.
+        parameters: A sequence of patterns, as many as ``at``: regular expressions searched in parameters' names, or
+            names of classes. A parameter belongs to the first pattern that selects it, and trains from the start if
+            none does. Or one regular expression whose first group is the number of a layer, as ``r"blocks\.(\d+)"``,
+            or None for a timm or Hugging Face model: then the layers below the head make as many groups.
         unit: What an int counts, "step" (optimizer steps) or "epoch".
         lr_factor: Factor of the learning rate from a group to the next, above 0 (ULMFiT has 1/2.6).
 
@@ -57,50 +175,54 @@ class GradualUnfreeze(Trick):
             package (with an ``lr_factor``), for a fraction of an unknown length, or a resume with other groups.
 
     Example:
-        >>> callback = GradualUnfreeze([1, 2], groups=["^net.layer4", "^net"], unit="epoch", lr_factor=0.3)
+        >>> callback = GradualUnfreeze([1, 2], parameters=["^net.layer4", "^net"], unit="epoch", lr_factor=0.3)
         >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
 
     References:
         Howard and Ruder, ULMFiT, arXiv 1801.06146.
     """
 
+    durations = ("at",)
+    conflicts = (
+        Conflict(("BaseFinetuning",), "both freeze parameters and decide when they train", "Leave one of them out"),
+    )
+
     def __init__(
         self,
         at: Sequence[int | float],
         *,
-        groups: str | Sequence[str] | None = None,
+        parameters: str | Sequence[str] | None = None,
         unit: Literal["step", "epoch"] = "step",
         lr_factor: float = 1.0,
     ) -> None:
         _check_times(at)
-        check_strings("groups", groups or [])
-        if groups is not None and not isinstance(groups, str) and len(groups) != len(at):
-            raise ValueError(f"groups must be as many as at, {len(at)}, got {len(groups)}: {list(groups)!r}.")
-        for pattern in [groups] if isinstance(groups, str) else groups or []:
-            compiled("groups", pattern)
+        if parameters is not None:
+            check_patterns("parameters", parameters)
+            if not isinstance(parameters, str) and len(parameters) != len(at):
+                raise ValueError(
+                    f"parameters must be as many patterns as at has times, {len(at)}, got {list(parameters)!r}."
+                )
         check_choice("unit", unit, ("step", "epoch"))
         check_range("lr_factor", lr_factor, 0.0)
         if lr_factor == 0:
             raise ValueError(
                 "lr_factor must be above 0, got 0: leave a group that is never to train out, and freeze it."
             )
+        super().__init__()
         self.at = at
-        self.groups = groups
+        self.parameters = parameters
         self.unit = unit
         self.lr_factor = lr_factor
-        self._steps: list[float] = []  # of each group, when it joins
         self._stages: Stages | None = None  # while a fit runs
         self._joined_before = 0  # how many groups had joined when it began
         self._frozen: list[str] | None = None  # of the checkpoint, or when the fit was left
-        self._undo: list[Callable[[], None]] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        self._leave()
-        weights = gradients_held(trainer, pl_module, "GradualUnfreeze")
+        weights = local_gradients(trainer, pl_module, "GradualUnfreeze")
         if has_comm_state(trainer):
             raise MisconfigurationException(
                 "GradualUnfreeze changes what DDP communicates, and a communication hook with a state (PowerSGD, local"
@@ -108,13 +230,13 @@ class GradualUnfreeze(Trick):
             )
         self._frozen = None
         # configure_model has run by then, and neither is the module wrapped nor does it have its optimizers
-        self._undo.append(wrap_method(trainer.strategy, "setup", partial(self._set_up, weights)))
+        self._wrap(trainer.strategy, "setup", partial(self._set_up, weights))
         if weights.sharded:
-            self._undo.append(wrap_method(trainer.strategy, "load_checkpoint", partial(self._load, trainer)))
+            self._wrap(trainer.strategy, "load_checkpoint", partial(self._load, trainer))
 
     def _set_up(self, weights: LocalWeights, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
         try:
-            self._stages = Stages(weights, unfreeze_order(weights.module, self.groups, len(self.at)))
+            self._stages = Stages(weights, unfreeze_order(weights.module, self.parameters, len(self.at)))
         except ValueError as error:
             raise MisconfigurationException(f"GradualUnfreeze: {error}") from error
         self._stages.join(sum(1 for _ in takewhile(lambda time: time == 0, self.at)))
@@ -122,7 +244,7 @@ class GradualUnfreeze(Trick):
         if not trainable(weights.module):
             raise MisconfigurationException(
                 "GradualUnfreeze needs something that trains from the start, got groups that hold every parameter:"
-                f" leave the head out of groups={self.groups!r}, or let the first group join at 0."
+                f" leave the head out of parameters={self.parameters!r}, or let the first group join at 0."
             )
         undo = wrap_method(trainer.strategy, "setup_optimizers", partial(self._set_up_optimizers, self._stages))
         try:
@@ -172,9 +294,7 @@ class GradualUnfreeze(Trick):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._steps = [
-            time if self._in_epochs(time) else steps_of(trainer, time, "GradualUnfreeze", "at") for time in self.at
-        ]
+        super().on_train_start(trainer, pl_module)
         assert self._stages is not None, "set with the strategy"
         self._stages.find_norms()
         self._joined_before = self._stages.joined
@@ -209,7 +329,13 @@ class GradualUnfreeze(Trick):
 
     def _is_due(self, trainer: pl.Trainer, group: int) -> bool:
         now = trainer.current_epoch if self._in_epochs(self.at[group]) else trainer.global_step
-        return now >= self._steps[group]
+        return bool(now >= self._steps["at"][group])
+
+    @override
+    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> list[float]:
+        """Each time in what it counts: epochs, or optimizer steps."""
+        in_steps = super()._in_steps
+        return [time if self._in_epochs(time) else in_steps(trainer, name, time) for time in duration]
 
     def _in_epochs(self, time: int | float) -> bool:
         return self.unit == "epoch" and isinstance(time, int)
@@ -226,23 +352,15 @@ class GradualUnfreeze(Trick):
     def _restore(self) -> None:
         if self._stages is not None and self._frozen is not None and not self._stages.restore(self._frozen):
             raise MisconfigurationException(
-                f"GradualUnfreeze(groups={self.groups!r}) cannot go on where other groups were frozen, got a checkpoint"
-                f" with {len(self._frozen)} frozen parameters that are not the last of its groups: resume with the"
+                f"GradualUnfreeze(parameters={self.parameters!r}) cannot go on where other groups were frozen, got a"
+                f" checkpoint with {len(self._frozen)} frozen parameters that are not the last of its groups: resume with the"
                 " groups of that run."
             )
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
+    def _close(self) -> None:
         """Everything trains again; a checkpoint may still be saved."""
-        while self._undo:
-            self._undo.pop()()
+        super()._close()
         if self._stages is not None:
             self._frozen = self._stages.frozen()
             self._stages.join(len(self.at))

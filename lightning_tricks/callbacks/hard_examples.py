@@ -11,16 +11,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.core.batches import BatchCallback
+from lightning_tricks.core.batches.callback import BatchCallback
+from lightning_tricks.core.batches.cutting import select_samples
+from lightning_tricks.core.batches.paths import Names
+from lightning_tricks.core.batches.pipeline import BatchContext
+from lightning_tricks.core.batches.scoring import per_sample_losses, shrunk
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
-from lightning_tricks.core.plan import Choose
-from lightning_tricks.core.ranks import extremes
-from lightning_tricks.core.replay import run_number, runs_again
-from lightning_tricks.core.scoring import losses_of_samples, shrunk
-from lightning_tricks.core.steps import steps_between
-from lightning_tricks.core.structure import Names, narrowed
-from lightning_tricks.core.tap import Work
-from lightning_tricks.core.trainer import is_fitting, log_now_and_then
+from lightning_tricks.core.lightning.trainer import extremes, is_fitting, log_every_n_steps
+from lightning_tricks.core.mixed_targets.loss_plan import Choose
+from lightning_tricks.core.replay.rerun import is_replaying, run_number
+from lightning_tricks.core.trick import Conflict
+
+__all__ = ["HardExampleFilter", "ohem_loss"]
 
 
 def ohem_loss(losses: Tensor, keep: float) -> Tensor:
@@ -109,6 +111,15 @@ class HardExampleFilter(BatchCallback):
         Jiang et al., arXiv 1910.00762; Shrivastava et al., arXiv 1604.03540.
     """
 
+    conflicts = (
+        Conflict(
+            ("SAMHooks",),
+            'the samples of a full batch are compared (mode="loss") or mixed, and micro_batch_size runs parts of it',
+            'Leave micro_batch_size out, or use mode="prune"',
+            lambda trick, hooks: trick.mode == "loss" and hooks.module.sam.micro_batch_size is not None,
+        ),
+    )
+
     def __init__(
         self,
         keep: float = 0.5,
@@ -157,31 +168,27 @@ class HardExampleFilter(BatchCallback):
             )
 
     @override
-    def _steps(self, trainer: pl.Trainer) -> tuple[float, float]:
-        return steps_between(trainer, self.start, self.stop, type(self).__name__)
-
-    @override
-    def _change(self, trainer: pl.Trainer, work: Work) -> None:
-        if self.keep == 1 or work.number % self.every_n_batches:
+    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        if self.keep == 1 or context.number % self.every_n_batches:
             return
-        size = self._samples(work.batch)
+        size = self._samples(context.batch)
         smallest, largest = extremes(trainer, size)
         count = kept_count(smallest, self.keep)
         if self.mode == "prune":
-            batch = work.batch
+            batch = context.batch
             if self.score_scale is not None:
                 batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
-            losses = losses_of_samples(trainer, batch, self.targets_in(batch))
+            losses = per_sample_losses(trainer, batch, self.targets_in(batch))
             # one sample can make BatchNorm spoil the losses of all: whoever guards the step is to see that sample
             if losses is not None and not losses.isnan().any():
-                work.batch = narrowed(work.batch, self._keep(losses, count), size)
-                self._samples(work.batch, count)
+                context.batch = select_samples(context.batch, self._keep(losses, count), size)
+                self._samples(context.batch, count)
         elif self.across_ranks:
-            work.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, count, largest))
-            work.know(self)
+            context.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, count, largest))
+            context.mix_targets(self)
         else:
-            work.plan.choose = Selection(lambda losses: (self._keep(losses, count), 1.0))
-            work.know(self)
+            context.plan.choose = Selection(lambda losses: (self._keep(losses, count), 1.0))
+            context.mix_targets(self)
 
     def _keep(self, losses: Tensor, count: int) -> Tensor:
         kept = hardest(losses, count)
@@ -203,7 +210,7 @@ class HardExampleFilter(BatchCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._kept is not None:
             share, threshold = self._kept
-            log_now_and_then(
+            log_every_n_steps(
                 trainer, lambda: {"tricks/kept_fraction": share, "tricks/loss_threshold": float(threshold)}
             )
 
@@ -218,7 +225,7 @@ class Selection:
 
     def __call__(self, losses: Tensor) -> tuple[Tensor, float]:
         """Positions of the samples that count, and a factor."""
-        if runs_again():
+        if is_replaying():
             self._again += 1
             return self._made[(self._again - 1) % len(self._made)]
         if self._run != run_number():

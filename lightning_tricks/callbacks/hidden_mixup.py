@@ -9,12 +9,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.structure import Names, get
-from lightning_tricks.core.tap import Work
+from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.batches.paths import Names, get
+from lightning_tricks.core.batches.pipeline import BatchContext
+from lightning_tricks.core.trick import Conflict
+
+__all__ = ["HiddenMixup"]
 
 
 @final
@@ -54,6 +56,15 @@ class HiddenMixup(MixingCallback):
         Sun et al., arXiv 2010.02394; Verma et al., arXiv 1806.05236.
     """
 
+    conflicts = (
+        Conflict(
+            ("SAMHooks",),
+            'the samples of a full batch are compared (mode="loss") or mixed, and micro_batch_size runs parts of it',
+            'Leave micro_batch_size out, or use mode="prune"',
+            lambda trick, hooks: hooks.module.sam.micro_batch_size is not None,
+        ),
+    )
+
     def __init__(
         self,
         layer: str,
@@ -69,12 +80,12 @@ class HiddenMixup(MixingCallback):
         self.layer, self.alpha, self.prob = layer, alpha, prob
         self.start, self.stop, self.inputs, self.target = start, stop, None, target
         super().__init__()
-        self._work: Work | None = None
+        self._context: BatchContext | None = None
         self._called = False
-        self._hook: RemovableHandle | None = None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
         # after configure_model
         layers = dict(pl_module.named_modules())
         if self.layer not in layers:
@@ -83,17 +94,18 @@ class HiddenMixup(MixingCallback):
                 f"{type(pl_module).__name__} has no layer {self.layer!r}; near it are {', '.join(map(repr, near))}."
             )
         torch.compiler.reset()  # code that was compiled without the hook would go on without it
-        self._hook = layers[self.layer].register_forward_pre_hook(self._before, with_kwargs=True)
+        hook = layers[self.layer].register_forward_pre_hook(self._before, with_kwargs=True)
+        self._undo.callback(hook.remove)
 
     @override
-    def _mix(self, work: Work, lam: float, size: int) -> Drawn:
-        self._work, self._called = work, False
-        target = get(work.batch, self.targets_in(work.batch)[0])
-        return Drawn(max(lam, 1 - lam), permutation(work.numbers, target))
+    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
+        self._context, self._called = context, False
+        target = get(context.batch, self.targets_in(context.batch)[0])
+        return Drawn(max(lam, 1 - lam), permutation(context.numbers, target))
 
     @torch.compiler.disable
     def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._work is None or not self._work.plan.open or self.drawn is None:
+        if self._context is None or not self._context.plan.open or self.drawn is None:
             return None
         self._called = True
         lam, index = float(self.drawn.lam), self.drawn.index
@@ -104,24 +116,24 @@ class HiddenMixup(MixingCallback):
                 f"HiddenMixup({self.layer!r}) needs a layer with an input ({len(index)}, ...), got"
                 f" {', '.join(str(tuple(x.shape)) for x in named.values() if isinstance(x, Tensor)) or 'no tensor'}."
             )
-        if isinstance(layer, nn.Linear) and named[found].ndim == 3 and self._labels_sentences(self._work):
-            self._work.plan.mix_predictions = lam, index
+        if isinstance(layer, nn.Linear) and named[found].ndim == 3 and self._labels_sentences(self._context):
+            self._context.plan.mix_predictions = lam, index
             return None
         named[found] = torch.lerp(named[found].index_select(0, index), named[found], lam)
         return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}
 
-    def _labels_sentences(self, work: Work) -> bool:
+    def _labels_sentences(self, context: BatchContext) -> bool:
         """Whether there is one label (or one row of them, if they are floating-point) a sentence, not one a token."""
-        targets = [get(work.batch, path) for path in work.targets]
+        targets = [get(context.batch, path) for path in context.targets]
         return all(target.ndim == 1 or target.is_floating_point() for target in targets)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._work = None
-        assert self._tap is not None, "setup comes first"
-        if self.drawn is not None and not self._called and self._tap.descends:
+        self._context = None
+        assert self._pipeline is not None, "setup comes first"
+        if self.drawn is not None and not self._called and self._pipeline.descends:
             raise MisconfigurationException(
                 f"HiddenMixup did nothing: {type(pl_module).__name__}.training_step did not call the layer"
                 f" {self.layer!r}. Name a layer that it calls."
@@ -129,12 +141,9 @@ class HiddenMixup(MixingCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        self._work = None
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    def _close(self) -> None:
+        super()._close()
+        self._context = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_work": None, "_hook": None}
+        return {**super().__getstate__(), "_context": None}

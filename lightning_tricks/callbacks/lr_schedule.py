@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, final
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.active import Trick
-from lightning_tricks.core.checks import check_choice, check_count
-from lightning_tricks.core.trainer import is_fitting
+from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.schedules import (
-    CurveLR,
+    PlateauLR,
     constant,
     cosine,
     cosine_restarts,
@@ -24,10 +26,15 @@ from lightning_tricks.schedules import (
     linear,
     one_cycle,
     polynomial,
+    reduce_on_plateau,
     step_decay,
+    swa_tail,
     wsd,
 )
-from lightning_tricks.schedules.build import check_settings
+from lightning_tricks.schedules.factories import Schedule, check_settings, count_steps
+from lightning_tricks.schedules.scheduler import CONFLICTS
+
+__all__ = ["LRSchedule"]
 
 _CURVES = {
     factory.__name__: factory
@@ -38,6 +45,40 @@ _CURVES = {
 }
 
 
+def _swa_tail(
+    optimizer: Optimizer,
+    module: pl.LightningModule,
+    *,
+    of: str = "constant",
+    total_steps: int | None = None,
+    start: int | float = 0.75,
+    swa_lr: float,
+    anneal: int | float = 0,
+    **settings: Any,
+) -> Schedule:
+    """``swa_tail`` behind the curve of a name, with the settings of that curve."""
+    is_endless, has_fractions = (
+        of in ("constant", "inverse_sqrt"),
+        isinstance(start, float) or isinstance(anneal, float),
+    )
+    if total_steps is None and is_endless and has_fractions:
+        total_steps = count_steps(module)  # which the curve itself does not need
+    before = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
+    return swa_tail(before, start=start, swa_lr=swa_lr, anneal=anneal)
+
+
+_FACTORIES: dict[str, Callable[..., Schedule]] = {
+    **_CURVES,
+    "reduce_on_plateau": reduce_on_plateau,
+    "swa_tail": _swa_tail,
+}
+
+
+def _options(name: str) -> set[str]:
+    """The names of the arguments that say what the schedule of a factory is."""
+    return {*inspect.signature(_FACTORIES[name]).parameters} - {"optimizer", "module", "settings"}
+
+
 @final
 class LRSchedule(Trick):
     """Learning-rate schedule for a module that returns none: ``lr = base * f(t)`` after t optimizer steps.
@@ -46,24 +87,32 @@ class LRSchedule(Trick):
     itself steps, saves and restores the schedule, as if ``configure_optimizers`` had returned it.
 
     Args:
-        curve: The name of a factory: "constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt", "linear",
-            "one_cycle", "polynomial", "step_decay" or "wsd".
+        curve: Name of a factory: "constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt", "linear",
+            "one_cycle", "polynomial", "reduce_on_plateau", "step_decay", "swa_tail" or "wsd".
         warmup: Length of the warm-up (int steps, float fraction of training); by default the curve's own.
-        total_steps: Number of optimizer steps; counted from the Trainer by default.
-        floor: Factor at the end and after, in [0, 1]; by default the curve's own.
-        **options: Other arguments of the curve, for example ``flat=0.5`` for "flat_cos"; in YAML they go under
-            ``dict_kwargs``.
+        total_steps: Number of optimizer steps, counted from the Trainer by default; none for "reduce_on_plateau".
+        floor: Lowest factor of the base learning rate, in [0, 1]; by default the curve's own.
+        **options: Other arguments of the factory, for example ``flat=0.5`` for "flat_cos" or ``monitor="val_loss"`` for
+            "reduce_on_plateau"; in YAML they go under ``dict_kwargs``. "swa_tail" needs ``swa_lr``, and takes with
+            ``of`` the name of the curve before the tail ("constant" by default) and the arguments of that curve.
 
     Raises:
         ValueError: For an unknown curve or a value out of range.
-        TypeError: For an option that the curve does not have.
+        TypeError: For an option that the curve does not have, or one that it lacks.
         MisconfigurationException: When training starts, with a second LRSchedule, if the module returns a schedule of
             its own or uses manual optimization, or under DeepSpeed.
 
     Example:
         >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[LRSchedule("cosine", warmup=0.05)], accelerator="cpu", logger=False)
+        >>> schedule = LRSchedule("swa_tail", of="cosine", warmup=0.05, start=0.75, swa_lr=0.01)
+        >>> trainer = pl.Trainer(callbacks=[schedule], accelerator="cpu", logger=False)
     """
+
+    conflicts = (
+        *CONFLICTS,
+        Conflict(("LRSchedule",), "both would set the learning rate", "Leave one of them out"),
+        Conflict(("schedule from configure_optimizers",), "both set the learning rate", "Leave one of them out"),
+    )
 
     def __init__(
         self,
@@ -74,52 +123,68 @@ class LRSchedule(Trick):
         floor: float | None = None,
         **options: Any,
     ) -> None:
-        check_choice("curve", curve, _CURVES)
-        given = {"warmup": warmup, "floor": floor, **options}
-        allowed = set(inspect.signature(_CURVES[curve]).parameters) - {"optimizer", "module", "total_steps"}
+        check_choice("curve", curve, _FACTORIES)
+        named = {"warmup": warmup, "total_steps": total_steps, "floor": floor}
+        given = {**options, **{name: value for name, value in named.items() if value is not None}}
+        allowed = _options(curve)
+        if curve == "swa_tail":
+            of = "constant" if options.get("of") is None else options["of"]
+            check_choice("of", of, _CURVES)
+            allowed |= _options(of)
         if unknown := sorted(given.keys() - allowed):
-            raise TypeError(f"curve {curve!r} has no option {', '.join(unknown)}; it has {', '.join(sorted(allowed))}.")
+            known = ", ".join(sorted(allowed - {"total_steps"}))
+            raise TypeError(f"curve {curve!r} has no option {', '.join(unknown)}; it has {known}.")
+        given = {name: value for name, value in given.items() if value is not None}
+        if curve == "swa_tail" and "swa_lr" not in given:
+            raise TypeError(
+                "curve 'swa_tail' must have swa_lr, the learning rate of its tail, got none: pass swa_lr=..."
+            )
+        check_settings({name: value for name, value in given.items() if name != "of"})
+        super().__init__()
         self.curve = curve
-        self.total_steps = total_steps
-        self.settings = {name: value for name, value in given.items() if value is not None}
-        check_settings(self.settings)
-        if total_steps is not None:
-            check_count("total_steps", total_steps)
-        self.brought: LRSchedulerConfig | None = None  # until training starts
+        self.total_steps = given.pop("total_steps", None)
+        self.settings = given
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
+        if engine_of(trainer).is_deepspeed:
             raise MisconfigurationException(
                 "LRSchedule comes too late for DeepSpeed, which takes the optimizer over before training, got"
-                f" {type(trainer.strategy).__name__}. Return lightning_tricks.{self.curve}(optimizer, self) from"
-                " configure_optimizers."
+                f" {type(trainer.strategy).__name__}. Return {self._as_call('self')} from configure_optimizers."
             )
         if not pl_module.automatic_optimization:
+            length = "self" if self.curve == "reduce_on_plateau" else "total_steps=..."
             raise MisconfigurationException(
                 "LRSchedule needs automatic optimization: Lightning steps no schedule when"
                 f" {type(pl_module).__name__}.automatic_optimization is False. Return a schedule from"
-                f" configure_optimizers and step it there, for example lightning_tricks.{self.curve}(optimizer,"
-                " total_steps=...)."
+                f" configure_optimizers and step it there, for example {self._as_call(length)}."
             )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
         # after configure_optimizers and before the checkpoint's schedules are restored
         (optimizer,) = trainer.optimizers
-        schedule: dict[str, Any] = _CURVES[self.curve](
-            optimizer, pl_module, total_steps=self.total_steps, **self.settings
-        )["lr_scheduler"]
-        self.brought = LRSchedulerConfig(**schedule)
-        trainer.strategy.lr_scheduler_configs.append(self.brought)
+        total = {} if self.total_steps is None else {"total_steps": self.total_steps}
+        config = _FACTORIES[self.curve](optimizer, pl_module, **total, **self.settings)["lr_scheduler"]
+        needs_metric = isinstance(config["scheduler"], PlateauLR)
+        trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**config, reduce_on_plateau=needs_metric))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.brought = None
+        super().on_train_start(trainer, pl_module)
         # resumed from a checkpoint without a schedule: nothing was restored, the steps were taken all the same
-        scheduler = trainer.lr_scheduler_configs[0].scheduler
-        if trainer.ckpt_path and isinstance(scheduler, CurveLR) and scheduler.last_epoch == 0:
-            scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": trainer.global_step})
+        scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
+        count = "steps" if isinstance(scheduler, PlateauLR) else "last_epoch"
+        if trainer.ckpt_path and getattr(scheduler, count) == 0:
+            scheduler.load_state_dict({**scheduler.state_dict(), count: trainer.global_step})
+
+    def _as_call(self, length: str) -> str:
+        """The call that makes the same schedule in ``configure_optimizers``, for error messages."""
+        if self.curve != "swa_tail":
+            return f"lightning_tricks.{self.curve}(optimizer, {length})"
+        before = f"lightning_tricks.{self.settings.get('of', 'constant')}(optimizer, {length})"
+        return f"lightning_tricks.swa_tail({before}, swa_lr={self.settings['swa_lr']})"

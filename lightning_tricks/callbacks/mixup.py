@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.callbacks.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
+from lightning_tricks.core.batches.paths import Names, put
+from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_bool, check_range
-from lightning_tricks.core.structure import Names, put
-from lightning_tricks.core.tap import Work
+
+__all__ = ["Mixup", "mixup"]
 
 
 def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
@@ -92,13 +94,13 @@ class Mixup(MixingCallback):
         super().__init__()
 
     @override
-    def _mix(self, work: Work, lam: float, size: int) -> Drawn:
+    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
         weights: float | Tensor = max(lam, 1 - lam)
-        inputs = self._inputs(work, size)
-        index = permutation(work.numbers, inputs[0][1])
+        inputs = self._inputs(context, size)
+        index = permutation(context.numbers, inputs[0][1])
         if self.per_sample:
-            others = [work.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]
+            others = [context.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]
             weights = torch.tensor([max(each, 1 - each) for each in (lam, *others)], device=index.device)
         for path, x in inputs:
-            work.batch = put(work.batch, path, mixup(x, weights, index))
+            context.batch = put(context.batch, path, mixup(x, weights, index))
         return Drawn(weights, index)

@@ -17,14 +17,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.finite_watch import FiniteWatch
-from lightning_tricks.core.snapshot import Snapshot
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, begins_window, require_steps
-from lightning_tricks.core.trainer import grad_scaler, is_fitting, log_now_and_then
-from lightning_tricks.core.wrapping import wrap_method
+from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps
+from lightning_tricks.core.nonfinite.finite import FiniteCheck
+from lightning_tricks.core.nonfinite.snapshot import Snapshot
+from lightning_tricks.core.nonfinite.step_guard import (
+    STEPS_LEFT_OUT,
+    SkipStep,
+    StepGuard,
+    require_skippable_steps,
+    starts_window,
+)
+from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.schedules.scaling import scaled_lrs
+
+__all__ = ["RewindOnSpike"]
 
 
 def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
@@ -81,6 +88,15 @@ class RewindOnSpike(Trick):
         Khrushchev et al., YaLM 100B, 2022; Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1.
     """
 
+    conflicts = (
+        Conflict(
+            ("WeightAveraging", "StochasticWeightAveraging"),
+            "going back does not reach Lightning's averages, which keep the weights of the spike",
+            "Use EMA or SWA of lightning_tricks, whose averages go back with the weights",
+        ),
+        *STEPS_LEFT_OUT,
+    )
+
     def __init__(
         self,
         threshold: float = 6.0,
@@ -97,6 +113,7 @@ class RewindOnSpike(Trick):
         check_count("max_rewinds", max_rewinds)
         check_range("lr_factor", lr_factor, 0.0, 1.0)
         check_count("lr_steps", lr_steps, least=0)
+        super().__init__()
         self.threshold = threshold
         self.window = window
         self.every_n_steps = every_n_steps
@@ -106,11 +123,10 @@ class RewindOnSpike(Trick):
         self.rewinds = 0
         self._losses: deque[float] = deque(maxlen=window)  # of good steps
         self._slow_until = 0  # the step at which the learning rates are the schedule's again
-        self._watch, self._guard = FiniteWatch(), StepGuard()
+        self._watch, self._guard = FiniteCheck(), StepGuard()
         self._parts: list[Tensor] = []  # the losses of the window's batches
         self._spiked = False  # whether the step in work is to be gone back from
         self._snapshot: tuple[Snapshot, list[float]] | None = None  # and the good losses then
-        self._undo: Callable[[], None] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -119,7 +135,7 @@ class RewindOnSpike(Trick):
             return
         self.rewinds, self._slow_until = 0, 0
         self._losses.clear()
-        require_steps(trainer, "RewindOnSpike")
+        require_skippable_steps(trainer, "RewindOnSpike")
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 f"RewindOnSpike cannot work with {type(pl_module).__name__}.automatic_optimization=False: step there"
@@ -128,16 +144,18 @@ class RewindOnSpike(Trick):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch, self._parts, self._spiked = FiniteWatch(), [], False
-        self._guard.start(trainer, "RewindOnSpike")
-        self._undo = wrap_method(trainer.strategy, "optimizer_step", partial(self._step, trainer, pl_module))
+        super().on_train_start(trainer, pl_module)
+        self._watch, self._parts, self._spiked = FiniteCheck(), [], False
+        self._undo.callback(setattr, self, "_snapshot", None)
+        self._guard.start(trainer, "RewindOnSpike", self._undo)
+        self._wrap(trainer.strategy, "optimizer_step", partial(self._step, trainer, pl_module))
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._guard.begin_batch()
-        if begins_window(trainer, batch_idx):
+        if starts_window(trainer, batch_idx):
             self._watch.forget()
             self._parts.clear()
         if self._snapshot is None or trainer.global_step >= self._snapshot[0].step + self.every_n_steps:
@@ -172,7 +190,7 @@ class RewindOnSpike(Trick):
                 " gradients, or look at the data."
             )
         self._spiked = True
-        raise LeaveOutStep
+        raise SkipStep
 
     def _step(
         self,
@@ -204,21 +222,11 @@ class RewindOnSpike(Trick):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        log_now_and_then(trainer, lambda: {"tricks/rewinds": float(self.rewinds)})
+        log_every_n_steps(trainer, lambda: {"tricks/rewinds": float(self.rewinds)})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._leave()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._undo is not None:
-            self._undo()
-        self._guard.stop()
-        self._snapshot, self._undo = None, None
+        self._close()
 
     @override
     def state_dict(self) -> dict[str, Any]:

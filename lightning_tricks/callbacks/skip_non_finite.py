@@ -10,11 +10,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.active import Trick
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.core.finite_watch import FiniteWatch
-from lightning_tricks.core.step_guard import LeaveOutStep, StepGuard, Window, begins_window, require_steps
-from lightning_tricks.core.trainer import grad_scaler, is_fitting, log_now_and_then
+from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps
+from lightning_tricks.core.nonfinite.finite import FiniteCheck
+from lightning_tricks.core.nonfinite.step_guard import (
+    STEPS_LEFT_OUT,
+    SkipStep,
+    StepGuard,
+    Window,
+    require_skippable_steps,
+    starts_window,
+)
+from lightning_tricks.core.trick import Conflict, Trick
+
+__all__ = ["SkipNonFinite"]
 
 
 @final
@@ -50,27 +59,39 @@ class SkipNonFinite(Trick):
         >>> trainer = pl.Trainer(callbacks=[SkipNonFinite(max_consecutive=5)], accelerator="cpu", logger=False)
     """
 
+    conflicts = (
+        *STEPS_LEFT_OUT,
+        Conflict(
+            ("TerminateOnNonFinite",),
+            "training stops at the first loss or gradient that is not finite, so that no step is ever left out",
+            "Leave one of them out",
+            warns=True,
+        ),
+    )
+
     def __init__(self, *, max_consecutive: int = 10) -> None:
         check_count("max_consecutive", max_consecutive)
+        super().__init__()
         self.max_consecutive = max_consecutive
         self.skipped_steps = 0
         self._in_a_row: dict[int, int] = {}  # by the optimizer's number
         self._leaves_out = True  # or a GradScaler does
-        self._watch, self._window, self._guard = FiniteWatch(), Window(), StepGuard()
+        self._watch, self._window, self._guard = FiniteCheck(), Window(), StepGuard()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
-            require_steps(trainer, "SkipNonFinite")
+            require_skippable_steps(trainer, "SkipNonFinite")
             self.skipped_steps, self._in_a_row = 0, {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch, self._window = FiniteWatch(), Window()
+        super().on_train_start(trainer, pl_module)
+        self._watch, self._window = FiniteCheck(), Window()
         self._leaves_out = grad_scaler(trainer) is None
         if self._leaves_out:
-            self._guard.start(trainer, "SkipNonFinite")
+            self._guard.start(trainer, "SkipNonFinite", self._undo)
 
     @override
     def on_train_batch_start(
@@ -78,7 +99,7 @@ class SkipNonFinite(Trick):
     ) -> None:
         self._guard.begin_batch()
         self._window.begin_batch(trainer, pl_module, batch_idx)
-        if begins_window(trainer, batch_idx):
+        if starts_window(trainer, batch_idx):
             self._watch.forget()
 
     @override
@@ -105,21 +126,17 @@ class SkipNonFinite(Trick):
                 " learning rate, clip gradients, or look at the data."
             )
         if self._leaves_out:
-            raise LeaveOutStep
+            raise SkipStep
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        log_now_and_then(trainer, lambda: {"tricks/skipped_steps": float(self.skipped_steps)})
+        log_every_n_steps(trainer, lambda: {"tricks/skipped_steps": float(self.skipped_steps)})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._guard.stop()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._guard.stop()
+        self._close()
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any, Literal, final
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_tricks.core.averages import Averages
-from lightning_tricks.core.averaging import AveragingCallback
-from lightning_tricks.core.batchnorm import recalibrate, require_recalibration
+from lightning_tricks.core.averaging.averages import Averages
+from lightning_tricks.core.averaging.batchnorm import recalibrate, require_recalibration
+from lightning_tricks.core.averaging.callback import AveragingCallback
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration
-from lightning_tricks.core.steps import steps_of
+
+__all__ = ["SWA"]
 
 
 @final
@@ -36,7 +37,7 @@ class SWA(AveragingCallback):
     Args:
         start: When averaging begins (int optimizer steps, float fraction of training). 0 averages all epochs, without
             the weights before training; 1.0 gives the last weights.
-        every: "epoch", or so many optimizer steps between snapshots, at least 1.
+        every_n_steps: Optimizer steps between snapshots, at least 1; None for the end of each training epoch.
         recalibrate_batchnorm: Take BatchNorm statistics for the averaged weights. Without BatchNorm it costs nothing.
         validate: Validate "averaged" or "raw" weights, or "both" as with ``EMA``.
         at_end: Which weights the module holds when training has ended, "averaged" or "raw".
@@ -61,28 +62,26 @@ class SWA(AveragingCallback):
         self,
         start: int | float = 0.75,
         *,
-        every: Literal["epoch"] | int = "epoch",
+        every_n_steps: int | None = None,
         recalibrate_batchnorm: bool = True,
         validate: Literal["averaged", "raw", "both"] = "averaged",
         at_end: Literal["averaged", "raw"] = "averaged",
     ) -> None:
         check_duration("start", start)
-        if isinstance(every, str):
-            check_choice("every", every, ("epoch",))
-        else:
-            check_count("every", every)
+        if every_n_steps is not None:
+            check_count("every_n_steps", every_n_steps)
         check_bool("recalibrate_batchnorm", recalibrate_batchnorm)
         check_choice("validate", validate, ("averaged", "raw", "both"))
         check_choice("at_end", at_end, ("averaged", "raw"))
+        super().__init__()
         self.start = start
-        self.every = every
+        self.every_n_steps = every_n_steps
         self.recalibrate_batchnorm = recalibrate_batchnorm
         self.buffers = "copy"
         self.validate = validate
         self.at_end = at_end
         self.device = None
         self._failure: Exception | None = None
-        super().__init__()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,10 +103,6 @@ class SWA(AveragingCallback):
         self._end_epoch()  # which on_train_batch_start may have cut short
 
     @override
-    def _first_step(self, trainer: pl.Trainer) -> float:
-        return steps_of(trainer, self.start, "SWA", "start")
-
-    @override
     def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
         self._snapshot(averages)
 
@@ -115,7 +110,7 @@ class SWA(AveragingCallback):
     def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
         averages.steps += 1
         # not in _end_epoch alone: a checkpoint asked for after the epoch's last step has its snapshot too
-        if trainer.is_last_batch if self.every == "epoch" else averages.steps >= self.every:
+        if trainer.is_last_batch if self.every_n_steps is None else averages.steps >= self.every_n_steps:
             self._snapshot(averages)
 
     @override
@@ -124,7 +119,7 @@ class SWA(AveragingCallback):
             self._snapshot(averages)
         if self.recalibrate_batchnorm and averages.updates:
             try:
-                with averages.undisturbed(), averages.showing("averaged"):
+                with averages.marked_busy(), averages.showing("averaged"):
                     statistics = recalibrate(trainer, trainer.lightning_module)
                 averages.put(statistics)
             except Exception as error:
@@ -138,7 +133,7 @@ class SWA(AveragingCallback):
             raise failure
 
     def _end_epoch(self) -> None:
-        if self.every == "epoch" and self._running.steps:
+        if self.every_n_steps is None and self._running.steps:
             self._snapshot(self._running)
 
     def _snapshot(self, averages: Averages) -> None:

@@ -11,18 +11,20 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.active import Trick
-from lightning_tricks.core.checks import check_kind
-from lightning_tricks.core.finite_watch import FiniteWatch
-from lightning_tricks.core.step_guard import Window
-from lightning_tricks.core.trainer import grad_scaler, is_fitting
-from lightning_tricks.core.whole_file import whole_file
+from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting
+from lightning_tricks.core.nonfinite.finite import FiniteCheck
+from lightning_tricks.core.nonfinite.step_guard import Window
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.trick import Trick
+
+__all__ = ["TerminateOnNonFinite"]
 
 
 @final
@@ -50,9 +52,10 @@ class TerminateOnNonFinite(Trick):
     """
 
     def __init__(self, dirpath: str | None = None) -> None:
-        check_kind("dirpath", dirpath, str, os.PathLike, NoneType)
+        check_type("dirpath", dirpath, str, os.PathLike, NoneType)
+        super().__init__()
         self.dirpath = dirpath
-        self._watch, self._window = FiniteWatch(), Window()
+        self._watch, self._window = FiniteCheck(), Window()
         self._batch: Any = None
         self._gradients = True  # whether they are looked at
 
@@ -60,9 +63,9 @@ class TerminateOnNonFinite(Trick):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
-            self._watch, self._window = FiniteWatch(), Window()
+            self._watch, self._window = FiniteCheck(), Window()
             scaled = grad_scaler(trainer) is not None
-            self._gradients = not scaled and not isinstance(trainer.strategy, DeepSpeedStrategy)
+            self._gradients = not scaled and not engine_of(trainer).is_deepspeed
 
     @override
     def on_train_batch_start(
@@ -92,7 +95,8 @@ class TerminateOnNonFinite(Trick):
         self._batch = None
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def _close(self) -> None:
+        super()._close()
         self._batch = None
 
     def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -113,7 +117,7 @@ class TerminateOnNonFinite(Trick):
         try:
             trainer.save_checkpoint(folder / "last_good.ckpt")  # in which all ranks take part, so before anything else
             batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-            with whole_file(folder / f"batch-rank={trainer.global_rank}.pt") as path, path.open("xb") as file:
+            with atomic_write(folder / f"batch-rank={trainer.global_rank}.pt") as path, path.open("xb") as file:
                 torch.save(batch, file)  # by its name torch 2.9 says nothing of a disk that is full near its end
         except Exception as error:  # what is no file system's, of a batch that cannot be pickled
             why = str(error).partition("\n")[0]

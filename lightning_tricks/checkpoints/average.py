@@ -22,8 +22,10 @@ from lightning_tricks.checkpoints.files import (
     some,
     weights_in,
 )
-from lightning_tricks.core.checks import check_kind, check_range
-from lightning_tricks.core.progress import progress
+from lightning_tricks.core.checks import check_range, check_type
+from lightning_tricks.core.report import progress
+
+__all__ = ["average_checkpoints"]
 
 PIECE = 2**18  # elements averaged at a time: in double precision they fit into a cache
 
@@ -115,7 +117,7 @@ def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
     """The weights, the largest of them 1."""
     if weights is None:
         return [1.0] * count
-    check_kind("weights", weights, list, tuple)
+    check_type("weights", weights, list, tuple)
     if len(weights) != count:
         raise ValueError(f"weights must be as many as the files, got {len(weights)} for {count} files.")
     for place, weight in enumerate(weights):

@@ -8,6 +8,8 @@ from lightning_tricks.checkpoints.files import PathLike, check_output, path_of, 
 from lightning_tricks.checkpoints.folders import stored_weights
 from lightning_tricks.checkpoints.stream import StoredTensor
 
+__all__ = ["consolidate"]
+
 
 def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) -> int:
     """Write the ``state_dict`` of a sharded checkpoint, a folder by FSDP2 or DeepSpeed ZeRO-1, 2 or 3, to one file.

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, path_of, save, weights_in
 from lightning_tricks.checkpoints.folders import averages_beside, stored_weights
-from lightning_tricks.core.checks import check_choice, check_kind, some
+from lightning_tricks.core.checks import check_choice, check_type, some
+
+__all__ = ["export_weights"]
 
 
 def export_weights(
@@ -66,8 +68,8 @@ def export_weights(
     check_choice("which", which, ("averaged", "raw"))
     target = check_output(output, force=force)
     source = path_of("checkpoint", checkpoint)
-    check_kind("strip_prefix", strip_prefix, str)
-    check_kind("callback", callback, str, NoneType)
+    check_type("strip_prefix", strip_prefix, str)
+    check_type("callback", callback, str, NoneType)
     if source.is_dir():
         _require_in_state_dict(source, which, callback)
         chosen = stored_weights(source)

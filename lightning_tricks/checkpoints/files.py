@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
-from lightning_tricks.core.checks import check_bool, check_kind, damage, some
-from lightning_tricks.core.plain import unread
-from lightning_tricks.core.whole_file import whole_file
+from lightning_tricks.core.checks import check_bool, check_type, some
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.damage import damage
+from lightning_tricks.core.safe_load.reader import unread
 
 PathLike = str | os.PathLike[str]
 
@@ -27,7 +28,7 @@ def path_of(name: str, value: PathLike) -> Path:
     Raises:
         TypeError: If it is none.
     """
-    check_kind(name, value, str, os.PathLike)
+    check_type(name, value, str, os.PathLike)
     return Path(value)
 
 
@@ -141,7 +142,7 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
         ValueError: If safetensors cannot hold it, and as ``check_output``.
     """
     file = check_output(output, force=force)
-    with whole_file(file) as temporary:
+    with atomic_write(file) as temporary:
         with temporary.open("xb") as opened:
             if file.suffix == ".safetensors":
                 write_safetensors(opened, _only_tensors(weights_in(checkpoint, output)))

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_tricks.checkpoints.stream import StoredTensor
 from lightning_tricks.checkpoints.zero_folder import zero_weights
-from lightning_tricks.core.checks import unfinished
-from lightning_tricks.core.plain import PlainReader, load_plain
+from lightning_tricks.core.safe_load.damage import unfinished
+from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
 
 PREFIXES = ("state_dict", "model")  # Lightning's ModelParallelStrategy (FSDP2), its FSDPStrategy
 
@@ -59,7 +59,7 @@ def averages_beside(folder: Path) -> dict[str, bool]:
     found = {}
     for shards in sorted(file.parent for file in folder.glob("averages/*/.metadata")):
         try:
-            names = PlainReader(shards).metadata.state_dict_metadata
+            names = SafeReader(shards).metadata.state_dict_metadata
         except ValueError as error:
             raise ValueError(f"{shards} is damaged or hostile: {error}") from error
         found[shards.name] = any(name.startswith("raw/") for name in names)
@@ -78,7 +78,7 @@ def _or_damaged(folder: Path, read: Callable[[], Any]) -> Any:
 
 
 def _from_shards(folder: Path) -> dict[str, Any]:
-    reader = PlainReader(folder)
+    reader = SafeReader(folder)
     _require_all_bytes(folder, reader.metadata)
     state: dict[str, Any] = {}
     small: dict[str, Any] = {}
@@ -117,15 +117,15 @@ def _empty(entry: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None
     return torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _read_tensor(reader: PlainReader, key: str, entry: TensorStorageMetadata) -> Tensor:
+def _read_tensor(reader: SafeReader, key: str, entry: TensorStorageMetadata) -> Tensor:
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     _load(reader, {key: tensor})
     return tensor
 
 
-def _load(reader: PlainReader, values: dict[str, Any]) -> None:
+def _load(reader: SafeReader, values: dict[str, Any]) -> None:
     """Read the values in place."""
     alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}  # other ranks do not take part
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # to say so is no news here
-        load_plain(values, reader, **alone)
+        load_safely(values, reader, **alone)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from lightning_tricks.checkpoints.average import average_checkpoints, listed, mean, states
 from lightning_tricks.checkpoints.files import PathLike, check_output, load
 from lightning_tricks.core.checks import check_choice
-from lightning_tricks.core.progress import progress
+from lightning_tricks.core.report import progress
+
+__all__ = ["greedy_soup"]
 
 
 def greedy_soup(

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightning_tricks.core.progress import progress
+from lightning_tricks.core.report import progress
 
 ALIGNMENT = 64  # bytes, for tensors that are mapped from a file
 

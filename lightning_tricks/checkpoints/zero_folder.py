@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import StoredTensor
-from lightning_tricks.core.checks import damage
-from lightning_tricks.core.plain import load_zero
+from lightning_tricks.core.safe_load.damage import damage
+from lightning_tricks.core.safe_load.reader import load_zero_file
 
 MODEL, OPTIMIZER = "_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"
 PREFIX = "_forward_module."  # of DeepSpeed's engine in Lightning
@@ -75,7 +75,7 @@ def _whole(model: dict[str, Any], found: Collection[str], *, placeholders: bool)
 def _load(file: Path) -> Any:
     if wrong := damage(file):
         raise ValueError(f"{file.name}: {wrong}")
-    return load_zero(file)
+    return load_zero_file(file)
 
 
 def _by_rank(tag: Path, ending: str) -> list[Path]:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import sys
-import zipfile
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
-from typing import IO
 
 MOST = 2**62  # of anything that is counted: sums of two of them are numbers of torch, too
-UNSAFE = (
-    "to load more than tensors and plain values can run code. If you trust it, allow that with"
-    " torch.serialization.add_safe_globals"
-)
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf"), *, below: bool = False) -> None:
@@ -51,7 +43,7 @@ def check_bool(name: str, value: bool) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
-def check_kind(name: str, value: object, *kinds: type) -> None:
+def check_type(name: str, value: object, *kinds: type) -> None:
     """Raise unless ``value`` is of one of the kinds."""
     if not isinstance(value, kinds):
         allowed = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -81,9 +73,9 @@ def check_duration(name: str, value: float) -> None:
         raise ValueError(f"{name} must be an int >= 0 (steps) or a float in [0, 1] (fraction), got {value!r}.")
 
 
-def compiled(argument: str, pattern: str) -> re.Pattern[str]:
+def compile_pattern(argument: str, pattern: str) -> re.Pattern[str]:
     """A regular expression, or an error that names the argument."""
-    check_kind(argument, pattern, str)
+    check_type(argument, pattern, str)
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -109,38 +101,3 @@ def some(names: Iterable[str], most: int = 5) -> str:
     listed = list(names)
     rest = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + rest
-
-
-def damage(path: str | os.PathLike[str] | IO[bytes]) -> str | None:
-    """What is wrong with a zip file, which is what torch saves; None for a sound one and for any other file.
-
-    torch writes checksums and does not compare them: a flipped bit loads as another number. Files saved with
-    ``torch.serialization.set_crc32_options(False)`` have none.
-    """
-    if not zipfile.is_zipfile(path):
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            wrong = archive.testzip() if any(record.CRC for record in archive.infolist()) else None
-    except Exception as error:  # a damaged directory raises almost anything
-        return f"its records cannot be read ({type(error).__name__})"
-    return wrong and f"the checksum of {wrong} is wrong"
-
-
-def unfinished(folder: str | os.PathLike[str]) -> str | None:
-    """Why a folder is no whole sharded checkpoint, by the files that FSDP2 and DeepSpeed write last; None if it is one.
-
-    Args:
-        folder: What Lightning's ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy has saved.
-    """
-    path = Path(folder)
-    if (path / "latest").is_file():
-        tag = (path / "latest").read_text(errors="replace").strip()
-        found = any((path / tag).glob("*_model_states.pt")) and any((path / tag).glob("*_optim_states.pt"))
-        return None if found else f"it has no model and optimizer states in {tag!r}, which its file latest names"
-    if any(path.glob("*/*zero_pp_rank_*.pt")):
-        return "it has no latest, which DeepSpeed writes last: its saving was cut short"
-    missing = [name for name in (".metadata", "meta.pt") if not (path / name).is_file()]
-    if len(missing) == 2 and not any(path.glob("*.distcp")):
-        return "it has neither .metadata (FSDP) nor latest (ZeRO)"
-    return f"it has no {missing[0]}: its saving was cut short" if missing else None

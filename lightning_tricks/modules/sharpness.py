@@ -14,19 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.replay import (
-    ModuleState,
-    find_node,
-    generators_of,
-    random_numbers_of,
-    random_state,
-    tensors_in,
-)
-from lightning_tricks.core.weights import copy_, trainable, unnoticed
+from lightning_tricks.core.lightning.loaders import generators_of
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+from lightning_tricks.core.replay.rerun import find_graph_node, tensors_in
+from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd, trainable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+__all__ = ["Sharpness", "sharpness"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -157,7 +155,7 @@ def _check(model: nn.Module, loader: Iterable[Any], iterations: int, radius: flo
 def _unchanged(model: nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     kept = [parameter.detach().clone() for parameter in parameters]
-    with unnoticed(parameters):  # by graphs that wait for their backward
+    with hidden_from_autograd(parameters):  # by graphs that wait for their backward
         try:
             yield
         finally:
@@ -195,7 +193,7 @@ def _mean(
 
 
 def _gradient(loss: Tensor, weights: list[Tensor], create_graph: bool = False) -> Tensor:
-    if find_node(loss, "CheckpointFunctionBackward".__eq__):
+    if find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
         raise RuntimeError("sharpness sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
     inputs = weights if loss.requires_grad else []
     gradients = torch.autograd.grad(loss, inputs, create_graph=create_graph, allow_unused=True) if inputs else ()

@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tricks.core.checks import check_range, compiled
+from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.selection import Patterns, check_patterns, select_modules
+
+__all__ = ["add_stochastic_depth"]
 
 
 def drop_path(x: Tensor, rate: float) -> Tensor:
@@ -21,7 +24,7 @@ def drop_path(x: Tensor, rate: float) -> Tensor:
     return x * keep.div_(1 - rate)
 
 
-def add_stochastic_depth(model: nn.Module, rate: float, *, branches: str) -> dict[str, float]:
+def add_stochastic_depth(model: nn.Module, rate: float, *, modules: Patterns) -> dict[str, float]:
     r"""Stochastic depth for residual blocks: while training, ``x + f(x)`` is ``x + b f(x) / (1-p)`` with random b.
 
     b is drawn for each sample, 0 with probability ``p_l = rate * l / L`` in the l-th of L blocks (linear rule), so the
@@ -32,9 +35,10 @@ def add_stochastic_depth(model: nn.Module, rate: float, *, branches: str) -> dic
     Args:
         model: The model, or the LightningModule.
         rate: p of the last block, in [0, 1).
-        branches: Regex searched in the names of modules: those whose output is added to a skip connection and to
-            nothing else, the samples along the first dimension. For torchvision's ResNet-18 ``r"layer\d\.\d\.bn2$"``,
-            for its ViT ``r"layers\.encoder_layer_\d+\.(dropout|mlp)$"``. A block is the module that holds them.
+        modules: The branches, as regular expressions searched in modules' names, or names of classes; one or a
+            sequence. A branch is a module whose output is added to a skip connection and to nothing else, with the
+            samples along the first dimension: for torchvision's ResNet-18 ``r"layer\d\.\d\.bn2$"``, for its ViT
+            ``r"layers\.encoder_layer_\d+\.(dropout|mlp)$"``. A block is the module that holds them.
 
     Returns:
         The rate of each branch, by name.
@@ -46,7 +50,7 @@ def add_stochastic_depth(model: nn.Module, rate: float, *, branches: str) -> dic
 
     Example:
         >>> from torchvision.models import resnet18
-        >>> rates = add_stochastic_depth(resnet18(), 0.2, branches=r"layer\d\.\d\.bn2$")
+        >>> rates = add_stochastic_depth(resnet18(), 0.2, modules=r"layer\d\.\d\.bn2$")
         >>> rates["layer1.0.bn2"], rates["layer4.1.bn2"]
         (0.025, 0.2)
 
@@ -54,20 +58,15 @@ def add_stochastic_depth(model: nn.Module, rate: float, *, branches: str) -> dic
         Huang et al., Deep Networks with Stochastic Depth, arXiv 1603.09382.
     """
     check_range("rate", rate, 0.0, 1.0, below=True)
-    regex = compiled("branches", branches)
-    found = {name: module for name, module in model.named_modules() if name and regex.search(name)}
-    if not found:
-        names = [name for name, _ in model.named_modules() if name]
-        raise ValueError(f"branches must be found in a module's name, {branches!r} is in none of {', '.join(names)}.")
+    check_patterns("modules", modules)
+    found = select_modules(model, modules)
     for name, module in found.items():
         if inside := [other for other in found if other.startswith(f"{name}.")]:
             raise ValueError(
-                f"branches must not lie in each other, {branches!r} finds {name} and {inside[0]}: end in $."
+                f"modules must not lie in each other, {modules!r} selects {name} and {inside[0]}: end the pattern in $."
             )
         if any(isinstance(hook, StochasticDepth) for hook in module._forward_hooks.values()):  # no public list
-            raise ValueError(
-                f"branches must not have stochastic depth yet, {name} has: call add_stochastic_depth once."
-            )
+            raise ValueError(f"modules must not have stochastic depth yet, {name} has: call add_stochastic_depth once.")
     blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
     rates = {name: rate * (blocks.index(name.rpartition(".")[0]) + 1) / len(blocks) for name in found}
     for name, module in found.items():

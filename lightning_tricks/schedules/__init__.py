@@ -1,10 +1,21 @@
 """Learning-rate schedules that step per optimizer step and end where training ends, and what goes with them."""
 
-from lightning_tricks.core.steps import UnknownTotalSteps, optimizer_steps
-from lightning_tricks.schedules.factories import constant, cosine, inverse_sqrt, linear, polynomial, step_decay
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.schedules.factories import (
+    constant,
+    cosine,
+    cosine_restarts,
+    flat_cos,
+    inverse_sqrt,
+    linear,
+    one_cycle,
+    polynomial,
+    step_decay,
+    swa_tail,
+    wsd,
+)
 from lightning_tricks.schedules.lr_finder import LRFinderResult, find_lr
 from lightning_tricks.schedules.param_groups import discriminative_groups, layer_decay_groups, no_weight_decay_groups
-from lightning_tricks.schedules.phases import cosine_restarts, flat_cos, one_cycle, swa_tail, wsd
 from lightning_tricks.schedules.plateau import PlateauLR, reduce_on_plateau
 from lightning_tricks.schedules.plot import plot_schedule
 from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr

@@ -1,9 +1,9 @@
 """Learning-rate curves: the factor of the base learning rate at each optimizer step, in closed form.
 
-Every curve is a function of the step and nothing else: ``f(t)`` after t optimizer steps, T in all (``total_steps``),
-with a linear warm-up ``f(t) = min(1, (t+1)/W)`` while ``t < W`` (``warmup``, in steps, may be fractional). p is the
-progress of the fall, clipped to [0, 1], so past T a curve stays at its last value. The factories of the same names in
-``lightning_tricks.schedules`` document the arguments.
+Every curve is a function of the step and nothing else: ``f(t)`` after t of T optimizer steps (``total_steps``), with a
+linear warm-up ``f(t) = min(1, (t+1)/W)`` while ``t < W`` (``warmup``). All lengths are in steps and may be fractional.
+p is the progress of the fall, clipped to [0, 1], so past T a curve stays at its last value. The factories of the same
+names in ``lightning_tricks.schedules`` document the arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _cosine(progress: float) -> float:
 
 
 def constant(step: float, *, total_steps: int | None = None, warmup: float = 0, floor: float = 0.0) -> float:
-    """1 after the warm-up; total_steps and floor are not reached.
+    """1 after the warm-up; ``total_steps`` and ``floor`` have no effect.
 
     >>> [constant(t, total_steps=4, warmup=2) for t in range(4)]
     [0.5, 1.0, 1.0, 1.0]
@@ -67,11 +67,11 @@ def flat_cos(
 
 
 def one_cycle(
-    step: float, *, total_steps: int, warmup: float | None = None, start: float = 1 / 25, floor: float = 4e-6
+    step: float, *, total_steps: int, warmup: float | None = None, initial: float = 0.04, floor: float = 4e-6
 ) -> float:
-    """Up by half a cosine from ``start`` to 1 at step W-1 and down to the floor at T-1; equals torch's OneCycleLR.
+    """Up by half a cosine from ``initial`` to 1 at step W-1 and down to the floor at T-1; equals torch's OneCycleLR.
 
-    ``f(t) = start + (1-start) (1-cos(pi t/(W-1)))/2`` up to step W-1 (W is 0.3 T by default), then
+    ``f(t) = initial + (1-initial) (1-cos(pi t/(W-1)))/2`` up to step W-1 (W is 0.3 T by default), then
     ``f(t) = floor + (1-floor) (1+cos(pi p))/2``, ``p = (t-W+1)/(T-W)``.
 
     >>> [round(one_cycle(t, total_steps=10), 3) for t in range(10)]
@@ -79,7 +79,7 @@ def one_cycle(
     """
     peak = (0.3 * total_steps if warmup is None else warmup) - 1
     if step < peak:
-        return start + (1 - start) * (1 - _cosine(step / peak))
+        return initial + (1 - initial) * (1 - _cosine(step / peak))
     return floor + (1 - floor) * _cosine(_progress(step, peak, total_steps - 1))
 
 
@@ -112,7 +112,7 @@ def cosine_restarts(
         return floor
     length = (total_steps - warmup) * ((growth - 1) / (growth**cycles - 1) if growth > 1 else 1 / cycles)
     start, last = warmup, cycles - 1
-    while last and step > start + length - 1e-9:  # sums of thirds miss a whole step by a little
+    while last and step > start + length - 1e-9:  # a sum of thirds can miss a whole step by a rounding error
         start, length, last = start + length, length * growth, last - 1
     return floor + (1 - floor) * _cosine(_progress(step, start, start + length))
 
@@ -129,7 +129,7 @@ def polynomial(step: float, *, total_steps: int, warmup: float = 0, power: float
 
 
 def inverse_sqrt(step: float, *, total_steps: int | None = None, warmup: float = 0, floor: float = 0.0) -> float:
-    """``f(t) = max(floor, sqrt(W/(t+1)))`` after the warm-up (W at least 1); total_steps does not matter.
+    """``f(t) = max(floor, sqrt(W/(t+1)))`` after the warm-up (W at least 1); ``total_steps`` has no effect.
 
     >>> [round(inverse_sqrt(t, total_steps=1, warmup=4), 3) for t in (0, 3, 15, 63)]
     [0.25, 1.0, 0.5, 0.25]

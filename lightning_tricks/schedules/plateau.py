@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from copy import deepcopy
 from typing import Any, Literal, SupportsFloat, final
 
@@ -11,17 +10,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice, check_count, check_duration, check_kind, check_range
-from lightning_tricks.schedules.build import (
+from lightning_tricks.core.checks import check_range
+from lightning_tricks.schedules.factories import (
     Duration,
     Schedule,
-    announce,
+    announce_schedule,
     check_arguments,
+    check_settings,
     count_steps,
     trainer_of,
     whole_steps,
 )
-from lightning_tricks.schedules.scheduler import base_lr, set_lr
+from lightning_tricks.schedules.scheduler import CONFLICTS, base_lr, check_state, set_lr, warn_of_other_settings
+
+__all__ = ["PlateauLR", "reduce_on_plateau"]
 
 _SETTINGS = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps", "warmup", "floor")
 
@@ -30,15 +32,15 @@ _SETTINGS = ("mode", "factor", "patience", "threshold", "threshold_mode", "coold
 class PlateauLR(ReduceLROnPlateau):
     """torch's ReduceLROnPlateau with a warm-up in optimizer steps: ``lr = base (t+1)/W`` while ``t < W``.
 
-    ``base`` is as in CurveLR. The warm-up follows the optimizer by itself, in manual optimization too; metrics of that
-    time do not count. Afterwards ``step(metric)`` works as torch's: Lightning calls it, or in manual optimization you
-    do. Loaded into a scheduler with other settings it warns and follows the new ones.
+    ``base`` is as in CurveLR. The warm-up follows the optimizer by itself, in manual optimization too, and metrics that
+    arrive during it do not count. Afterwards ``step(metric)`` works as torch's: Lightning calls it, or in manual
+    optimization you do. A state loaded into a scheduler with other settings warns, and the new ones are followed.
 
     Args:
         optimizer: The optimizer to schedule.
-        warmup: W, in optimizer steps.
-        floor: Lowest factor of each group's base learning rate, in place of torch's ``min_lr``.
-        **settings: Of torch's scheduler.
+        warmup: W, number of optimizer steps; may be fractional.
+        floor: Lowest factor of each group's base learning rate, in [0, 1], in place of torch's ``min_lr``.
+        **settings: Other arguments of torch's scheduler.
 
     Example:
         >>> import torch
@@ -47,6 +49,8 @@ class PlateauLR(ReduceLROnPlateau):
         >>> optimizer.param_groups[0]["lr"]
         0.025
     """
+
+    conflicts = CONFLICTS
 
     def __init__(self, optimizer: Optimizer, *, warmup: float = 0, floor: float = 0.0, **settings: Any) -> None:
         check_range("warmup", warmup, 0.0)
@@ -59,10 +63,9 @@ class PlateauLR(ReduceLROnPlateau):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a table of schedules says."""
-        return {"curve": "reduce_on_plateau", "factor": self.factor, "patience": self.patience} | {
-            "warmup": self.warmup,
-            "floor": self.floor,
+        """The settings that the table of active tricks shows."""
+        return {"curve": "reduce_on_plateau"} | {
+            name: vars(self)[name] for name in ("factor", "patience", "warmup", "floor")
         }
 
     @override
@@ -74,20 +77,11 @@ class PlateauLR(ReduceLROnPlateau):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "num_bad_epochs" not in state_dict:
-            raise ValueError(
-                "The checkpoint holds the state of another kind of scheduler than PlateauLR, with"
-                f" {', '.join(map(repr, state_dict))}: resume with that one, or start from the checkpoint's weights."
-            )
-        mine = {name: vars(self)[name] for name in _SETTINGS}
-        saved = {name: state_dict.get(name, value) for name, value in mine.items()}
-        if saved != mine:
-            warnings.warn(
-                f"The schedule of the checkpoint, {saved}, is not this run's, {mine}: this run's is followed from here"
-                " on.",
-                stacklevel=2,
-            )
-        super().load_state_dict({**state_dict, **mine})
+        check_state(self, state_dict, "num_bad_epochs")
+        own = {name: vars(self)[name] for name in _SETTINGS}
+        saved = {name: state_dict.get(name, value) for name, value in own.items()}
+        warn_of_other_settings(saved, own)
+        super().load_state_dict({**state_dict, **own})
         if saved["mode"] != self.mode:
             self._reset()  # the best metric so far is the worst one now
         self._set_lrs()
@@ -104,13 +98,13 @@ class PlateauLR(ReduceLROnPlateau):
         self._begun = True
 
     def _end(self, *_: Any) -> None:
-        if self._begun:  # torch calls the hooks again for the step of a parent class
+        if self._begun:  # torch calls the hooks once more where an optimizer's step calls that of its parent class
             self._begun = False
             self.steps += 1
             self._set_lrs()
 
     def _set_lrs(self) -> None:
-        """Those of the warm-up, and of groups that have just joined the optimizer."""
+        """Set the learning rates of the warm-up, and after it of groups that have just joined the optimizer."""
         warming = self.steps < self.warmup
         factor = min(1.0, (self.steps + 1) / self.warmup) if warming else 1.0
         for group in self.optimizer.param_groups:
@@ -136,13 +130,13 @@ def reduce_on_plateau(
 
     Args:
         optimizer: The optimizer to schedule.
-        module: The LightningModule; needed if ``warmup`` is a fraction of its training, in manual optimization, or
-            with ``check_val_every_n_epoch`` in the Trainer, when only those epochs count.
+        module: The LightningModule (``self`` in ``configure_optimizers``); needed if ``warmup`` is a fraction, in
+            manual optimization, and with ``check_val_every_n_epoch``, when only epochs with a validation count.
         monitor: Name of the logged metric.
-        mode: Whether it improves by becoming smaller ("min") or larger ("max").
-        factor: Of each reduction, in [0, 1).
-        patience: Epochs without improvement that are waited for.
-        threshold: The smallest relative change that counts as an improvement.
+        mode: Whether the metric improves by becoming smaller ("min") or larger ("max").
+        factor: Factor of each reduction, in [0, 1).
+        patience: Number of epochs without improvement after which the next one reduces, at least 0.
+        threshold: Smallest relative change that counts as an improvement, at least 0.
         warmup: W, length of the linear warm-up (int steps, float fraction).
         floor: Lowest factor of the base learning rate, in [0, 1].
 
@@ -152,7 +146,7 @@ def reduce_on_plateau(
 
     Raises:
         ValueError: If a value is out of range.
-        UnknownTotalSteps: If a fraction is given and the total cannot be known.
+        UnknownTotalSteps: If ``warmup`` is a fraction and the number of optimizer steps cannot be counted.
 
     Example:
         >>> import torch
@@ -161,24 +155,12 @@ def reduce_on_plateau(
         'val_accuracy'
     """
     check_arguments(optimizer, module)
-    check_kind("monitor", monitor, str)
-    check_choice("mode", mode, ("min", "max"))
-    check_range("factor", factor, 0.0, 1.0, below=True)
-    check_count("patience", patience, least=0)
-    check_range("threshold", threshold, 0.0)
-    check_range("floor", floor, 0.0, 1.0)
-    check_duration("warmup", warmup)
-    announce(module)
+    settings: dict[str, Any] = {"mode": mode, "factor": factor, "patience": patience, "threshold": threshold}
+    check_settings({**settings, "monitor": monitor, "warmup": warmup, "floor": floor})
     steps = whole_steps(warmup, count_steps(module)) if isinstance(warmup, float) and warmup else float(warmup)
-    scheduler = PlateauLR(
-        optimizer,
-        warmup=steps,
-        floor=float(floor),
-        mode=mode,
-        factor=float(factor),
-        patience=patience,
-        threshold=float(threshold),
-    )
+    announce_schedule(module)
+    plain = {name: float(value) if isinstance(value, float) else value for name, value in settings.items()}  # no NumPy
+    scheduler = PlateauLR(optimizer, warmup=steps, floor=float(floor), **plain)
     every = getattr(trainer_of(module), "check_val_every_n_epoch", None) or 1  # None: validation by batches
     config = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
     if module is None or module.automatic_optimization:

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.core.steps import UnknownTotalSteps
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+__all__ = ["plot_schedule"]
 
 _LEGEND = 10  # lines at most: more are told apart by nobody
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import check_choice, check_count, check_decays, check_duration, check_range
-from lightning_tricks.core.steps import EpochPlan
-from lightning_tricks.core.trainer import callbacks_of
+from lightning_tricks.core.lightning.steps import EpochPlan
+from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.schedules.scheduler import set_lr
+
+__all__ = ["effective_batch_size", "scale_adam", "scale_lr"]
 
 
 def scale_lr(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "linear", warmup: float = 0) -> float:

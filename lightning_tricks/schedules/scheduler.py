@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, final
@@ -13,7 +13,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_kind
+from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.trick import Conflict
+
+__all__ = ["CurveLR"]
+
+
+CONFLICTS = (
+    Conflict(
+        ("StochasticWeightAveraging",),
+        "it takes the schedule over when it starts, so that the curve never comes to its end",
+        "Use SWA of lightning_tricks, with swa_tail for the learning rate of its epochs",
+        warns=True,
+    ),
+)
 
 
 @final
@@ -27,12 +40,13 @@ class CurveLR(LRScheduler):
 
     Args:
         optimizer: The optimizer to schedule.
-        curve: A function of ``lightning_tricks.schedules.curves`` bound to its settings by ``functools.partial``.
-        last_epoch: Steps taken so far, less one; -1 starts at the first step.
-        momentum: The same for the groups' momentum, or first beta; left alone by default.
+        curve: f, a function of the step that can be pickled: one of ``lightning_tricks.schedules.curves`` or your own,
+            bound to its settings by ``functools.partial``.
+        last_epoch: Number of steps taken so far, less one; -1 starts at the first step.
+        momentum: Function of the step, like ``curve``, for the groups' momentum or first beta. None leaves it alone.
 
     Raises:
-        TypeError: For a curve that is not bound by ``functools.partial``.
+        TypeError: For a curve that cannot be pickled, such as a lambda.
         ValueError: For a momentum curve and an optimizer without momentum.
 
     Example:
@@ -45,28 +59,31 @@ class CurveLR(LRScheduler):
         [0.25]
     """
 
+    conflicts = CONFLICTS
+
     def __init__(
         self,
         optimizer: Optimizer,
-        curve: partial[float],
+        curve: Callable[[float], float],
         last_epoch: int = -1,
         *,
-        momentum: partial[float] | None = None,
+        momentum: Callable[[float], float] | None = None,
     ) -> None:
-        if not isinstance(curve, partial):
-            raise TypeError(f"curve must be a curve bound to its settings by functools.partial, got {curve!r}.")
+        _check_curve("curve", curve)
+        if momentum is not None:
+            _check_curve("momentum", momentum)
         if momentum is not None and not all("betas" in g or g.get("momentum", 0) > 0 for g in optimizer.param_groups):
             raise ValueError(
                 f"The momentum can be cycled where there is some, got {type(optimizer).__name__} without: leave"
                 " momentum out, or give the optimizer one."
             )
-        check_kind("last_epoch", last_epoch, int)
+        check_type("last_epoch", last_epoch, int)
         if last_epoch != -1 and not all("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(f"last_epoch must be -1 for groups without an initial_lr, got {last_epoch}.")
-        self.curve: Callable[[float], float] = curve
+        self.curve = curve
         self.momentum = momentum
-        self.settings = _plain(curve) if momentum is None else {**_plain(curve), "momentum": _plain(momentum)}
-        self.replaced = False  # by another one around it
+        self.settings = _plain(curve) | ({} if momentum is None else {"momentum": _plain(momentum)})
+        self.replaced = False  # whether another scheduler follows its curve in its place
         super().__init__(optimizer, last_epoch)
         optimizer.register_step_pre_hook(self._let_in)
 
@@ -75,7 +92,7 @@ class CurveLR(LRScheduler):
         self.optimizer.register_step_pre_hook(self._let_in)  # a copied optimizer comes without its hooks
 
     def _let_in(self, *_: Any) -> None:
-        """Give groups that have joined since the last step theirs in this one."""
+        """Give groups that have joined since the last step their learning rate in this one."""
         for group in () if self.replaced else self.optimizer.param_groups:
             if "initial_lr" not in group:
                 set_lr(group, base_lr(group) * self.curve(self.last_epoch))
@@ -83,7 +100,7 @@ class CurveLR(LRScheduler):
                     self._set_momentum(self.momentum(self.last_epoch))
 
     @override
-    def get_lr(self) -> list[float | Tensor]:  # groups that joined the optimizer later take part from then on
+    def get_lr(self) -> list[float | Tensor]:
         factor = self.curve(self.last_epoch)
         if self.momentum is not None:
             self._set_momentum(self.momentum(self.last_epoch))
@@ -102,17 +119,8 @@ class CurveLR(LRScheduler):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "settings" not in state_dict:
-            raise ValueError(
-                "The checkpoint holds the state of another kind of scheduler than CurveLR, with"
-                f" {', '.join(map(repr, state_dict))}: resume with that one, or start from the checkpoint's weights."
-            )
-        if state_dict["settings"] != self.settings:
-            warnings.warn(
-                f"The schedule of the checkpoint, {state_dict['settings']}, is not this run's, {self.settings}:"
-                " this run's is followed from here on.",
-                stacklevel=2,
-            )
+        check_state(self, state_dict, "settings")
+        warn_of_other_settings(state_dict["settings"], self.settings)
         self.last_epoch, self._step_count = state_dict["last_epoch"] - 1, 0
         self.step()  # sets the groups' learning rates; at count 0 torch does not ask for an optimizer step before it
         self._step_count = self.last_epoch + 1
@@ -134,9 +142,34 @@ def set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
         group["lr"] = lr
 
 
-def _plain(curve: partial[float]) -> dict[str, Any]:
-    """A curve as plain data."""
-    settings = {name: _plain(value) if isinstance(value, partial) else value for name, value in curve.keywords.items()}
-    return {"curve": curve.func.__name__} | {
-        ("of" if name == "curve" else name): value for name, value in settings.items()
-    }
+def check_state(scheduler: object, state: Mapping[str, Any], name: str) -> None:
+    """Raise unless the state of a scheduler has what this kind of scheduler saves under a name."""
+    if name not in state:
+        raise ValueError(
+            f"The checkpoint holds the state of another kind of scheduler than {type(scheduler).__name__}, with"
+            f" {', '.join(map(repr, state))}: resume with that one, or start from the checkpoint's weights."
+        )
+
+
+def warn_of_other_settings(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Warn if the schedule of a checkpoint has other settings than that of this run."""
+    if saved != own:
+        text = f"The schedule of the checkpoint, {saved}, is not this run's, {own}: this run's is followed from now on."
+        warnings.warn(text, stacklevel=3)
+
+
+def _check_curve(name: str, curve: object) -> None:
+    if not callable(curve) or "<" in getattr(curve, "__qualname__", ""):  # <lambda>, or <locals> of a function
+        raise TypeError(
+            f"{name} must be a function of the step that can be pickled, one of lightning_tricks.schedules.curves or of"
+            f" the top level of your own module, bound to its settings by functools.partial, got {curve!r}."
+        )
+
+
+def _plain(curve: Callable[[float], float]) -> dict[str, Any]:
+    """A curve as plain data: its name and its settings, ``of`` the curve that it goes on from."""
+    if not isinstance(curve, partial):
+        name = getattr(curve, "__name__", None)
+        return {"curve": name} if name else {"curve": type(curve).__name__, **vars(curve)}
+    settings = {"of" if name == "curve" else name: value for name, value in curve.keywords.items()}
+    return _plain(curve.func) | {name: _plain(value) if callable(value) else value for name, value in settings.items()}

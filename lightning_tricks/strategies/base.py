@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_tricks.core.active import begin
 from lightning_tricks.core.checks import check_choice
-from lightning_tricks.core.trainer import requested_precision, saves_folder
+from lightning_tricks.core.lightning.trainer import requested_precision, saves_folder
+from lightning_tricks.core.trick import announce
 
 PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
 
@@ -83,7 +83,7 @@ class PresetStrategy(Strategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.lightning_module is not None:
-            begin(self.lightning_module.trainer)
+            announce(self.lightning_module.trainer)
 
     @property
     @override

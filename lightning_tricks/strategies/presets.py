@@ -11,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks.core.checks import check_choice
 from lightning_tricks.strategies.base import PresetStrategy
-from lightning_tricks.strategies.ddp import DDPPreset
-from lightning_tricks.strategies.deepspeed import ZeROPreset
-from lightning_tricks.strategies.fsdp import FSDP2Preset
+from lightning_tricks.strategies.ddp.preset import DDPPreset
+from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
 from lightning_tricks.strategies.single import SinglePreset
+from lightning_tricks.strategies.zero.preset import ZeROPreset
+
+__all__ = ["preset", "presets"]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tricks.strategies.base import PresetStrategy
 from lightning_tricks.strategies.presets import preset
 
+__all__ = ["ray_trainer"]
+
 _RAYS = ("accelerator", "devices", "num_nodes")  # what Ray decides
 
 

@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 
+__all__ = ["SinglePreset"]
+
 
 @final
 class SinglePreset(PresetStrategy, SingleDeviceStrategy):

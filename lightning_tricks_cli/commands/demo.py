@@ -24,6 +24,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Do it."""
-    from lightning_tricks.cli.demo import demo
+    from lightning_tricks_cli.runs.demo import demo
 
     demo(options.output, seeds=options.seeds, epochs=options.epochs, noise=options.noise)

@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> None:
     """Do it."""
     from lightning_tricks.advisor.environment import environment_report
-    from lightning_tricks.core.table import table
+    from lightning_tricks.core.report import table
 
     findings = _findings(options.config) if options.config else []
     report = environment_report()
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _findings(configs: list[Path]) -> list[dict[str, str]]:
-    from lightning_tricks.advisor.lints import lint
-    from lightning_tricks.cli.find_lr import read_model
+    from lightning_tricks.advisor.doctor import lint
+    from lightning_tricks_cli.runs.find_lr import read_model
 
     return [finding._asdict() for finding in lint(read_model(configs).model)]
 

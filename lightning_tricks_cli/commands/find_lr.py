@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Do it."""
-    from lightning_tricks.cli.find_lr import find_lr_of
+    from lightning_tricks_cli.runs.find_lr import find_lr_of
 
     find_lr_of(
         options.config,

@@ -34,7 +34,7 @@ def _names(text: str) -> list[str]:
 def run(options: argparse.Namespace) -> None:
     """Do it."""
     from lightning_tricks.advisor import estimate_memory
-    from lightning_tricks.cli.advise import read_target
+    from lightning_tricks_cli.runs.target import read_target
 
     model, batch = read_target(options)
     estimate = estimate_memory(

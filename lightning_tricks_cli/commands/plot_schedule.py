@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     settings.add_argument("--warmup", type=duration, metavar="LENGTH", help="of the linear warm-up")
     settings.add_argument("--floor", type=float, metavar="FACTOR", help="where it ends")
     settings.add_argument("--flat", type=duration, metavar="LENGTH", help="flat_cos: when the cosine starts")
-    settings.add_argument("--start", type=float, metavar="FACTOR", help="one_cycle: of the first step")
+    settings.add_argument("--initial", type=float, metavar="FACTOR", help="one_cycle: of the first step")
     settings.add_argument(
         "--momentum", type=float, nargs=2, metavar=("LOW", "HIGH"), help="one_cycle: cycled the other way"
     )
@@ -53,7 +53,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Do it."""
-    from lightning_tricks.cli.schedule import draw
+    from lightning_tricks_cli.runs.schedule import draw
 
     common = ("command", "curve", "debug", "others", "output", "run", "steps")
     settings = {name: value for name, value in vars(options).items() if name not in common}

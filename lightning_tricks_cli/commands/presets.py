@@ -21,7 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Do it."""
-    from lightning_tricks.core.table import table
+    from lightning_tricks.core.report import table
     from lightning_tricks.strategies import presets
 
     rows = presets()

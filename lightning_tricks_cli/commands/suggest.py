@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> None:
     """Do it."""
     from lightning_tricks.advisor import Hardware, suggest_strategy
-    from lightning_tricks.cli.advise import read_target
+    from lightning_tricks_cli.runs.target import read_target
 
     known = {name: getattr(options, name) for name in ("device_memory", "host_memory", "nvme", "devices")}
     known = {name: value for name, value in known.items() if value is not None}

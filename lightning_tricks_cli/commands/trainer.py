@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     import lightning_tricks  # noqa: F401  short names and presets
-    from lightning_tricks.cli.lightning import Prepared
+    from lightning_tricks_cli.runs.lightning import Prepared
 
     prepared = Prepared(args=[options.command, *(["--help"] if options.help_all else options.others)])
     try:

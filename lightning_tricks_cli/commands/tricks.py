@@ -22,8 +22,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Do it."""
-    from lightning_tricks.cli.tricks import tricks
-    from lightning_tricks.core.table import table
+    from lightning_tricks.core.report import table
+    from lightning_tricks_cli.runs.tricks import tricks
 
     rows = tricks(options.word)
     if options.json:

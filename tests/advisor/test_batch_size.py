@@ -107,13 +107,13 @@ def test_it_finds_the_largest_in_real_steps() -> None:
 
 @pytest.mark.parametrize(("margin", "size"), [(0.1, 9), (0.5, 5), (0.99, 1)])
 def test_a_margin_is_left_where_memory_was_the_limit(margin: float, size: int) -> None:
-    assert find(build(Limited), margin=margin, start=10, max_size=12).batch_size == size
+    assert find(build(Limited), margin=margin, initial=10, max_size=12).batch_size == size
     assert find(build(Limited), margin=margin, max_size=8).batch_size == 8
 
 
 @pytest.mark.parametrize("start", [5, 33, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 11, 12))])
 def test_any_start_leads_there(start: int) -> None:
-    assert find(build(Limited), start=start).batch_size == 11
+    assert find(build(Limited), initial=start).batch_size == 11
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_settings_of_the_trainer_do_not_matter(settings: dict[str, Any]) -> None
         def val_dataloader(self) -> Any:
             return loader(8)
 
-    result = find_batch_size(trainer(**settings), build(Loads), start=10, max_size=12, margin=0.0)
+    result = find_batch_size(trainer(**settings), build(Loads), initial=10, max_size=12, margin=0.0)
     assert result.tried == {10: True, 12: False, 11: True}
 
 
@@ -444,7 +444,7 @@ def test_manual_optimization() -> None:
     [
         ({"margin": 1.0}, ValueError, "margin must be in"),
         ({"margin": "much"}, TypeError, "margin must be a number"),
-        ({"start": 0}, ValueError, "start must be at least 1"),
+        ({"initial": 0}, ValueError, "initial must be at least 1"),
         ({"steps": 1}, ValueError, "steps must be at least 2"),
         ({"max_size": 2.5}, TypeError, "max_size must be a whole number"),
         ({"max_size": None}, ValueError, "max_size must be given on a CPU"),
@@ -488,7 +488,7 @@ def test_a_sampler_without_a_length_is_refused() -> None:
 def test_one_sample_that_does_not_fit() -> None:
     module = build(type("Full", (Limited,), {"limit": 0}))
     with pytest.raises(MisconfigurationException, match="one sample does not fit into the memory of cpu"):
-        find(module, start=4)
+        find(module, initial=4)
 
 
 @pytest.mark.filterwarnings("ignore:Total length of")  # Lightning says it twice
@@ -500,7 +500,7 @@ def test_a_loader_without_samples_is_no_lack_of_memory() -> None:
 @pytest.mark.parametrize(
     ("callback", "match"),
     [
-        (lt.BatchSizeWarmup(end=4), "BatchSizeWarmup, which sizes the batches"),
+        (lt.BatchSizeWarmup(final=4), "BatchSizeWarmup, which sizes the batches"),
         (GradientAccumulationScheduler({0: 2}), "effective=16.*GradientAccumulationScheduler"),
     ],
 )
@@ -601,7 +601,7 @@ def on_two_ranks() -> dict[str, Any]:
         run = trainer(strategy=strategy, devices=2)
         answers["kinds"] = [
             *answers.get("kinds", []),
-            find(made("backward"), loader(60), run=run, start=6, max_size=8).batch_size,
+            find(made("backward"), loader(60), run=run, initial=6, max_size=8).batch_size,
         ]
     for where in ("gather", "error"):
         try:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.advisor import Hardware, estimate_memory, memory, suggest_strategy
-from lightning_tricks.advisor.activations import measure
+from lightning_tricks.advisor import Hardware, estimate_memory, suggest_strategy
+from lightning_tricks.advisor.memory import estimate as memory
+from lightning_tricks.advisor.memory.activations import measure
 from lightning_tricks.strategies import presets
 
 MB, GB = 1e6, 1e9

@@ -107,7 +107,7 @@ def test_what_is_missing_is_named_with_the_remedy(
 REPORT = """
 import sys
 {before}
-from lightning_tricks.cli.main import main
+from lightning_tricks_cli.main import main
 assert main(["doctor", "--json"]) == 0
 {after}
 """

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks.advisor.lints import lint, lint_training
+from lightning_tricks.advisor.doctor import lint, lint_training
 from tests.nets import Net, PlainNet, build, data, fit, loader
 
 

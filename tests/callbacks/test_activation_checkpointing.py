@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
-import lightning_tricks.core.recompute as recomputing
-from lightning_tricks.core.wrapping import wrap_method
+import lightning_tricks.core.replay.recompute as recomputing
+from lightning_tricks.core.lightning.patching import wrap_method
 from tests.conformance.engines import cpu_deepspeed
-from tests.core.test_recompute import descend, policies, wrapped
+from tests.core.replay.test_recompute import descend, policies, wrapped
 from tests.nets import TORCH_2_9, Net, assert_close, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -227,8 +227,8 @@ def test_two_ranks_are_bit_equal_to_two_ranks_without(engines: list[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"blocks": [nn.Linear]}, "blocks must be a string or a list"),
-        ({"blocks": 0}, "at least 1"),
+        ({"modules": [nn.Linear]}, "modules must be a string or a list"),
+        ({"modules": 0}, "at least 1"),
         ({"policy": "some"}, "must be one of"),
     ],
 )
@@ -238,7 +238,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: str) -> Non
 
 
 def test_no_block_is_an_error() -> None:
-    with pytest.raises(MisconfigurationException, match=r"finds nothing in Net: there are no repeated blocks"):
+    with pytest.raises(MisconfigurationException, match=r"selects nothing in Net: there are no repeated blocks"):
         fit(build(Net), callbacks=[lt.ActivationCheckpointing()])
-    with pytest.raises(MisconfigurationException, match=r"called 'Bert'; name submodules such as 'layers'"):
+    with pytest.raises(MisconfigurationException, match=r"'Bert' is neither. Names are 'layers'"):
         fit(build(Net), callbacks=[lt.ActivationCheckpointing("Bert")])

@@ -45,7 +45,7 @@ def clipped(function: Any, given: list[nn.Parameter], **settings: float) -> dict
 @pytest.mark.parametrize("settings", [{}, {"clip_factor": 0.1, "eps": 0.5}, {"clip_factor": 0.0}])
 def test_the_function_is_timms_bit_for_bit(dtype: torch.dtype, scale: float, settings: dict[str, float]) -> None:
     theirs = clipped(adaptive_clip_grad, parameters(dtype, scale), **settings)
-    assert_equal(clipped(lt.adaptive_clip_, parameters(dtype, scale), **settings), theirs)
+    assert_equal(clipped(lt.functional.adaptive_clip_, parameters(dtype, scale), **settings), theirs)
 
 
 @pytest.mark.gpu
@@ -57,7 +57,7 @@ def test_on_a_gpu_it_is_timms_and_waits_for_nothing(scale: float) -> None:
             each.grad = like.grad.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        lt.adaptive_clip_(given[0])
+        lt.functional.adaptive_clip_(given[0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     adaptive_clip_grad(given[1])
@@ -68,7 +68,7 @@ def test_on_a_gpu_it_is_timms_and_waits_for_nothing(scale: float) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_gradients_that_are_not_finite_or_zero_are_timms_too(value: float) -> None:
     ours, theirs = parameters(torch.float32, 1.0), parameters(torch.float32, 1.0)
-    for given, function in ((ours, lt.adaptive_clip_), (theirs, adaptive_clip_grad)):
+    for given, function in ((ours, lt.functional.adaptive_clip_), (theirs, adaptive_clip_grad)):
         for each in given[:-1]:
             each.grad.view(-1)[0] = value
         given[5].grad.zero_()
@@ -79,12 +79,12 @@ def test_gradients_that_are_not_finite_or_zero_are_timms_too(value: float) -> No
 
 def test_one_tensor_and_none() -> None:
     (only,) = parameters(torch.float32, 1.0)[3:4]
-    lt.adaptive_clip_(only)
+    lt.functional.adaptive_clip_(only)
     expected = parameters(torch.float32, 1.0)[3]
     adaptive_clip_grad(expected)
     assert torch.equal(only.grad, expected.grad)
-    lt.adaptive_clip_([])
-    lt.adaptive_clip_([nn.Parameter(torch.ones(2))])
+    lt.functional.adaptive_clip_([])
+    lt.functional.adaptive_clip_([nn.Parameter(torch.ones(2))])
 
 
 class Timm(Callback):
@@ -220,7 +220,7 @@ def on_two_ranks() -> dict[str, Any]:
 
 def shards_equal_the_whole() -> None:
     from lightning_tricks.callbacks.adaptive_clip import _clip
-    from lightning_tricks.core.shards import FSDP2
+    from lightning_tricks.core.weights.fsdp2 import FSDP2
 
     mesh = init_device_mesh("cpu", (2,))
     for scale in (1e-4, 0.03, 10.0):
@@ -229,7 +229,7 @@ def shards_equal_the_whole() -> None:
         both = [[each.detach().to_local() for each in pieces], [each.grad.to_local() for each in pieces]]
         vectors = [each for each in (*pieces, *(piece.grad for piece in pieces)) if each.ndim <= 1]
         _clip(*both, 0.01, 1e-3, lambda parts, of=vectors, held=held: held.norms(parts, of=of))
-        lt.adaptive_clip_(given)
+        lt.functional.adaptive_clip_(given)
         for piece, whole in zip(pieces, given, strict=True):
             torch.testing.assert_close(piece.grad.full_tensor(), whole.grad)
 

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import lightning_tricks as lt
 from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup, doublings, factor_at
 from lightning_tricks.schedules import optimizer_steps
-from tests.core.test_steps import SizedStream
+from tests.core.lightning.test_steps import SizedStream
 from tests.nets import (
     Net,
     NormNet,
@@ -113,7 +113,7 @@ def test_all_but_the_last_factor_share_the_epochs_of_growth():
     [(0.5, 4, [1, 1, 2, 2]), (0.7, 10, [1] * 7 + [2] * 3), (0.9, 3, [1, 1, 2]), (0.1, 2, [1, 2]), (3, 4, [1, 1, 1, 2])],
 )
 def test_over_is_epochs_or_a_fraction_of_them(over, epochs, expected):
-    callback = BatchSizeWarmup(end=2, over=over)
+    callback = BatchSizeWarmup(final=2, over=over)
     assert [callback.factor(trainer(max_epochs=epochs), epoch) for epoch in range(epochs)] == expected
 
 
@@ -144,7 +144,7 @@ def by_hand(
 def test_accumulation_that_grows_equals_a_loop_by_hand():
     reference, module = build(NormNet), build(NormNet)
     by_hand(reference, lambda epoch: loader(), [1, 2, 4, 4])
-    fit(module, callbacks=[BatchSizeWarmup(end=4)], max_epochs=4)
+    fit(module, callbacks=[BatchSizeWarmup(final=4)], max_epochs=4)
     assert_equal(weights(reference), weights(module))
 
 
@@ -152,14 +152,14 @@ def test_a_loader_that_grows_equals_a_loop_by_hand():
     reference, module = build(NormNet), build(NormNet)
     factors = [1, 2, 4, 4]
     by_hand(reference, lambda epoch: loader(batch_size=8 * factors[epoch]), [1] * 4)
-    fit(module, callbacks=[BatchSizeWarmup(end=4, grow="loader")], max_epochs=4)
+    fit(module, callbacks=[BatchSizeWarmup(final=4, grow="loader")], max_epochs=4)
     assert_equal(weights(reference), weights(module))
 
 
 def test_both_ways_train_alike_where_samples_do_not_meet_in_a_batch():
     runs = [build(PlainNet), build(PlainNet)]
     for module, grow in zip(runs, GROW, strict=True):
-        fit(module, train=loader(64), callbacks=[BatchSizeWarmup(end=4, grow=grow)], max_epochs=4)
+        fit(module, train=loader(64), callbacks=[BatchSizeWarmup(final=4, grow=grow)], max_epochs=4)
     assert_close(weights(runs[0]), weights(runs[1]))
 
 
@@ -167,7 +167,7 @@ def test_both_ways_train_alike_where_samples_do_not_meet_in_a_batch():
 def test_without_growth_it_is_plain_accumulation(shuffle):
     plain, module = build(), build()
     fit(plain, train=loader(shuffle=shuffle), accumulate_grad_batches=3)
-    fit(module, train=loader(shuffle=shuffle), callbacks=[BatchSizeWarmup(3, end=3, lr_rule="linear")])
+    fit(module, train=loader(shuffle=shuffle), callbacks=[BatchSizeWarmup(3, final=3, lr_rule="linear")])
     assert_equal(weights(plain), weights(module))
 
 
@@ -175,13 +175,13 @@ def test_without_growth_it_is_plain_accumulation(shuffle):
 def test_without_growth_it_is_a_plain_loader(shuffle):
     plain, module = build(), build()
     fit(plain, train=loader(batch_size=16, shuffle=shuffle), max_epochs=3)
-    fit(module, train=loader(shuffle=shuffle), callbacks=[BatchSizeWarmup(2, end=2, grow="loader")], max_epochs=3)
+    fit(module, train=loader(shuffle=shuffle), callbacks=[BatchSizeWarmup(2, final=2, grow="loader")], max_epochs=3)
     assert_equal(weights(plain), weights(module))
 
 
 @pytest.mark.parametrize("grow", GROW)
 def test_a_second_fit_with_the_same_callback_is_as_with_a_fresh_one(grow):
-    callback = BatchSizeWarmup(end=4, grow=grow, lr_rule="sqrt")
+    callback = BatchSizeWarmup(final=4, grow=grow, lr_rule="sqrt")
     runs = [build(), build()]
     for module in runs:
         fit(module, callbacks=[callback], max_epochs=4)
@@ -196,14 +196,14 @@ def test_a_second_fit_with_the_same_callback_is_as_with_a_fresh_one(grow):
 def test_the_count_is_what_a_fit_takes(batches, grow):
     for limit, max_steps, over in product((1.0, 0.8, 4), (-1, 6, 1000), (0.6, 4)):
         settings = {"limit_train_batches": limit, "max_steps": max_steps, "max_epochs": 5}
-        assert_counts(ones(batches), BatchSizeWarmup(end=3, over=over, grow=grow), **settings)
+        assert_counts(ones(batches), BatchSizeWarmup(final=3, over=over, grow=grow), **settings)
 
 
 def test_every_size_is_trained_with():
-    module = assert_counts(ones(7), BatchSizeWarmup(end=4, over=3, grow="loader"))
+    module = assert_counts(ones(7), BatchSizeWarmup(final=4, over=3, grow="loader"))
     assert module.sizes == [[1] * 7, [1] * 7, [2, 2, 2, 1], [4, 3], [4, 3]]
     assert module.taken == 22
-    assert assert_counts(ones(7), BatchSizeWarmup(end=4, over=3)).taken == 22
+    assert assert_counts(ones(7), BatchSizeWarmup(final=4, over=3)).taken == 22
 
 
 @pytest.mark.parametrize("grow", GROW)
@@ -216,15 +216,17 @@ def test_a_given_sequence_is_followed(grow):
 
 
 def test_max_steps_alone_is_the_count():
-    assert assert_counts(ones(5), BatchSizeWarmup(end=4, over=2), max_epochs=-1, max_steps=9).taken == 9
-    assert assert_counts(ones(5), BatchSizeWarmup(end=4, over=2, grow="loader"), max_epochs=-1, max_steps=9).taken == 9
+    assert assert_counts(ones(5), BatchSizeWarmup(final=4, over=2), max_epochs=-1, max_steps=9).taken == 9
+    assert (
+        assert_counts(ones(5), BatchSizeWarmup(final=4, over=2, grow="loader"), max_epochs=-1, max_steps=9).taken == 9
+    )
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_growing_loader_with_workers_is_counted(workers, drop_last):
     module = assert_counts(
-        ones(11, batch_size=2, drop_last=drop_last, **workers), BatchSizeWarmup(end=4, grow="loader"), max_epochs=4
+        ones(11, batch_size=2, drop_last=drop_last, **workers), BatchSizeWarmup(final=4, grow="loader"), max_epochs=4
     )
     whole = [[2] * 5, [4] * 2, [8], [8]]
     assert module.sizes == (whole if drop_last else [[*sizes, 11 - sum(sizes)] for sizes in whole])
@@ -240,14 +242,14 @@ def test_a_growing_loader_with_workers_is_counted(workers, drop_last):
     ids=["batch_sampler", "sampler", "shuffle"],
 )
 def test_a_plain_batch_sampler_grows_over_any_sampler(settings):
-    module = assert_counts(ones(11, **settings), BatchSizeWarmup(end=4, grow="loader"), max_epochs=4)
+    module = assert_counts(ones(11, **settings), BatchSizeWarmup(final=4, grow="loader"), max_epochs=4)
     assert [sizes[0] for sizes in module.sizes] == [2, 4, 8, 8]
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_all_loaders_of_a_combined_one_grow(mode):
     combined = CombinedLoader({"a": ones(12), "b": ones(7)}, mode)
-    callback = BatchSizeWarmup(end=4, over=2, grow="loader")
+    callback = BatchSizeWarmup(final=4, over=2, grow="loader")
 
     class Two(Counted):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -259,20 +261,20 @@ def test_all_loaders_of_a_combined_one_grow(mode):
 
 
 def test_a_growing_loader_may_be_accumulated_too():
-    module = assert_counts(ones(9), BatchSizeWarmup(end=2, grow="loader"), accumulate_grad_batches=2, max_epochs=2)
+    module = assert_counts(ones(9), BatchSizeWarmup(final=2, grow="loader"), accumulate_grad_batches=2, max_epochs=2)
     assert module.taken == 5 + 3
 
 
 @pytest.mark.parametrize("grow", GROW)
 def test_fast_dev_run_is_counted(grow):
-    assert assert_counts(ones(7), BatchSizeWarmup(end=4, grow=grow), fast_dev_run=3).taken == 3
+    assert assert_counts(ones(7), BatchSizeWarmup(final=4, grow=grow), fast_dev_run=3).taken == 3
 
 
 def _count_on_a_rank() -> list[Any]:
     found = []
     for grow, limit, max_steps in product(GROW, (1.0, 3), (-1, 8)):
         module = Counted()
-        callback = BatchSizeWarmup(end=3, over=3, grow=grow, lr_rule="linear")
+        callback = BatchSizeWarmup(final=3, over=3, grow=grow, lr_rule="linear")
         train = ones(11, shuffle=True)
         trainer(
             strategy="ddp", devices=2, max_epochs=4, callbacks=[callback], limit_train_batches=limit,
@@ -292,7 +294,7 @@ def test_the_count_is_what_two_ranks_take():
 
 def _rank_weights(grow: str) -> Any:
     module = build(PlainNet)
-    callback = BatchSizeWarmup(end=4, grow=grow, lr_rule="linear")
+    callback = BatchSizeWarmup(final=4, grow=grow, lr_rule="linear")
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
     fit(module, train=rank_loader(), max_epochs=4, callbacks=[callback], **settings)
     return weights(module)
@@ -343,7 +345,7 @@ MOMENTS = {
 def test_a_resumed_fit_goes_on_as_if_it_had_not_stopped(tmp_path, grow, workers, moment):
     def run(*callbacks: Any, **settings: Any) -> Validated:
         module = Validated(lt.linear)
-        warmup = BatchSizeWarmup(end=8, over=4, grow=grow, lr_rule="linear")
+        warmup = BatchSizeWarmup(final=8, over=4, grow=grow, lr_rule="linear")
         train = ones(5, num_workers=workers)
         trainer(max_epochs=6, callbacks=[warmup, *callbacks]).fit(module, train, ones(1), **settings)
         assert len(set(module.totals)) == 1
@@ -368,7 +370,7 @@ def _resume_on_a_rank(folder: Any) -> list[Any]:
         path, runs = folder / f"{grow}{batch}.ckpt", []
         for callbacks, resume in (([SaveAt("on_train_batch_end", path, batch=batch)], {}), ([], {"ckpt_path": path})):
             module = Counted(lt.linear)
-            warmup = BatchSizeWarmup(end=4, over=4, grow=grow, lr_rule="linear")
+            warmup = BatchSizeWarmup(final=4, over=4, grow=grow, lr_rule="linear")
             run = trainer(strategy="ddp", devices=2, max_epochs=6, callbacks=[warmup, *callbacks])
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint")
@@ -393,7 +395,7 @@ def test_two_ranks_resume_as_one(tmp_path):
 def test_a_resume_from_every_step_takes_the_same_learning_rates(tmp_path, grow, max_steps):
     def lrs(*callbacks: Any, **settings: Any) -> list[float]:
         module = Counted()
-        warmup = BatchSizeWarmup(end=4, over=3, grow=grow, lr_rule="sqrt")
+        warmup = BatchSizeWarmup(final=4, over=3, grow=grow, lr_rule="sqrt")
         trainer(max_epochs=5, max_steps=max_steps, callbacks=[warmup, *callbacks]).fit(module, ones(5), **settings)
         assert set(module.totals) == {13 if max_steps == 13 else 17}
         return module.optimizer.lrs
@@ -405,11 +407,11 @@ def test_a_resume_from_every_step_takes_the_same_learning_rates(tmp_path, grow, 
 
 def test_a_resume_after_other_factors_is_refused(tmp_path):
     path = tmp_path / "x.ckpt"
-    fit(build(), callbacks=[BatchSizeWarmup(end=4, over=4), SaveAt("on_train_epoch_end", path, 2)], max_epochs=6)
-    for callback in (BatchSizeWarmup(end=4, over=2), BatchSizeWarmup(end=4, over=4, grow="loader")):
+    fit(build(), callbacks=[BatchSizeWarmup(final=4, over=4), SaveAt("on_train_epoch_end", path, 2)], max_epochs=6)
+    for callback in (BatchSizeWarmup(final=4, over=2), BatchSizeWarmup(final=4, over=4, grow="loader")):
         with pytest.raises(MisconfigurationException, match=r"goes on after epochs of .* but training had \[\(1, 1\)"):
             fit(build(), callbacks=[callback], max_epochs=6, ckpt_path=path)
-    fit(build(), callbacks=[BatchSizeWarmup(end=4, over=4)], max_epochs=9, ckpt_path=path)
+    fit(build(), callbacks=[BatchSizeWarmup(final=4, over=4)], max_epochs=9, ckpt_path=path)
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
@@ -417,7 +419,7 @@ def test_a_resume_from_a_training_without_it_is_refused(tmp_path, epoch):
     path = tmp_path / "x.ckpt"
     fit(build(), callbacks=[SaveAt("on_train_batch_end", path, epoch)], max_epochs=3)
     with pytest.raises(MisconfigurationException, match="without this callback"):
-        fit(build(), callbacks=[BatchSizeWarmup(end=4)], max_epochs=4, ckpt_path=path)
+        fit(build(), callbacks=[BatchSizeWarmup(final=4)], max_epochs=4, ckpt_path=path)
 
 
 # -- the learning rate ------------------------------------------------------------------------------------------------
@@ -439,7 +441,7 @@ def test_the_rule_multiplies_whatever_schedule_runs(rule, grow):
     scales = [(factor / 4) ** power for factor in FACTORS]
 
     def warmup() -> BatchSizeWarmup:
-        return BatchSizeWarmup(end=4, over=2, grow=grow, lr_rule=rule)
+        return BatchSizeWarmup(final=4, over=2, grow=grow, lr_rule=rule)
 
     def chained(optimizer: Any, module: Any) -> Any:  # one that computes the next value from the group's
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -456,7 +458,7 @@ def test_the_rule_multiplies_whatever_schedule_runs(rule, grow):
 def test_the_rule_trains_as_by_hand():
     reference, module = build(NormNet), build(NormNet)
     by_hand(reference, lambda epoch: loader(), [1, 2, 4, 4], lambda factor: factor / 4)
-    fit(module, callbacks=[BatchSizeWarmup(end=4, lr_rule="linear")], max_epochs=4)
+    fit(module, callbacks=[BatchSizeWarmup(final=4, lr_rule="linear")], max_epochs=4)
     assert_equal(weights(reference), weights(module))
 
 
@@ -475,14 +477,14 @@ def test_each_group_keeps_its_own_learning_rate_and_a_tensor_stays_the_same():
             seen.append([float(group["lr"]) for group in optimizer.param_groups])
 
     module = build(Groups)
-    run = fit(module, train=loader(16), callbacks=[BatchSizeWarmup(end=2, lr_rule="linear")])
+    run = fit(module, train=loader(16), callbacks=[BatchSizeWarmup(final=2, lr_rule="linear")])
     assert seen == [[0.25, 0.125]] * 2 + [[0.5, 0.25]]
     assert [float(group["lr"]) for group in run.optimizers[0].param_groups] == [0.5, 0.25]
 
 
 def test_between_the_steps_the_learning_rate_is_the_schedules(tmp_path):
     monitor = LearningRateMonitor("step")
-    warmup = BatchSizeWarmup(end=4, lr_rule="linear")
+    warmup = BatchSizeWarmup(final=4, lr_rule="linear")
     module = Tiny()
     run = trainer(logger=CSVLogger(tmp_path), log_every_n_steps=1, callbacks=[warmup, monitor], max_epochs=4)
     run.fit(module, ones(4))
@@ -495,7 +497,7 @@ def test_a_learning_rate_set_during_the_step_is_an_error():
             optimizer.param_groups[0]["lr"] = 0.01
 
     with pytest.raises(MisconfigurationException, match="on_train_batch_start"):
-        fit(build(Sets), callbacks=[BatchSizeWarmup(end=4, lr_rule="linear")])
+        fit(build(Sets), callbacks=[BatchSizeWarmup(final=4, lr_rule="linear")])
 
 
 def test_a_step_that_fails_leaves_the_learning_rate_of_the_schedule():
@@ -504,7 +506,7 @@ def test_a_step_that_fails_leaves_the_learning_rate_of_the_schedule():
             raise OSError("disk")
 
     module = build(Fails)
-    run = trainer(callbacks=[BatchSizeWarmup(2, end=4, lr_rule="linear")])
+    run = trainer(callbacks=[BatchSizeWarmup(2, final=4, lr_rule="linear")])
     with pytest.raises(OSError, match="disk"):
         run.fit(module, loader(), loader(8))
     assert run.optimizers[0].param_groups[0]["lr"] == 0.1
@@ -526,7 +528,7 @@ class Fails(Net):
 @pytest.mark.parametrize("grow", GROW)
 def test_an_exception_leaves_trainer_and_loader_as_they_were(grow):
     train = loader()
-    run = trainer(callbacks=[BatchSizeWarmup(2, end=4, grow=grow, lr_rule="sqrt")])
+    run = trainer(callbacks=[BatchSizeWarmup(2, final=4, grow=grow, lr_rule="sqrt")])
     with pytest.raises(OSError, match="disk"):
         run.fit(build(Fails), train, loader(8))
     assert run.accumulate_grad_batches == 1
@@ -537,7 +539,7 @@ def test_an_exception_leaves_trainer_and_loader_as_they_were(grow):
 def test_validation_with_the_same_loader_keeps_its_batches():
     train = ones(6)
     module = Validated()
-    trainer(max_epochs=2, callbacks=[BatchSizeWarmup(2, end=4, grow="loader")]).fit(module, train, train)
+    trainer(max_epochs=2, callbacks=[BatchSizeWarmup(2, final=4, grow="loader")]).fit(module, train, train)
     assert module.sizes == [[2, 2, 2], [4, 2]]
     assert module.validated == [1] * 12
 
@@ -545,7 +547,7 @@ def test_validation_with_the_same_loader_keeps_its_batches():
 def test_persistent_workers_of_the_users_loader_live_on():
     train = ones(6, num_workers=1, persistent_workers=True)
     assert len(list(train)) == 6
-    module = assert_counts(train, BatchSizeWarmup(end=4, grow="loader"), max_epochs=2)
+    module = assert_counts(train, BatchSizeWarmup(final=4, grow="loader"), max_epochs=2)
     assert module.sizes == [[1] * 6, [4, 2]]
     assert [len(x) for (x,) in train] == [1] * 6
 
@@ -555,7 +557,7 @@ def test_the_last_batch_of_an_epoch_is_known_under_a_limit():
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             self.at = [*getattr(self, "at", []), (trainer.is_last_batch, trainer.num_training_batches)]
 
-    last, warmup = Last(), BatchSizeWarmup(end=2, grow="loader")
+    last, warmup = Last(), BatchSizeWarmup(final=2, grow="loader")
     trainer(max_epochs=2, callbacks=[warmup, last], limit_train_batches=0.5).fit(Tiny(), ones(12))
     assert last.at == [*[(False, 6)] * 5, (True, 6), *[(False, 3)] * 2, (True, 3)]
 
@@ -563,7 +565,7 @@ def test_the_last_batch_of_an_epoch_is_known_under_a_limit():
 @pytest.mark.parametrize("interval", [0.5, 1.0, 2])
 def test_validation_comes_as_often_as_asked(interval):
     module = Validated()
-    callback = BatchSizeWarmup(end=4, over=2, grow="loader")
+    callback = BatchSizeWarmup(final=4, over=2, grow="loader")
     trainer(max_epochs=3, callbacks=[callback], val_check_interval=interval).fit(module, ones(8), ones(1))
     batches = {0: 8, 1: 4, 2: 2}
     every = {epoch: interval if isinstance(interval, int) else int(n * interval) for epoch, n in batches.items()}
@@ -572,7 +574,7 @@ def test_validation_comes_as_often_as_asked(interval):
 
 @pytest.mark.parametrize("grow", GROW)
 def test_a_trainer_that_goes_on_goes_on_growing(grow):
-    warmup = BatchSizeWarmup(end=4, over=3, grow=grow)
+    warmup = BatchSizeWarmup(final=4, over=3, grow=grow)
     run, module = trainer(max_epochs=2, callbacks=[warmup]), Counted()
     run.fit(module, ones(4))
     run.fit_loop.max_epochs = 5
@@ -586,21 +588,20 @@ def test_a_trainer_that_goes_on_goes_on_growing(grow):
 @pytest.mark.parametrize(
     ("error", "settings", "message"),
     [
-        (TypeError, {}, "end must be given"),
-        (ValueError, {"start": 4, "end": 2}, "end must be at least start=4, got 2"),
-        (ValueError, {"start": 0, "end": 2}, "start must be at least 1, got 0"),
-        (TypeError, {"end": 2.0}, "end must be a whole number, got 2.0"),
-        (ValueError, {"end": 2, "over": 0}, "over must be an int >= 1"),
-        (ValueError, {"end": 2, "over": 1.0}, r"float in \(0, 1\) \(fraction\), got 1.0"),
-        (ValueError, {"end": 2, "over": 0.0}, "got 0.0"),
-        (TypeError, {"end": 2, "over": True}, "got True"),
-        (ValueError, {"end": 2, "lr_rule": "square"}, "lr_rule must be one of 'linear', 'sqrt', got 'square'"),
-        (ValueError, {"end": 2, "grow": "loaders"}, "Did you mean 'loader'"),
-        (ValueError, {"end": 2, "factors": [1, 2]}, "leave start=1 and end=2 out"),
+        (ValueError, {"initial": 4, "final": 2}, "final must be at least initial=4, got 2"),
+        (ValueError, {"initial": 0, "final": 2}, "initial must be at least 1, got 0"),
+        (TypeError, {"final": 2.0}, "final must be a whole number, got 2.0"),
+        (ValueError, {"final": 2, "over": 0}, "over must be an int >= 1"),
+        (ValueError, {"final": 2, "over": 1.0}, r"float in \(0, 1\) \(fraction\), got 1.0"),
+        (ValueError, {"final": 2, "over": 0.0}, "got 0.0"),
+        (TypeError, {"final": 2, "over": True}, "got True"),
+        (ValueError, {"final": 2, "lr_rule": "square"}, "lr_rule must be one of 'linear', 'sqrt', got 'square'"),
+        (ValueError, {"final": 2, "grow": "loaders"}, "Did you mean 'loader'"),
+        (ValueError, {"final": 2, "factors": [1, 2]}, "leave initial=1 and final=2 out"),
         (ValueError, {"factors": [2, 1]}, r"must not shrink, got \[2, 1\]: sort"),
         (ValueError, {"factors": [0, 1]}, r"factors\[0\] must be at least 1"),
-        (TypeError, {"factors": []}, "sequence of whole numbers"),
-        (TypeError, {"factors": 3}, "sequence of whole numbers"),
+        (TypeError, {"factors": []}, "sequence of integers"),
+        (TypeError, {"factors": 3}, "sequence of integers"),
         (TypeError, {"factors": "12"}, "whole number, got '1'"),
     ],
 )
@@ -620,12 +621,12 @@ def test_wrong_values_are_refused(error, settings, message):
         (r"Trainer\(accumulate_grad_batches=2\)", {"accumulate_grad_batches": 2}, {}),
         ("fraction of max_epochs=-1: give over in epochs", {"max_epochs": -1, "max_steps": 4}, {}),
         ("reload_dataloaders_every_n_epochs", {"reload_dataloaders_every_n_epochs": 1}, {"grow": "loader"}),
-        ("needs at least 1 batches.*got 0 of 16", {}, {"end": 16, "grow": "loader"}),
-        ("needs at least 3 batches.*got 2 of 4", {"val_check_interval": 3}, {"end": 4, "grow": "loader"}),
+        ("needs at least 1 batches.*got 0 of 16", {}, {"final": 16, "grow": "loader"}),
+        ("needs at least 3 batches.*got 2 of 4", {"val_check_interval": 3}, {"final": 4, "grow": "loader"}),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(message, settings, arguments):
-    callback = BatchSizeWarmup(**{"end": 2, **arguments})
+    callback = BatchSizeWarmup(**{"final": 2, **arguments})
     callbacks = [callback, *settings.pop("callbacks", [])]
     train = DataLoader(data(8), 1, drop_last=True)
     run = trainer(callbacks=callbacks, **settings)
@@ -637,20 +638,20 @@ def test_what_cannot_be_right_is_refused_by_name(message, settings, arguments):
 
 def test_two_of_them_are_refused_by_lightning():
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `BatchSizeWarmup`"):
-        trainer(callbacks=[BatchSizeWarmup(end=2), BatchSizeWarmup(end=4)])
+        trainer(callbacks=[BatchSizeWarmup(final=2), BatchSizeWarmup(final=4)])
 
 
 def test_manual_optimization_is_refused():
     module = Net()
     module.automatic_optimization = False
     with pytest.raises(MisconfigurationException, match=r"Net.automatic_optimization=False"):
-        fit(module, callbacks=[BatchSizeWarmup(end=2)])
+        fit(module, callbacks=[BatchSizeWarmup(final=2)])
 
 
 def test_a_strategy_that_accumulates_itself_is_refused(monkeypatch):
     monkeypatch.setattr(pl.strategies.SingleDeviceStrategy, "handles_gradient_accumulation", True)  # as DeepSpeed's
     with pytest.raises(MisconfigurationException, match=r"SingleDeviceStrategy, which fixes batch"):
-        fit(Net(), callbacks=[BatchSizeWarmup(end=2)])
+        fit(Net(), callbacks=[BatchSizeWarmup(final=2)])
     assert pl.strategies.DeepSpeedStrategy.handles_gradient_accumulation.fget(None)
 
 
@@ -694,19 +695,19 @@ class Stream(IterableDataset):
 )
 def test_a_loader_that_cannot_grow_is_refused_by_name(found, train):
     with pytest.raises(MisconfigurationException, match=rf"got a.*{found}.*grow='accumulate'"):
-        fit(build(PlainNet), train=train(), callbacks=[BatchSizeWarmup(end=2, grow="loader")])
+        fit(build(PlainNet), train=train(), callbacks=[BatchSizeWarmup(final=2, grow="loader")])
 
 
 def test_a_sampler_without_a_length_is_refused():
     train = DataLoader(data(), 4, sampler=NoLength())
     with pytest.raises(MisconfigurationException, match="Give the sampler a length"):
-        fit(build(PlainNet), train=train, callbacks=[BatchSizeWarmup(end=2, grow="loader")])
+        fit(build(PlainNet), train=train, callbacks=[BatchSizeWarmup(final=2, grow="loader")])
 
 
 def test_validation_alone_needs_nothing():
     module = Net()
     module.automatic_optimization = False
-    trainer(callbacks=[BatchSizeWarmup(end=2)]).validate(module, loader(24), verbose=False)
+    trainer(callbacks=[BatchSizeWarmup(final=2)]).validate(module, loader(24), verbose=False)
 
 
 # -- from YAML --------------------------------------------------------------------------------------------------------
@@ -721,7 +722,8 @@ class CLINet(Net):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "steps"), [("{end: 2, over: 0.5, lr_rule: sqrt}", 9), ("{factors: [1, 6], over: 1, grow: loader}", 7)]
+    ("arguments", "steps"),
+    [("{final: 2, over: 0.5, lr_rule: sqrt}", 9), ("{factors: [1, 6], over: 1, grow: loader}", 7)],
 )
 def test_it_trains_from_yaml(tmp_path, monkeypatch, arguments, steps):
     monkeypatch.setattr(sys, "argv", ["cli"])  # the CLI warns if it sees pytest's arguments

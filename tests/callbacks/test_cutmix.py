@@ -14,9 +14,19 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_tricks as lt
-from lightning_tricks import CutMix, cutmix
-from tests.callbacks.test_mixing import DEVICES, ImageNet, Steps, Watch, images, naive_loss, naive_mixup, train_by_hand
+from lightning_tricks import CutMix
+from lightning_tricks.functional import cutmix
 from tests.callbacks.test_mixup import feed, run
+from tests.core.batches.test_mixing import (
+    DEVICES,
+    ImageNet,
+    Steps,
+    Watch,
+    images,
+    naive_loss,
+    naive_mixup,
+    train_by_hand,
+)
 from tests.nets import assert_close, assert_equal, build, fit, weights
 
 

@@ -126,14 +126,14 @@ def test_the_power_warmup_ends_at_the_decay() -> None:
 
 
 def test_a_scaled_decay_forgets_as_fast_per_sample() -> None:
-    assert lt.scale_ema_decay(0.999, batch_size=64, base_batch_size=64) == 0.999
-    assert lt.scale_ema_decay(0.9, batch_size=128, base_batch_size=64) == pytest.approx(0.9**2)
-    assert lt.scale_ema_decay(0.81, batch_size=32, base_batch_size=64) == pytest.approx(0.9)
+    assert lt.functional.scale_ema_decay(0.999, batch_size=64, base_batch_size=64) == 0.999
+    assert lt.functional.scale_ema_decay(0.9, batch_size=128, base_batch_size=64) == pytest.approx(0.9**2)
+    assert lt.functional.scale_ema_decay(0.81, batch_size=32, base_batch_size=64) == pytest.approx(0.9)
     for arguments in ({"batch_size": 0, "base_batch_size": 1}, {"batch_size": 1, "base_batch_size": -1}):
         with pytest.raises(ValueError, match="must be at least 1"):
-            lt.scale_ema_decay(0.9, **arguments)
+            lt.functional.scale_ema_decay(0.9, **arguments)
     with pytest.raises(ValueError, match=r"decay must be in \[0.0, 1.0\), got 1"):
-        lt.scale_ema_decay(1, batch_size=1, base_batch_size=1)
+        lt.functional.scale_ema_decay(1, batch_size=1, base_batch_size=1)
 
 
 def test_the_fp32_average_of_bf16_weights_stays_exact_through_validations() -> None:

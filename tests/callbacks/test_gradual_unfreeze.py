@@ -19,13 +19,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.stages import unfreeze_order
+from lightning_tricks.callbacks.gradual_unfreeze import unfreeze_order
 from tests.nets import Net, NormNet, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep
 
 GROUPS = [r"^layers\.2\.", r"^layers\.0\."]
-SETTINGS: dict[str, Any] = {"at": [3, 0.5], "groups": GROUPS, "lr_factor": 0.5}
+SETTINGS: dict[str, Any] = {"at": [3, 0.5], "parameters": GROUPS, "lr_factor": 0.5}
 AT = (3, 6)  # of 12 steps
 WINDOWS = {"accumulate_grad_batches": 3}
 
@@ -109,7 +109,7 @@ def test_a_group_joins_between_accumulation_windows(accumulate: int) -> None:
     fit(
         build(Deep),
         train=loader(40),
-        callbacks=[lt.GradualUnfreeze([1, 3], groups=GROUPS), watch],
+        callbacks=[lt.GradualUnfreeze([1, 3], parameters=GROUPS), watch],
         accumulate_grad_batches=accumulate,
         max_epochs=2,
     )
@@ -118,7 +118,7 @@ def test_a_group_joins_between_accumulation_windows(accumulate: int) -> None:
 
 def test_epochs_count_when_asked_to() -> None:
     watch = Watch()
-    callback = lt.GradualUnfreeze([1, 3], groups=GROUPS, unit="epoch")
+    callback = lt.GradualUnfreeze([1, 3], parameters=GROUPS, unit="epoch")
     fit(build(Deep), train=loader(24), callbacks=[callback, watch], max_epochs=4)
     assert watch.trains == [[True, step >= 3, step >= 9] for step in range(12)]
 
@@ -130,8 +130,8 @@ def test_groups_by_depth() -> None:
         ["layers.0.weight", "layers.0.bias"],
     ]
     by_number, by_pattern = build(Deep), build(Deep)
-    fit(by_number, callbacks=[lt.GradualUnfreeze([2, 4], groups=r"^layers\.(\d+)")])
-    fit(by_pattern, callbacks=[lt.GradualUnfreeze([2, 4], groups=GROUPS)])
+    fit(by_number, callbacks=[lt.GradualUnfreeze([2, 4], parameters=r"^layers\.(\d+)")])
+    fit(by_pattern, callbacks=[lt.GradualUnfreeze([2, 4], parameters=GROUPS)])
     assert_equal(weights(by_number), weights(by_pattern))
 
 
@@ -155,7 +155,7 @@ class Trains(DeepNorm):
 @pytest.mark.parametrize("kind", [DeepNorm, Trains])
 def test_batchnorm_of_what_is_frozen_stays_in_eval_mode(kind: type[Deep]) -> None:
     modes, module = Modes(), build(kind)
-    callback = lt.GradualUnfreeze([3, 6], groups=[r"^layers\.2\.", r"^layers\.[01]\."])
+    callback = lt.GradualUnfreeze([3, 6], parameters=[r"^layers\.2\.", r"^layers\.[01]\."])
     fit(module, train=loader(24), callbacks=[callback, modes], max_epochs=4)
     assert modes.seen == [[step >= 6, step >= 3] for step in range(12)]
     assert not any(bool(mean.any()) for mean in modes.statistics[:6])
@@ -174,7 +174,7 @@ class Wrapping(DeepNorm):
 def test_modules_may_be_wrapped_later() -> None:
     wrapping, plain = build(Wrapping), build(DeepNorm)
     for module in (wrapping, plain):
-        callback = lt.GradualUnfreeze([3, 6], groups=[r"^layers\.2\.", r"^layers\.[01]\."], lr_factor=0.5)
+        callback = lt.GradualUnfreeze([3, 6], parameters=[r"^layers\.2\.", r"^layers\.[01]\."], lr_factor=0.5)
         fit(module, train=loader(24), callbacks=[callback], max_epochs=4)
     assert all(
         torch.equal(a, b) for a, b in zip(wrapping.state_dict().values(), plain.state_dict().values(), strict=True)
@@ -186,7 +186,7 @@ def test_what_the_user_froze_stays_frozen() -> None:
     module = build(Deep)
     assert lt.freeze(module, r"^layers\.0\.weight") == ["layers.0.weight"]
     before = weights(module)
-    fit(module, callbacks=[lt.GradualUnfreeze([1], groups=[r"^layers\.[02]"])])
+    fit(module, callbacks=[lt.GradualUnfreeze([1], parameters=[r"^layers\.[02]"])])
     assert torch.equal(before["layers.0.weight"], module.layers[0].weight)
     assert not torch.equal(before["layers.0.bias"], module.layers[0].bias)
     assert not module.layers[0].weight.requires_grad
@@ -206,7 +206,7 @@ def test_the_optimizers_own_groups_keep_their_settings(tmp_path: Path) -> None:
             self.seen = [(g["name"], g["lr"], g["weight_decay"]) for g in trainer.optimizers[0].param_groups]
 
     groups = Groups()
-    callback = lt.GradualUnfreeze([1, 2], groups=[r"^layers\.2\.weight", r"^layers\.0\."], lr_factor=0.1)
+    callback = lt.GradualUnfreeze([1, 2], parameters=[r"^layers\.2\.weight", r"^layers\.0\."], lr_factor=0.1)
     monitor, logger = LearningRateMonitor("step"), CSVLogger(tmp_path)
     fit(build(Grouped), callbacks=[callback, groups, monitor], logger=logger, log_every_n_steps=1)
     assert {name: (lr, decay) for name, lr, decay in groups.seen} == {
@@ -267,7 +267,7 @@ def test_one_group_is_what_lightnings_backbone_finetuning_does() -> None:
     ours, theirs = build(WithBackbone), build(WithBackbone)
     reference = BackboneFinetuning(2, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1, verbose=False)
     fit(theirs, train=loader(24), callbacks=[reference], max_epochs=4)
-    callback = lt.GradualUnfreeze([2], groups=[r"^layers\.[0-3]\."], unit="epoch", lr_factor=0.1)
+    callback = lt.GradualUnfreeze([2], parameters=[r"^layers\.[0-3]\."], unit="epoch", lr_factor=0.1)
     fit(ours, train=loader(24), callbacks=[callback], max_epochs=4)
     assert_close(weights(ours), weights(theirs))
 
@@ -316,11 +316,11 @@ def test_a_resume_within_an_epoch_is_exact(step: int, tmp_path: Path) -> None:
 
 
 def test_a_resume_with_other_groups_is_refused(tmp_path: Path) -> None:
-    fit(build(Deep), train=loader(24), callbacks=[lt.GradualUnfreeze([9, 9], groups=GROUPS), Save(tmp_path, 0)])
+    fit(build(Deep), train=loader(24), callbacks=[lt.GradualUnfreeze([9, 9], parameters=GROUPS), Save(tmp_path, 0)])
     with pytest.raises(MisconfigurationException, match=r"a checkpoint with 4 frozen parameters .* the groups of that"):
         fit(
             build(Deep),
-            callbacks=[lt.GradualUnfreeze([9], groups=GROUPS[:1])],
+            callbacks=[lt.GradualUnfreeze([9], parameters=GROUPS[:1])],
             max_epochs=4,
             ckpt_path=tmp_path / "0.ckpt",
         )
@@ -339,7 +339,7 @@ def test_an_average_takes_in_what_joins() -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_average_before_or_after_it_takes_in_what_joins_with_an_epoch_in_that_epoch(order: int) -> None:
     ema = lt.EMA(0.5, at_end="raw")
-    fit(build(Deep), train=loader(24), callbacks=[lt.GradualUnfreeze([3], groups=[r"^layers\.0"]), ema][::order])
+    fit(build(Deep), train=loader(24), callbacks=[lt.GradualUnfreeze([3], parameters=[r"^layers\.0"]), ema][::order])
     assert not torch.equal(
         ema.averaged_state_dict()["layers.0.weight"], weights(ema._running.module)["layers.0.weight"]
     )
@@ -388,20 +388,20 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     ]:
         wrappers, whole, again = Wrappers(), Whole(), Whole()
         save = Save(folder / name, 1)
-        callbacks = [lt.GradualUnfreeze([2, 9], groups=GROUPS, lr_factor=0.5), whole, save]
+        callbacks = [lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5), whole, save]
         fit(build(kind), strategy=strategy(), callbacks=[*callbacks, wrappers], **common)
         told[name] = {key: value.numpy() for key, value in whole.weights.items()}
         if kind is Deep:
             gc.collect()
             assert len(wrappers.found) == 3
             assert [each() for each in wrappers.found[:-1]] == [None, None]  # nothing holds on to their buckets
-        callbacks = [lt.GradualUnfreeze([2, 9], groups=GROUPS, lr_factor=0.5), again]
+        callbacks = [lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5), again]
         fit(build(kind), strategy=strategy(), callbacks=callbacks, ckpt_path=folder / name / "1.ckpt", **common)
         assert_equal(again.weights, whole.weights)
     norms = build(DeepNorm)
-    fit(norms, strategy="ddp", callbacks=[lt.GradualUnfreeze([2, 9], groups=GROUPS)], **common)
+    fit(norms, strategy="ddp", callbacks=[lt.GradualUnfreeze([2, 9], parameters=GROUPS)], **common)
     windows = build(Deep)
-    fit(windows, strategy="ddp", callbacks=[lt.GradualUnfreeze([1, 2], groups=GROUPS)], **common, **WINDOWS)
+    fit(windows, strategy="ddp", callbacks=[lt.GradualUnfreeze([1, 2], parameters=GROUPS)], **common, **WINDOWS)
     told["windows"] = {key: value.numpy() for key, value in weights(windows).items()}
     return told
 
@@ -409,9 +409,9 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, tmp_path)
     batches, alone, windows = loader(48, batch_size=16), build(Deep), build(Deep)
-    callbacks = [lt.GradualUnfreeze([2, 9], groups=GROUPS, lr_factor=0.5)]
+    callbacks = [lt.GradualUnfreeze([2, 9], parameters=GROUPS, lr_factor=0.5)]
     fit(alone, train=batches, callbacks=callbacks, max_epochs=4)
-    fit(windows, train=batches, callbacks=[lt.GradualUnfreeze([1, 2], groups=GROUPS)], max_epochs=4, **WINDOWS)
+    fit(windows, train=batches, callbacks=[lt.GradualUnfreeze([1, 2], parameters=GROUPS)], max_epochs=4, **WINDOWS)
     for name in first:
         assert all((first[name][key] == second[name][key]).all() for key in first[name]), name
         expected = weights(windows if name == "windows" else alone)
@@ -428,8 +428,12 @@ def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(tm
         ({"at": 3}, TypeError, "at must be a list of times"),
         ({"at": [2, 1]}, ValueError, r"at must not go back, .* got \[2, 1\]"),
         ({"at": [1.5]}, ValueError, r"at\[0\] must be an int >= 0"),
-        ({"at": [1], "groups": ["a", "b"]}, ValueError, "groups must be as many as at, 1, got 2"),
-        ({"at": [1], "groups": ["("]}, ValueError, "groups: '\\(' is no regex"),
+        (
+            {"at": [1], "parameters": ["a", "b"]},
+            ValueError,
+            "parameters must be as many patterns as at has times, 1, got",
+        ),
+        ({"at": [1], "parameters": ["("]}, ValueError, "parameters: '\\(' is no regex"),
         ({"at": [1], "unit": "batch"}, ValueError, "unit must be one of 'step', 'epoch'"),
         ({"at": [1], "lr_factor": 0}, ValueError, "lr_factor must be above 0"),
         ({"at": [1], "lr_factor": "1"}, TypeError, "lr_factor must be a number"),
@@ -458,19 +462,23 @@ class HeadOnly(Deep):
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (Deep, {"at": [1], "groups": [""]}, "needs something that trains from the start"),
-        (Deep, {"at": [1], "groups": ["nothing"]}, "'nothing' gives none"),
+        (Deep, {"at": [1], "parameters": [""]}, "needs something that trains from the start"),
+        (Deep, {"at": [1], "parameters": ["nothing"]}, "'nothing' is neither"),
         (
             Deep,
-            {"at": [1, 2], "groups": ["layers", r"^layers\.0"]},
-            r"in no earlier group, '\^layers\\\\.0' gives none",
+            {"at": [1, 2], "parameters": ["layers", r"^layers\.0"]},
+            r"that no pattern before it selects, '\^layers\\\\.0' selects none",
         ),
         (Deep, {"at": [1]}, "must be or hold one timm or Hugging Face model"),
-        (Deep, {"at": [1, 2, 3], "groups": r"^layers\.(\d+)"}, "3 times need as many layers below the head, found 2"),
-        (Unknown, {"at": [1], "groups": GROUPS[:1], "lr_factor": 0.5}, r"lr_factor=0.5\): .*, got OwnSchedule"),
+        (
+            Deep,
+            {"at": [1, 2, 3], "parameters": r"^layers\.(\d+)"},
+            "3 times need as many layers below the head, found 2",
+        ),
+        (Unknown, {"at": [1], "parameters": GROUPS[:1], "lr_factor": 0.5}, r"lr_factor=0.5\): .*, got OwnSchedule"),
         (
             HeadOnly,
-            {"at": [1], "groups": GROUPS[:1]},
+            {"at": [1], "parameters": GROUPS[:1]},
             "the optimizer must hold every parameter that is to train, 2 are",
         ),
     ],
@@ -485,7 +493,7 @@ def test_what_cannot_be_right_is_refused(kind: type[Deep], arguments: dict[str, 
 def with_a_state() -> str:
     strategy = DDPStrategy(ddp_comm_state=object())
     with pytest.raises(MisconfigurationException) as caught:
-        fit(build(Deep), callbacks=[lt.GradualUnfreeze([1], groups=GROUPS[:1])], strategy=strategy, devices=2)
+        fit(build(Deep), callbacks=[lt.GradualUnfreeze([1], parameters=GROUPS[:1])], strategy=strategy, devices=2)
     return str(caught.value)
 
 
@@ -496,7 +504,7 @@ def test_a_communication_hook_with_a_state_is_refused() -> None:
 
 def test_a_fraction_of_an_unknown_length_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"GradualUnfreeze\(at=0.5\) is a fraction of a training whose"):
-        fit(build(Manual), callbacks=[lt.GradualUnfreeze([0.5], groups=[r"^layers\.0\."])])
+        fit(build(Manual), callbacks=[lt.GradualUnfreeze([0.5], parameters=[r"^layers\.0\."])])
 
 
 class Spikes(Plain):
@@ -512,7 +520,7 @@ def test_a_group_that_joined_since_a_snapshot_leaves_again_when_training_goes_ba
     def run(at: int, train: Any, *callbacks: Any) -> Any:
         module = build(Spikes)
         module.at = at
-        both = [lt.GradualUnfreeze([0, 3], groups=GROUPS, lr_factor=lr_factor), *callbacks]
+        both = [lt.GradualUnfreeze([0, 3], parameters=GROUPS, lr_factor=lr_factor), *callbacks]
         fit(module, train=train, callbacks=both[:: -1 if first else 1], max_epochs=1)
         return module
 
@@ -535,7 +543,7 @@ class Manual(NormNet):
 def test_manual_optimization_unfreezes_as_well() -> None:
     module, groups = build(Manual), [r"^layers\.0\."]
     before = weights(module)
-    fit(module, callbacks=[lt.GradualUnfreeze([100], groups=groups)])
+    fit(module, callbacks=[lt.GradualUnfreeze([100], parameters=groups)])
     assert torch.equal(before["layers.0.weight"], module.layers[0].weight)
-    fit(module, callbacks=[lt.GradualUnfreeze([4], groups=groups)])
+    fit(module, callbacks=[lt.GradualUnfreeze([4], parameters=groups)])
     assert not torch.equal(before["layers.0.weight"], module.layers[0].weight)

@@ -17,7 +17,7 @@ from torch import Tensor
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
 from tests.conformance.runs import Gather, ShardedNet, fp16
-from tests.core.test_scoring import (
+from tests.core.batches.test_scoring import (
     CE,
     KeepingPlain,
     Task,
@@ -40,29 +40,29 @@ def test_ohem_is_the_mean_of_the_largest_losses_and_of_their_gradients_only() ->
     losses = torch.tensor([1.0, 5.0, 2.0, 5.0, 3.0], requires_grad=True)
     for keep, count in ((0.01, 1), (0.3, 2), (0.5, 2), (0.7, 4), (1.0, 5)):  # round: 1.5 and 2.5 are 2, 3.5 is 4
         losses.grad = None
-        loss = lt.ohem_loss(losses, keep)
+        loss = lt.functional.ohem_loss(losses, keep)
         loss.backward()
         assert torch.equal(loss, losses.sort(descending=True).values[:count].mean())
         assert losses.grad.count_nonzero() == count
         torch.testing.assert_close(losses.grad.sum(), torch.tensor(1.0))
     ties = torch.ones(6, requires_grad=True)
-    lt.ohem_loss(ties, 0.5).backward()
+    lt.functional.ohem_loss(ties, 0.5).backward()
     assert sorted(ties.grad.tolist()) == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 1 / 3])
     many = torch.rand(4097)
-    assert torch.equal(lt.ohem_loss(many, 1.0), many.mean())
+    assert torch.equal(lt.functional.ohem_loss(many, 1.0), many.mean())
 
 
 def test_ohem_that_keeps_all_is_bit_equal_to_the_mean_of_strided_losses() -> None:
     losses = torch.rand(2 * 4097, generator=torch.Generator().manual_seed(0))[::2]
-    assert torch.equal(lt.ohem_loss(losses, 1.0), losses.mean())
+    assert torch.equal(lt.functional.ohem_loss(losses, 1.0), losses.mean())
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: lt.ohem_loss(torch.ones(2, 2), 0.5), ValueError, r"one a sample, \(n,\), got \(2, 2\)"),
-        (lambda: lt.ohem_loss(torch.ones(0), 0.5), ValueError, r"got \(0,\)"),
-        (lambda: lt.ohem_loss(torch.ones(2), 0), ValueError, r"keep must be in \(0, 1\], got 0"),
+        (lambda: lt.functional.ohem_loss(torch.ones(2, 2), 0.5), ValueError, r"one a sample, \(n,\), got \(2, 2\)"),
+        (lambda: lt.functional.ohem_loss(torch.ones(0), 0.5), ValueError, r"got \(0,\)"),
+        (lambda: lt.functional.ohem_loss(torch.ones(2), 0), ValueError, r"keep must be in \(0, 1\], got 0"),
         (lambda: lt.HardExampleFilter(float("nan")), ValueError, "keep must be in"),
         (lambda: lt.HardExampleFilter(True), TypeError, "keep must be a number"),
         (lambda: lt.HardExampleFilter(mode="pruned"), ValueError, "Did you mean 'prune'"),
@@ -251,7 +251,7 @@ def test_what_is_kept_is_mixed_and_in_loss_mode_mixed_losses_are_compared(
         return losses[top(losses.detach(), 4)].mean()
 
     assert len(index) == len(kept)
-    assert_close(ours, run_one(build(Task, loss=loss), {"x": lt.mixup(x, lam, index), "y": y}))
+    assert_close(ours, run_one(build(Task, loss=loss), {"x": lt.functional.mixup(x, lam, index), "y": y}))
 
 
 class Manual(PlainNet):

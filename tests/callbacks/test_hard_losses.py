@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
-from tests.core.test_scoring import CE, KeepingTask, Task, X, Y, modes, rows, run_one, top
+from tests.core.batches.test_scoring import CE, KeepingTask, Task, X, Y, modes, rows, run_one, top
 from tests.nets import PlainNet, assert_close, assert_equal, build
 
 

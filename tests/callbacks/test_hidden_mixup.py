@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.callbacks.test_mixing import DEVICES, Steps
 from tests.callbacks.test_swa import Resumable, save_at
+from tests.core.batches.test_mixing import DEVICES, Steps
 from tests.nets import Net, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from lightning_tricks import Mixup, mixup
-from tests.callbacks.test_mixing import Watch, naive_mixup, train_by_hand
+from lightning_tricks import Mixup
+from lightning_tricks.functional import mixup
+from tests.core.batches.test_mixing import Watch, naive_mixup, train_by_hand
 from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, weights
 from tests.reference.sam import naive_perturb
 

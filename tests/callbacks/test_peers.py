@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 import lightning_tricks as lt
-from tests.core.test_shards import ShardedNet, fsdp2
+from tests.core.weights.test_local import ShardedNet, fsdp2
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 
@@ -52,7 +52,7 @@ def test_a_save_before_its_turn_gives_an_average_nothing_of_another(order: int, 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_last_weights_are_not_those_of_another_average(order: int) -> None:
     def swa() -> lt.SWA:
-        return lt.SWA(start=2, every=4, validate="raw", at_end="raw")
+        return lt.SWA(start=2, every_n_steps=4, validate="raw", at_end="raw")
 
     together = swa()
     fit(build(NormNet), callbacks=[*[lt.EMA(0.9), together][::order], Stop()], max_epochs=4)
@@ -111,7 +111,7 @@ def test_a_checkpoint_saved_in_either_pass_of_validation_resumes_exactly(tmp_pat
 def test_a_save_asked_for_while_weights_change_places_waits_until_they_have(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_tricks.core import exchange
+    from lightning_tricks.core.averaging import exchange
 
     real, calls, module, first = exchange.copy_, 0, build(PlainNet), lt.EMA(0.9, at_end="raw")
     run = trainer(callbacks=[first], max_epochs=4)

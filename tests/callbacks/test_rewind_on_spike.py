@@ -90,7 +90,7 @@ def test_it_goes_back_to_the_same_snapshot_again() -> None:
 
 LATE = {
     "EMA": lambda: lt.EMA(0.9, start=3, at_end="raw"),
-    "SWA": lambda: lt.SWA(3, every=2, at_end="raw", recalibrate_batchnorm=False),
+    "SWA": lambda: lt.SWA(3, every_n_steps=2, at_end="raw", recalibrate_batchnorm=False),
 }
 
 
@@ -118,7 +118,7 @@ def test_it_goes_back_to_before_weights_joined_an_average() -> None:
         (((1, 2, 3), (7, 8)), []),
     ):
         module, average = build(Clean), ema()
-        late = lt.GradualUnfreeze([3], groups=[r"^layers\.[01]\."])
+        late = lt.GradualUnfreeze([3], parameters=[r"^layers\.[01]\."])
         fit(module, train=Epochs(*map(list, epochs)), callbacks=[*first, late, average])
         ended.append((weights(module), average.averaged_state_dict()))
     for spoiled, clean in zip(*ended, strict=True):

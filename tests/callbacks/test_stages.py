@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_tricks.callbacks.stages import Stages, batchnorms_of, unfreeze_order
-from lightning_tricks.core.shards import LocalWeights
+from lightning_tricks.callbacks.gradual_unfreeze import Stages, unfreeze_order
+from lightning_tricks.core.selection import batchnorm_stages
+from lightning_tricks.core.weights.local import LocalWeights
 
 
 def test_groups_of_a_timm_model_from_head_to_stem() -> None:
@@ -46,5 +47,5 @@ def test_groups_join_and_are_restored() -> None:
 
 def test_batchnorm_without_parameters_goes_with_what_is_before_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert batchnorms_of(model, {model[0].weight: 4, model[0].bias: 4}) == [(model[1], 4)]
-    assert batchnorms_of(model, {model[3].weight: 1, model[3].bias: 1}) == [(model[3], 1)]
+    assert batchnorm_stages(model, {model[0].weight: 4, model[0].bias: 4}) == [(model[1], 4)]
+    assert batchnorm_stages(model, {model[3].weight: 1, model[3].bias: 1}) == [(model[3], 1)]

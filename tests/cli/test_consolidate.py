@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from lightning_tricks.cli.main import main
+from lightning_tricks_cli.main import main
 
 
 @pytest.fixture

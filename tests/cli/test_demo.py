@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tricks.cli.demo import demo
-from lightning_tricks.cli.digits import VARIANTS, load_digits, run
+from lightning_tricks.examples.digits import VARIANTS, load_digits, run
+from lightning_tricks_cli.runs.demo import demo
 
 PLAIN_TORCH = """
 import sys, torch

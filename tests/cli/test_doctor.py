@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_tricks as lt
-from lightning_tricks.cli.main import main
+from lightning_tricks_cli.main import main
 from tests.nets import PlainNet
 
 
@@ -44,7 +44,7 @@ CONFIG = """
 seed_everything: 0
 trainer: {strategy: zero3_bf16, devices: 8, accelerator: cuda}
 model: {class_path: tests.cli.test_doctor.Reused}
-data: {class_path: lightning_tricks.cli.digits.DigitsData}
+data: {class_path: lightning_tricks.examples.digits.DigitsData}
 """
 
 

@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 import pytest
 
-import lightning_tricks.cli.find_lr as command
-from lightning_tricks.cli.main import main, parser
+import lightning_tricks_cli.runs.find_lr as command
 from lightning_tricks.schedules import LRFinderResult, find_lr
 from lightning_tricks.schedules.lr_finder import Method
 from lightning_tricks_cli.commands.find_lr import METHODS
+from lightning_tricks_cli.main import main, parser
 
 DIGITS = Path(__file__).parent.parent.parent / "configs" / "digits_schedule.yaml"
 QUIET = {
@@ -26,8 +26,8 @@ QUIET = {
     "enable_checkpointing": False,
     "enable_model_summary": False,
 }
-MODEL = {"class_path": "lightning_tricks.cli.digits.Digits"}
-DATA = {"class_path": "lightning_tricks.cli.digits.DigitsData"}
+MODEL = {"class_path": "lightning_tricks.examples.digits.Digits"}
+DATA = {"class_path": "lightning_tricks.examples.digits.DigitsData"}
 NET = """
 from tests.nets import NormNet, loader
 
@@ -123,7 +123,7 @@ def test_the_current_folder_is_imported_from_and_nothing_else_is_printed(folder:
     config = write("config.yaml", trainer=QUIET, model={"class_path": "here.HereNet"}, seed_everything=1)
     root = str(DIGITS.parent.parent)
     shown = subprocess.run(
-        [sys.executable, "-P", "-m", "lightning_tricks.cli.main", "find-lr", "-c", config, "--steps", "10", "--json"]
+        [sys.executable, "-P", "-m", "lightning_tricks_cli.main", "find-lr", "-c", config, "--steps", "10", "--json"]
         if sys.version_info >= (3, 11)
         else [Path(sys.executable).with_name("lightning-tricks"), "find-lr", "-c", config, "--steps", "10", "--json"],
         capture_output=True,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_tricks.cli.main import main
 from lightning_tricks_cli.commands import presets
+from lightning_tricks_cli.main import main
 
 
 @pytest.mark.parametrize(

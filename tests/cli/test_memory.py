@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_tricks.cli.main import main
+from lightning_tricks_cli.main import main
 
 DIGITS = Path(__file__).parent.parent.parent / "configs" / "digits_schedule.yaml"
 BERT = {

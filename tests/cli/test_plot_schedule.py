@@ -11,15 +11,15 @@ import pytest
 
 from lightning_tricks import schedules
 from lightning_tricks.callbacks import lr_schedule
-from lightning_tricks.cli.main import main, parser
-from lightning_tricks.cli.picture import picture
 from lightning_tricks_cli.commands.plot_schedule import CURVES
+from lightning_tricks_cli.main import main, parser
+from lightning_tricks_cli.runs.picture import picture
 
 SETTINGS = {
     "cosine": ["--warmup", "0.05", "--floor", "0.1"],
     "cosine_restarts": ["--cycles", "2", "--growth", "2"],
     "flat_cos": ["--flat", "70"],
-    "one_cycle": ["--start", "0.1", "--momentum", "0.85", "0.95"],
+    "one_cycle": ["--initial", "0.1", "--momentum", "0.85", "0.95"],
     "polynomial": ["--power", "2"],
     "step_decay": ["--milestones", "20", "0.5", "--gamma", "0.5"],
     "wsd": ["--cooldown", "0.3", "--shape", "linear"],
@@ -60,7 +60,7 @@ def test_what_is_drawn_is_the_curve() -> None:
         def __exit__(self, *error: object) -> None:
             self.context.__exit__(*error)
 
-    with patch("lightning_tricks.cli.schedule.picture", Kept):
+    with patch("lightning_tricks_cli.runs.schedule.picture", Kept):
         assert (
             main(["plot-schedule", "cosine", "--warmup", "10", "--floor", "0.5", "--steps", "100", "-o", "a.svg"]) == 0
         )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import lightning_tricks as lt
-from lightning_tricks.cli.main import main
+from lightning_tricks_cli.main import main
 
 
 def test_json_is_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from lightning_tricks.cli.main import main
+from lightning_tricks_cli.main import main
 
 
 def run(*arguments: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_tricks.cli.main import main
+from lightning_tricks_cli.main import main
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "digits_schedule.yaml"
@@ -25,7 +25,7 @@ TRAINER = {
 HERE = """
 import json, os
 from pathlib import Path
-from lightning_tricks.cli.digits import Digits, DigitsData
+from lightning_tricks.examples.digits import Digits, DigitsData
 
 class Net(Digits):
     def on_train_end(self):

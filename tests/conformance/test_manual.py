@@ -45,12 +45,12 @@ class ManualNet(PlainNet):
         optimizer.zero_grad()
         self.manual_backward(loss())
         optimizer.step()
-        if isinstance(schedule, lt.CurveLR):
+        if isinstance(schedule, lt.schedules.CurveLR):
             schedule.step()
 
     def on_validation_epoch_end(self) -> None:
         schedule = self.lr_schedulers() if self.factory else None
-        if isinstance(schedule, lt.PlateauLR):
+        if isinstance(schedule, lt.schedules.PlateauLR):
             schedule.step(self.trainer.callback_metrics["val_loss"])
 
 

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 HIDDEN = {"validate": "raw", "at_end": "raw"}  # of two averages one is shown
 CALLBACKS: dict[str, Any] = {
     "EMA": lambda: lt.EMA(0.9),
-    "SWA": lambda: lt.SWA(start=3, every=2),
+    "SWA": lambda: lt.SWA(start=3, every_n_steps=2),
     "Mixup": lt.Mixup,
     "CutMix": lt.CutMix,
     "HardExampleFilter": lt.HardExampleFilter,
@@ -45,7 +45,7 @@ def samples(*names: str) -> TensorDataset:
 
 def callbacks_of(*names: str) -> list[Callback]:
     both = {"EMA", "SWA"} <= set(names)
-    made = {"SWA": lambda: lt.SWA(start=3, every=2, **HIDDEN)} if both else {}
+    made = {"SWA": lambda: lt.SWA(start=3, every_n_steps=2, **HIDDEN)} if both else {}
     return [{**CALLBACKS, **made}[name]() for name in names if name != "SAM"]
 
 
@@ -91,7 +91,7 @@ def test_a_pair_works_in_any_order_and_resumes(pair: tuple[str, str], tmp_path: 
 
 @pytest.mark.parametrize("order", [("EMA", "SWA"), ("SWA", "EMA")], ids="+".join)
 def test_of_two_averages_one_is_shown_and_both_are_kept(order: tuple[str, str], tmp_path: Any) -> None:
-    ema, swa = lt.EMA(0.9), lt.SWA(start=3, every=2, **HIDDEN)
+    ema, swa = lt.EMA(0.9), lt.SWA(start=3, every_n_steps=2, **HIDDEN)
     fit(module := module_of(), train=Resumable(data(44)), callbacks=[ema, swa], max_epochs=EPOCHS)
     assert_equal(weights(module), alone("EMA"))
     averaged = swa.averaged_state_dict()

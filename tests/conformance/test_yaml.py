@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.cli import LightningCLI
 
-import lightning_tricks as lt
 from tests.conformance.runs import last_good, run
 from tests.conformance.settings import SETTINGS
 from tests.nets import assert_equal, loader, quiet, weights
+from tests.public import PUBLIC
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -23,7 +23,7 @@ def test_a_configuration_file_gives_the_same(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, cell: Callable[..., None]
 ) -> None:
     if SETTINGS[name].yaml is None:
-        assert callable(getattr(lt, name))
+        assert callable(PUBLIC[name])
         assert SETTINGS[name].schedule
         cell(name, "yaml", "none", "a function, to be called in configure_optimizers; YAML has the callback LRSchedule")
         return

@@ -16,10 +16,9 @@ from lightning_tricks.core.checks import (
     check_count,
     check_duration,
     check_range,
-    damage,
     duration_steps,
-    unfinished,
 )
+from lightning_tricks.core.safe_load.damage import damage, unfinished
 
 NAN, INF = float("nan"), float("inf")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lightning_tricks as lt
-from lightning_tricks.core.settings import described, settings
+from lightning_tricks.core.report import described, settings
 
 
 def test_the_first_and_what_is_no_default() -> None:

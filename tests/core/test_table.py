@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_tricks.core.table import plain_table, table
+from lightning_tricks.core.report import plain_table, table
 
 ROWS = [["EMA", "decay 0.999, start 9 of 12"], ["SAM", "rho 0.3 [bold]"]]
 

@@ -46,12 +46,12 @@ def tricks() -> list[Callback]:
         lt.RewindOnSpike(threshold=1e6, window=4, every_n_steps=3),
         lt.AdaptiveClip(0.1),
         lt.EMA(0.9, start=2),
-        lt.SWA(0.5, every=2, validate="raw", at_end="raw", recalibrate_batchnorm=False),
+        lt.SWA(0.5, every_n_steps=2, validate="raw", at_end="raw", recalibrate_batchnorm=False),
         lt.HardExampleFilter(0.75),
         lt.Mixup(0.4, prob=0.4),
         lt.CutMix(prob=0.4),
         lt.LRSchedule("cosine", warmup=3),
-        lt.GradualUnfreeze([2, 6], groups=[r"^layers\.3", r"^layers\.[01]\."]),
+        lt.GradualUnfreeze([2, 6], parameters=[r"^layers\.3", r"^layers\.[01]\."]),
         lt.ActivationCheckpointing(["layers.0"]),
     ]
 

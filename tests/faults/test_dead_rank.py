@@ -16,7 +16,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
-from lightning_tricks.core.checks import unfinished
+from lightning_tricks.core.safe_load.damage import unfinished
 from tests.faults import everything
 from tests.faults.runs import Resumable, load, train
 from tests.nets import assert_equal, trainer, weights
@@ -80,7 +80,7 @@ def fit_and_die(folder: str, engine: str, hook: str, step: int, dying: int) -> s
 
 
 @cache
-def undisturbed(engine: str) -> list[Any]:
+def marked_busy(engine: str) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(fit, folder, engine)
 
@@ -108,6 +108,6 @@ def test_a_rank_that_dies(engine: str, hook: str, step: int, dying: int, tmp_pat
     for path in paths:
         assert not path.is_dir() or unfinished(path) is None
         load(path / "meta.pt" if path.is_dir() else path)
-    for ended, expected in zip(run_ranks(fit, str(tmp_path), engine, str(paths[-1])), undisturbed(engine), strict=True):
+    for ended, expected in zip(run_ranks(fit, str(tmp_path), engine, str(paths[-1])), marked_busy(engine), strict=True):
         for mine, others in zip(ended, expected, strict=True):
             assert_equal(mine, others)

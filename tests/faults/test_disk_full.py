@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
-from lightning_tricks.core.whole_file import whole_file
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from tests.faults.everything import Everything, fresh, make, outcome, run
 from tests.faults.runs import differences, load
 from tests.nets import TORCH_2_9
@@ -50,7 +50,7 @@ def figure(path: Path) -> None:
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     drawn, _ = lt.plot_schedule(lt.cosine(optimizer, total_steps=10), 10)
-    with whole_file(path) as file:  # as the commands do
+    with atomic_write(path) as file:  # as the commands do
         drawn.savefig(file)
 
 
@@ -146,7 +146,7 @@ def errors_of_torch(folder: str) -> list[str]:
                 with (
                     full_disk(limit),
                     pytest.raises(OSError, match="was not written") as caught,
-                    whole_file(path) as to,
+                    atomic_write(path) as to,
                 ):
                     if opened:
                         with to.open("xb") as file:

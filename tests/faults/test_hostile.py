@@ -18,8 +18,8 @@ import torch
 
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
-from lightning_tricks.cli.main import main
-from lightning_tricks.core.records import RECORDS
+from lightning_tricks.core.safe_load.metadata import ALLOWED_NAMES
+from lightning_tricks_cli.main import main
 from tests.checkpoints.sharded import Tied, save_zero3
 from tests.faults.pickles import CRAFTED, behind, state_of
 from tests.faults.runs import resume
@@ -176,7 +176,11 @@ def assert_refused(reader: str, trap: Callable[..., None], folder: Path, tmp_pat
 def test_a_folder_that_would_change_a_class_is_refused(
     reader: str, crafted: str, fsdp2_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    copied, out, before = shutil.copytree(fsdp2_folder, tmp_path / "a.ckpt"), tmp_path / "out.pt", state_of(RECORDS)
+    copied, out, before = (
+        shutil.copytree(fsdp2_folder, tmp_path / "a.ckpt"),
+        tmp_path / "out.pt",
+        state_of(ALLOWED_NAMES),
+    )
     for file in (copied / ".metadata", *copied.glob("averages/*/.metadata")):
         honest = file.read_bytes()
         file.write_bytes(behind(CRAFTED[crafted], honest))
@@ -186,7 +190,7 @@ def test_a_folder_that_would_change_a_class_is_refused(
             assert re.search(r"\.metadata (is damaged|holds)", str(caught.value) + capsys.readouterr().err)
             assert not out.exists()
         file.write_bytes(honest)
-    assert state_of(RECORDS) == before
+    assert state_of(ALLOWED_NAMES) == before
     FOLDER_READERS[reader](copied, out)
 
 
@@ -217,13 +221,13 @@ def refused_by_fsdp2(folder: str) -> list[str]:
     """The errors of resuming from a copy of the folder with each trap in turn; one process group lasts for all."""
     said = []
     fsdp2("", ckpt_path=f"{folder}.untouched")
-    before = state_of(RECORDS)
+    before = state_of(ALLOWED_NAMES)
     for trap in (*TRAPS, *DAMAGES):
         copied = Path(f"{folder}.{trap.__name__}")
         with pytest.raises(BaseException) as caught:  # noqa: PT011 (of torch's own)
             fsdp2("", ckpt_path=str(copied))
         said.append(str(caught.value))
-    assert state_of(RECORDS) == before
+    assert state_of(ALLOWED_NAMES) == before
     fsdp2("", ckpt_path=f"{folder}.untouched")
     return said
 
@@ -281,15 +285,15 @@ def calls(tree: ast.AST) -> list[ast.Call]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
-@pytest.mark.parametrize("file", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")))
-def test_the_package_unpickles_nothing(file: str) -> None:
+def test_the_package_unpickles_nothing() -> None:
     """``torch.load`` has ``weights_only=True`` or what Lightning was told; no other reader of pickles is called."""
     readers = ("pickle.load", "pickle.loads", "torch.jit.load", "torch.distributed.checkpoint.load", "dcp.load")
-    for call in calls(ast.parse((PACKAGE / file).read_text())):
-        name = ast.unparse(call.func)
-        if name == "torch.load":
-            given = {each.arg: ast.unparse(each.value) for each in call.keywords}
-            allowed = ("True", "weights_only") if file == "strategies/fsdp.py" else ("True",)
-            assert given.get("weights_only") in allowed, ast.unparse(call)
-        assert name not in readers or file == "core/plain.py", ast.unparse(call)
-        assert name != "dcp.FileSystemReader", "core.plain.PlainReader reads its metadata without running it"
+    for file in sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")):
+        for call in calls(ast.parse((PACKAGE / file).read_text())):
+            name = ast.unparse(call.func)
+            if name == "torch.load":
+                given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+                allowed = ("True", "weights_only") if file == "strategies/fsdp2/preset.py" else ("True",)
+                assert given.get("weights_only") in allowed, ast.unparse(call)
+            assert name not in readers or file == "core/safe_load/reader.py", ast.unparse(call)
+            assert name != "dcp.FileSystemReader", "SafeReader reads its metadata without running it"

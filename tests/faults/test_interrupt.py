@@ -146,13 +146,13 @@ def facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
 
 
 def is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith("lightning_tricks.core.wrapping")
+    return type(value).__module__.startswith("lightning_tricks.core.lightning.patching")
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """What comes of a training that nothing disturbs, and a checkpoint of it."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("marked_busy")
     made, module = make(folder), fresh()
     made.callbacks.append(Once(folder / "middle.ckpt"))  # type: ignore[attr-defined]
     run(made, module)

@@ -16,10 +16,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from lightning_tricks.checkpoints.consolidate import consolidate
-from lightning_tricks.core.checks import unfinished
+from lightning_tricks.core.safe_load.damage import unfinished
 from tests.nets import PlainNet, build, rank_loader
 from tests.ranks import _environment, _free_port, _start, run_ranks
-from tests.strategies.test_folders import make_trainer
+from tests.strategies.test_atomic_folder import make_trainer
 
 STARTED = 60  # s until a training must have begun to save
 

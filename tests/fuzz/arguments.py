@@ -23,6 +23,7 @@ from torch import nn
 
 import lightning_tricks as lt
 from tests.nets import Net, PlainNet, loader, trainer
+from tests.public import PUBLIC
 
 # ---- the calls: what each one needs besides the arguments that are tried
 
@@ -58,7 +59,6 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     **dict.fromkeys(FACTORIES, SCHEDULE),
     "reduce_on_plateau": {"optimizer": sgd, "module": lambda: None},
     "swa_tail": {"schedule": lambda: lt.cosine(sgd(), total_steps=20), "swa_lr": lambda: 0.05},
-    "BatchSizeWarmup": {"end": lambda: 8},
     "GradualUnfreeze": {"at": lambda: [0.2, 0.5]},
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
@@ -66,9 +66,10 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "PlateauLR": {"optimizer": sgd},
     "adamw": {"module": Net, "lr": lambda: 1e-3},
     "adaptive_clip_": {"parameters": lambda: [nn.Parameter(torch.ones(2))]},
-    "add_stochastic_depth": {"model": layers, "rate": lambda: 0.1, "branches": lambda: "0"},
+    "add_stochastic_depth": {"model": layers, "rate": lambda: 0.1, "modules": lambda: "0"},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
+    "ema_decay": {"updates": lambda: 3, "decay": lambda: 0.99},
     "cutmix": {"x": lambda: torch.ones(2, 1, 4, 4), "lam": lambda: 0.5, "index": lambda: torch.tensor([1, 0])},
     "discriminative_groups": {"model": layers, "lrs": lambda: {"0": 0.1, "": 0.01}},
     "effective_batch_size": {"trainer": trainer, "per_device": lambda: 8},
@@ -81,7 +82,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "max_size": lambda: 4,
     },
     "find_lr": {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
-    "freeze": {"model": layers, "patterns": lambda: "0"},
+    "freeze": {"model": layers, "parameters": lambda: "0"},
     "greedy_soup": {
         "paths": lambda: [FILE],
         "evaluate": lambda: lambda state: 1.0,
@@ -106,6 +107,8 @@ LEFT_OUT = {
         "a result, which nobody constructs",
     ),
     "UnknownTotalSteps": "an error, which nobody constructs",
+    "asam_perturb_": "lists that belong together; tests/modules/sam/test_rules.py",
+    "sam_perturb_": "lists that belong together; tests/modules/sam/test_rules.py",
     "SAMMixin": "has no arguments",
     "ChannelsLast": "has no arguments",
     "environment_report": "has no arguments",
@@ -114,7 +117,7 @@ LEFT_OUT = {
     "ray_trainer": "needs Ray's workers",
     "sharpness": "needs a loss and a loader; tests/modules/test_sharpness.py",
 }
-NAMES = [name for name in lt.__all__ if name not in LEFT_OUT]
+NAMES = [name for name in PUBLIC if name not in LEFT_OUT]
 COSTLY = {"steps", "max_size", "effective"}  # what is done so often
 # What is an object of the user's or of torch, and is tried only as what it should be.
 OBJECTS = {
@@ -126,7 +129,7 @@ OBJECTS = {
 @cache
 def parameters(name: str) -> dict[str, Any]:
     """The annotations of the arguments that are tried."""
-    call = getattr(lt, name)
+    call = PUBLIC[name]
     function = call.__init__ if inspect.isclass(call) else call
     home = vars(sys.modules[call.__module__])  # a decorator's function has another
     hints = typing.get_type_hints(function, {**vars(collections.abc), "Axes": Any, "Figure": Any, **home})
@@ -264,7 +267,7 @@ NAMED = (ValueError, TypeError, MisconfigurationException, ImportError)
 
 def problem(name: str, changed: dict[str, Any]) -> str | None:
     """What is wrong with how a call takes these arguments; None if nothing is."""
-    call, hints = getattr(lt, name), parameters(name)
+    call, hints = PUBLIC[name], parameters(name)
     arguments = {**{each: make() for each, make in NEEDED.get(name, {}).items()}, **changed}
     positional = [arguments.pop(each) for each in positional_only(name) if each in arguments]
     try:
@@ -283,5 +286,5 @@ def problem(name: str, changed: dict[str, Any]) -> str | None:
 
 
 def positional_only(name: str) -> list[str]:
-    kinds = inspect.signature(getattr(lt, name)).parameters.values()
+    kinds = inspect.signature(PUBLIC[name]).parameters.values()
     return [each.name for each in kinds if each.kind is inspect.Parameter.POSITIONAL_ONLY]

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_tricks as lt
 from tests.fuzz.arguments import LEFT_OUT, NAMES, NEEDED, changes, fitting, make_files, parameters, problem
 from tests.fuzz.profiles import cases
 from tests.nets import Net, fit, loader
+from tests.public import PUBLIC
 
 CASES = 10_000  # of the slow suite, over all names
-CALLBACKS = [name for name in NAMES if inspect.isclass(getattr(lt, name)) and issubclass(getattr(lt, name), Callback)]
+CALLBACKS = [name for name in NAMES if inspect.isclass(PUBLIC[name]) and issubclass(PUBLIC[name], Callback)]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch, about values that they take
 
@@ -34,7 +34,7 @@ def _files(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_every_public_name_is_tried_or_has_a_reason() -> None:
-    assert {*NAMES} | LEFT_OUT.keys() == {*lt.__all__}
+    assert {*NAMES} | LEFT_OUT.keys() == {*PUBLIC}
     assert NEEDED.keys() <= {*NAMES}
     assert all(parameters(name) for name in NAMES)
 
@@ -78,7 +78,7 @@ class Conv(Net):
 def taken(name: str, changed: dict[str, Any]) -> Callback | None:
     needed = {each: make() for each, make in NEEDED.get(name, {}).items()}
     try:
-        return getattr(lt, name)(**{**needed, **changed})
+        return PUBLIC[name](**{**needed, **changed})
     except (ValueError, TypeError):
         return None
 

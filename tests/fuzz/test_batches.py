@@ -16,8 +16,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_tricks as lt
-from lightning_tricks.core.structure import get, mapped, narrowed
-from lightning_tricks.core.tap import Work
+from lightning_tricks.core.batches.cutting import select_samples
+from lightning_tricks.core.batches.paths import get, mapped
+from lightning_tricks.core.batches.pipeline import BatchContext
 from tests.fuzz.profiles import cases
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -82,7 +83,7 @@ def assert_mixed(x: Tensor, mixed: Tensor, drawn: Any, by_sums: bool) -> None:
 def test_a_batch_is_mixed_or_what_is_in_it_is_named(made: tuple[int, Any], kind: type, seed: int) -> None:
     _, batch = made
     before, callback = copy.deepcopy(batch), kind(1.0)
-    work = Work(batch, 0, random.Random(seed))
+    work = BatchContext(batch, 0, random.Random(seed))
     try:
         callback._change(None, work)
     except MisconfigurationException as error:
@@ -100,7 +101,7 @@ def test_some_samples_of_a_batch_are_those_samples_everywhere(made: tuple[int, A
     size, batch = made
     before = copy.deepcopy(batch)
     kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))))
-    few, leaves, found = narrowed(batch, kept, size), [], []
+    few, leaves, found = select_samples(batch, kept, size), [], []
     mapped(batch, lambda leaf: leaves.append(leaf) or leaf)
     mapped(few, lambda leaf: found.append(leaf) or leaf)
     whole = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

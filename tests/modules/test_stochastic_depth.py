@@ -43,7 +43,7 @@ def test_a_timm_model_with_its_own_is_the_same_bit_for_bit() -> None:
     torch.manual_seed(0)
     ours = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=3, img_size=32)
     theirs = copy.deepcopy(ours)
-    rates = lt.add_stochastic_depth(ours, 0.4, branches=r"blocks\.\d+\.(attn|mlp)$")
+    rates = lt.add_stochastic_depth(ours, 0.4, modules=r"blocks\.\d+\.(attn|mlp)$")
     assert rates == {f"blocks.{n}.{branch}": 0.4 * (n + 1) / 4 for n in range(4) for branch in ("attn", "mlp")}
     from timm.layers import DropPath
 
@@ -63,7 +63,7 @@ def test_rates_rise_from_block_to_block_and_eval_stays() -> None:
     torch.manual_seed(0)
     model = resnet18(num_classes=4)
     plain, names, x = copy.deepcopy(model), list(model.state_dict()), torch.randn(2, 3, 32, 32)
-    rates = lt.add_stochastic_depth(model, 0.4, branches=BRANCHES)
+    rates = lt.add_stochastic_depth(model, 0.4, modules=BRANCHES)
     assert [*rates.values()] == pytest.approx([0.4 * n / 8 for n in range(1, 9)])
     assert list(model.state_dict()) == names
     assert torch.equal(model.eval()(x), plain.eval()(x))
@@ -82,7 +82,7 @@ class Residual(nn.Module):
 def test_the_expectation_of_a_block_stays_and_a_sample_is_dropped_whole() -> None:
     block, x = Residual(), torch.randn(1, 4)
     expected = block(x)
-    lt.add_stochastic_depth(block, 0.3, branches="branch")
+    lt.add_stochastic_depth(block, 0.3, modules="branch")
     many = block(x.expand(100_000, 4))
     dropped = (many == x).all(1)
     assert dropped.float().mean() == pytest.approx(0.3, abs=0.01)
@@ -92,7 +92,7 @@ def test_the_expectation_of_a_block_stays_and_a_sample_is_dropped_whole() -> Non
 
 def test_attention_that_gives_its_weights_as_well_is_dropped() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2, batch_first=True)})
-    lt.add_stochastic_depth(model, 0.5, branches="^attention$")
+    lt.add_stochastic_depth(model, 0.5, modules="^attention$")
     x = torch.randn(64, 3, 4)
     output, attended = model["attention"](x, x, x)
     dropped = (output == 0).flatten(1).all(1)
@@ -106,7 +106,7 @@ class Deep(PlainNet):
         blocks = [nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)) for _ in range(2)]
         self.blocks, self.layers = nn.ModuleList(blocks), nn.Linear(8, 2)
         if rate is not None:
-            lt.add_stochastic_depth(self, rate, branches=r"blocks\.\d+$")
+            lt.add_stochastic_depth(self, rate, modules=r"blocks\.\d+$")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -124,20 +124,20 @@ def test_training_with_rate_0_is_training_without() -> None:
 
 def test_a_compiled_network_drops_as_well() -> None:
     model, x = Residual(), torch.randn(64, 4)
-    lt.add_stochastic_depth(model, 0.5, branches="branch")
+    lt.add_stochastic_depth(model, 0.5, modules="branch")
     dropped = (torch.compile(model, backend="aot_eager")(x) == x).all(1)
     assert 10 < dropped.sum() < 54
 
 
 def test_the_branches_of_torchvisions_transformer() -> None:
     model = VisionTransformer(32, 16, 2, 2, 8, 16, num_classes=3)
-    rates = lt.add_stochastic_depth(model, 0.2, branches=r"layers\.encoder_layer_\d+\.(dropout|mlp)$")
+    rates = lt.add_stochastic_depth(model, 0.2, modules=r"layers\.encoder_layer_\d+\.(dropout|mlp)$")
     assert sorted(rates.values()) == [0.1, 0.1, 0.2, 0.2]
 
 
 def test_copies_and_pickles_keep_it() -> None:
     model = Residual()
-    lt.add_stochastic_depth(model, 0.5, branches="branch")
+    lt.add_stochastic_depth(model, 0.5, modules="branch")
     x = torch.randn(32, 4)
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.manual_seed(3)
@@ -151,18 +151,18 @@ def test_copies_and_pickles_keep_it() -> None:
     [
         (1.0, "0", ValueError, r"rate must be in \[0.0, 1.0\), got 1.0"),
         ("a", "0", TypeError, "rate must be a number"),
-        (0.1, "(", ValueError, "branches: '\\(' is no regex"),
-        (0.1, "nothing", ValueError, "'nothing' is in none of layers, layers.0"),
-        (0.1, "layers", ValueError, "branches must not lie in each other, 'layers' finds layers and layers.0"),
+        (0.1, "(", ValueError, "modules: '\\(' is no regex"),
+        (0.1, "nothing", ValueError, "'nothing' is neither. Names are 'layers'"),
+        (0.1, "layers", ValueError, "modules must not lie in each other, 'layers' selects layers and layers.0"),
     ],
 )
 def test_mistakes_raise(rate: Any, branches: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        lt.add_stochastic_depth(build(Net), rate, branches=branches)
+        lt.add_stochastic_depth(build(Net), rate, modules=branches)
 
 
 def test_twice_is_refused() -> None:
     model = resnet18(num_classes=4)
-    lt.add_stochastic_depth(model, 0.4, branches=BRANCHES)
+    lt.add_stochastic_depth(model, 0.4, modules=BRANCHES)
     with pytest.raises(ValueError, match=r"layer1\.0\.bn2 has: call add_stochastic_depth once"):
-        lt.add_stochastic_depth(model, 0.4, branches=BRANCHES)
+        lt.add_stochastic_depth(model, 0.4, modules=BRANCHES)

@@ -42,7 +42,7 @@ def trained(name: str, devices: int, epochs: int, folder: Path, *ckpt_path: str)
 def exported(checkpoint: Path, output: Path, *more: str) -> torch.nn.Module:
     """The plain network, with the weights that ``lightning-tricks export`` writes."""
     options = ("export", checkpoint, "-o", output, "--strip-prefix", "net.", *more)
-    done = python("-m", "lightning_tricks.cli.main", *options)
+    done = python("-m", "lightning_tricks_cli.main", *options)
     assert done.returncode == 0, done.stderr
     net = network()
     net.load_state_dict(load_file(output))
@@ -83,7 +83,7 @@ def test_a_plain_script(row: dict[str, Any], tmp_path: Path) -> None:
     best = exported(Path(first["best_path"]), tmp_path / "best.safetensors")
     assert first["best"] == pytest.approx(logits_and_accuracy(best)[1], abs=0.01)
 
-    done = python("-m", "lightning_tricks.cli.main", "consolidate", last, "-o", tmp_path / "whole.safetensors")
+    done = python("-m", "lightning_tricks_cli.main", "consolidate", last, "-o", tmp_path / "whole.safetensors")
     if last.is_dir():
         assert done.returncode == 0, done.stderr
         whole = {key.removeprefix("net."): each for key, each in load_file(tmp_path / "whole.safetensors").items()}

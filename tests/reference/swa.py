@@ -13,7 +13,7 @@ from torch import Tensor
 class NaiveSWA(Callback):
     """Notes the weights after every optimizer step, and which steps ended an epoch; changes nothing."""
 
-    def __init__(self, start: int = 0, every: str | int = "epoch") -> None:
+    def __init__(self, start: int = 0, every: int | None = None) -> None:
         self.start, self.every = start, every
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.epoch_ends: list[int] = []
@@ -28,7 +28,7 @@ class NaiveSWA(Callback):
     def snapshots(self, last: int | None = None) -> list[int]:
         """The steps whose weights are in the average after step ``last``, by default that of the end."""
         steps = [step for step in self.weights if step >= max(self.start, 1) and (last is None or step <= last)]
-        if self.every == "epoch":
+        if self.every is None:
             regular = [step for step in steps if step in self.epoch_ends]
         else:
             regular = [step for step in steps if (step - self.start) % self.every == 0]

@@ -21,7 +21,7 @@ from lightning_tricks.schedules import (
     step_decay,
     wsd,
 )
-from lightning_tricks.schedules.build import whole_steps
+from lightning_tricks.schedules.factories import whole_steps
 from tests.nets import trainer
 from tests.schedules.recording import Tiny, ones
 from tests.schedules.test_factories import lrs_of, optimizer

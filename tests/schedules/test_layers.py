@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_tricks.schedules.layers import known_layers, numbered_layers
+from lightning_tricks.schedules.param_groups import known_layers, numbered_layers
 
 
 def test_what_has_no_number_belongs_to_its_neighbours_or_to_the_head():

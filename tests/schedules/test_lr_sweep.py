@@ -276,7 +276,7 @@ def test_sam_takes_the_plain_gradient() -> None:
     a, b = (find_lr(trainer(), each, loader(), steps=20) for each in (sharp, plain))
     assert a == b
     assert seen == expected  # not twice
-    assert sharp._sam_recorder is None
+    assert sharp._sam is None
     trainer().fit(sharp, loader(), loader(8))
     assert len(seen.losses) == 20 + 2 * 12
 

@@ -156,7 +156,7 @@ def test_a_factor_that_changes_is_refused():
 
 
 def test_a_batch_that_grows_is_refused_by_name():
-    run = trainer(callbacks=[BatchSizeWarmup(end=4)])
+    run = trainer(callbacks=[BatchSizeWarmup(final=4)])
     with pytest.raises(ValueError, match=r"same in all epochs, got a Trainer with BatchSizeWarmup"):
         effective_batch_size(run, per_device=8)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_tricks.cli.digits import Digits, DigitsData
+from lightning_tricks.examples.digits import Digits, DigitsData
 from lightning_tricks.strategies.ray import ray_trainer
 from tests.nets import assert_close, quiet
 from tests.ranks import run_ranks

@@ -1,0 +1,51 @@
+"""The table of docs/conflicts.md, from what the classes of the package declare; ``make tables`` writes it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+from tables import placed
+
+from lightning_tricks.core.trick import Conflict
+from lightning_tricks.modules.sam.trainer_hooks import SAMHooks
+from lightning_tricks_cli.runs.tricks import public
+
+PAGE = Path(__file__).parent.parent / "docs" / "conflicts.md"
+MARKS = ("<!-- conflicts: make tables -->", "<!-- end of conflicts -->")
+
+
+def declared() -> dict[Conflict, list[str]]:
+    """Each conflict, and the public names of the classes that declare it."""
+    found: dict[Conflict, list[str]] = {}
+    for name, kind in public().items():
+        thing = getattr(importlib.import_module(f"lightning_tricks.{kind}"), name)
+        declaring = SAMHooks if name == "SAMMixin" else thing
+        for conflict in getattr(declaring, "conflicts", ()) if inspect.isclass(declaring) else ():
+            found.setdefault(conflict, []).append(name)
+    return found
+
+
+def markdown() -> str:
+    """The table."""
+    lines = ["| this | with | | what is wrong | remedy |", "|---|---|---|---|---|"]
+    for conflict, names in declared().items():
+        others = [name for other in conflict.others for name in _public(other)]
+        cells = [_code(names), _code(others), "warns" if conflict.warns else "raises", conflict.rule, conflict.remedy]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _public(other: str) -> list[str]:
+    """The public names for a class that conflicts name."""
+    return {"AveragingCallback": ["EMA", "SWA"], "SAMHooks": ["SAMMixin"]}.get(other, [other])
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def page() -> str:
+    """docs/conflicts.md with the table between its markers."""
+    return placed(PAGE.read_text(), MARKS[0], markdown(), MARKS[1])

@@ -1,1 +1,0 @@
-"""The ``lightning-tricks`` command."""

@@ -1,0 +1,1 @@
+"""Averages of weights: kept, exchanged with the weights, saved and restored."""

@@ -1,0 +1,120 @@
+"""The running statistics of BatchNorm, taken anew for the weights that a module holds at the moment."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
+from lightning_tricks.core.replay.trial import trial_steps
+from lightning_tricks.core.weights.tensors import copies, copy_
+
+
+def batchnorm_layers(module: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers that keep running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+    }
+
+
+def require_recalibration(pl_module: pl.LightningModule, trick: str) -> None:
+    """Raise if the module has BatchNorm statistics and a ``training_step`` that cannot be run for their sake alone."""
+    if not batchnorm_layers(pl_module):
+        return
+    name, remedy = type(pl_module).__name__, "pass recalibrate_batchnorm=False"
+    rule = f"{trick} runs training_step for the BatchNorm statistics of the averaged weights"
+    if not pl_module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{rule}, which must not step the optimizers, got {name}.automatic_optimization=False: {remedy}."
+        )
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise MisconfigurationException(
+            f"{rule} on batches, got {name}.training_step(dataloader_iter): take the batch, or {remedy}."
+        )
+
+
+def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor]:
+    """The BatchNorm statistics of the module's present weights: the mean over the training batches of one epoch.
+
+    Every rank runs ``training_step`` without gradients on its batches; the mean is over the batches of all ranks, the
+    same on each. Nothing is logged and no hook runs but those of batch transfer. The module and its metrics, random
+    numbers, the loaders' own state and the Trainer's progress are afterwards as before. Layers that take no statistics
+    in training (in eval mode, or never called) are left out, and so is a batch whose statistics are not finite, whose
+    step may have been left out as well (``SkipNonFinite``). A loader without a length is read for as many batches as
+    the epoch in progress has had.
+
+    Args:
+        trainer: A Trainer in a fit that makes no further training step.
+        pl_module: Its module, in the modes that it trains in.
+
+    Returns:
+        ``running_mean`` and ``running_var`` of each layer by buffer name, at least fp32.
+
+    Raises:
+        RuntimeError: If the training loader gives no batch when it is read once more.
+    """
+    layers = {name: layer for name, layer in batchnorm_layers(pl_module).items() if layer.training}
+    if not layers:
+        return {}
+    sums, steps = {name: torch.zeros_like(_statistics(layer)) for name, layer in layers.items()}, 0
+    # compiled, a layer without momentum breaks the graph
+    with _undone(trainer, pl_module), torch.compiler.set_stance("force_eager"):
+        for layer in layers.values():
+            layer.momentum = None  # so that its statistics are the mean over its calls, here those of one step
+        for arguments in training_steps(trainer, pl_module):
+            for layer in layers.values():
+                layer.reset_running_stats()
+            trainer.strategy.training_step(*arguments)
+            for name, layer in layers.items():
+                found = _statistics(layer) * cast(Tensor, layer.num_batches_tracked)
+                sums[name] += torch.where(found.isfinite().all(), found, 0.0)
+            steps += 1
+    if not trainer.strategy.reduce_boolean_decision(steps > 0, all=False):
+        raise RuntimeError(
+            "The training loader gave no batch when it was read once more for the BatchNorm statistics of the averaged"
+            " weights. If it can be read only once, pass recalibrate_batchnorm=False."
+        )
+    return _means({name: trainer.strategy.reduce(total, reduce_op="mean") for name, total in sums.items()})
+
+
+def _statistics(layer: _BatchNorm) -> Tensor:
+    """One, running mean and running variance of each channel."""
+    mean, variance = copies([cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)])
+    return torch.stack([torch.ones_like(mean), mean, variance])
+
+
+def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Mean and variance of the layers that were called, from the sums over their calls and the number of these."""
+    return {
+        f"{name}.{buffer}": total[row] / total[0]
+        for name, total in sums.items()
+        for row, buffer in ((1, "running_mean"), (2, "running_var"))
+        if total[0, 0] > 0
+    }
+
+
+@contextmanager
+def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+    """Log nothing inside the block, and leave everything as if it had not run."""
+    parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in pl_module.parameters()]
+    frozen = [parameter for parameter, trains, _ in parameters if not trains]  # such as a teacher that follows
+    kept = [parameter.detach().clone() for parameter in frozen]
+    try:
+        for parameter, _, _ in parameters:
+            parameter.grad = None
+        with trial_steps(trainer, pl_module), loaders_untouched(trainer):
+            yield
+    finally:
+        copy_(frozen, kept)
+        for parameter, trains, gradient in parameters:
+            parameter.requires_grad_(trains).grad = gradient

@@ -1,0 +1,378 @@
+"""What every callback that averages weights does in a fit: start, steps, validation, exceptions and the end."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from typing_extensions import override
+
+from lightning_tricks.core.averaging.averages import Averages, Which
+from lightning_tricks.core.averaging.history import History
+from lightning_tricks.core.averaging.ranks import agree_on_buffers, relative_distance
+from lightning_tricks.core.averaging.state import (
+    callback_state,
+    find_state,
+    local_state,
+    require_undamaged_file,
+    save_shards,
+)
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.lightning.step_watch import StepObserver
+from lightning_tricks.core.lightning.trainer import (
+    callbacks_of,
+    is_fitting,
+    is_last_step,
+    log_every_n_steps,
+    monitors,
+    validate_again,
+)
+from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.by_engine import local_weights
+from lightning_tricks.core.weights.tensors import float_buffers, hidden_from_autograd
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights' metrics
+_FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # what Lightning appends to the name of a metric
+
+
+class AveragingCallback(Trick, ABC):
+    """Averages the weights in a fit; a subclass says when averages are updated, and by how much.
+
+    Every checkpoint holds the weights that are validated, and what is needed to go on exactly as if not saved.
+    """
+
+    start: int | float
+    buffers: str
+    validate: str
+    at_end: Which
+    device: str | None
+    label: str = ""  # tells several of a kind apart in the names of what they log
+    conflicts = (
+        Conflict(
+            ("AveragingCallback",),
+            "only one average can be validated, and only one be left in the module at the end: have validate and at_end"
+            ' other than "raw"',
+            'Set both to "raw" on all but one; averaged() and averaged_state_dict() of each give its weights',
+            lambda one, other: any("raw" not in pair for pair in zip(_shown(one), _shown(other), strict=True)),
+        ),
+        Conflict(
+            ("WeightAveraging", "StochasticWeightAveraging"),
+            "both put averaged weights into the module, for validation, checkpoints or at the end",
+            "Leave one of them out",
+        ),
+    )
+    durations = ("start",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_trainer: pl.Trainer | None = None
+        self._averages: Averages | None = None
+        self._history = History()
+        self._observer = StepObserver()
+        self._fits = False  # whether the Trainer is in a fit that this callback was set up for
+        self._goes_on = False  # whether that fit goes on with the averages of the one before
+        self._foreign = False  # whether a checkpoint is being saved that the averages do not belong to
+        self._finished = False  # whether the averages are complete, and no optimizer step came after that
+        self._raw_names: set[str] = set()  # under which the raw weights' metrics are logged
+        self._postponed: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+        """Go on with the averages after an optimizer step."""
+
+    def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
+        """The averages have just become copies of the weights, by the step that reached the start."""
+
+    def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
+        """Training ends with the step just made; the module holds its raw weights."""
+
+    def _metrics(self, averages: Averages) -> dict[str, float]:
+        """What is logged besides the distance."""
+        return {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if not is_fitting(trainer):
+            return
+        weights = local_weights(trainer, pl_module, type(self).__name__)
+        callbacks = averaging_callbacks(trainer)
+        if all(each._last_trainer is not trainer for each in callbacks):
+            wrap_method(trainer, "save_checkpoint", partial(save, trainer))
+        if self is callbacks[0]:  # before any weights change places
+            for each in callbacks:
+                each._goes_on = each._owns(trainer)
+        if self._averages is not None and self._goes_on:
+            self._averages.show("raw")
+        else:
+            self._averages, self._history = Averages(weights, self.device), History()
+        if self.validate == "both":
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            self._wrap(loop, "run", partial(self._validate_both, trainer))
+        self._last_trainer, self._fits = trainer, True
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._finished = False
+        if self._running.tracks:
+            self._track(joined=self._running.tensors)  # in the middle of an epoch nobody else joins
+        elif trainer.global_step >= self._steps["start"]:
+            self._track()
+        self._observer.start(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # not in on_train_epoch_start, where a callback after this one (BackboneFinetuning) may still unfreeze
+        if batch_idx == 0 and self._running.tracks:
+            self._track()
+        self._observer.follow(trainer)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        self._running.guard()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._catch_up(trainer)
+        if not self._running.tracks:
+            return
+        if is_last_step(trainer):  # before the last validation and the last checkpoint
+            self._finish_once(trainer)
+        log_every_n_steps(trainer, partial(self._logged, trainer))
+
+    def _logged(self, trainer: pl.Trainer) -> dict[str, float]:
+        values = {"distance": relative_distance(trainer, self._running), **self._metrics(self._running)}
+        suffix = f"/{self.label}" if len(callbacks_of(trainer, type(self))) > 1 else ""
+        return {f"tricks/{type(self).__name__.lower()}_{name}{suffix}": value for name, value in values.items()}
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if is_fitting(trainer):
+            agree_on_buffers(trainer, self._running)
+            self._show("raw" if self.validate == "raw" else "averaged")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not is_fitting(trainer):
+            return
+        self._show("raw")
+        if self.validate == "both" and not trainer.sanity_checking:
+            self._history.record(trainer.global_step, trainer.callback_metrics, RAW)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._observer.stop()
+        for each in averaging_callbacks(trainer):  # before any weights change places
+            each._finish_once(trainer)
+        agree_on_buffers(trainer, self._running)
+        self._show(self.at_end)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._leave(self.at_end)  # a fit that had nothing left to do had no train end
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._observer.stop()
+        if self._fits:
+            self._catch_up(trainer)  # the exception may have come before on_train_batch_end
+            for each in averaging_callbacks(trainer):
+                if each._averages is not None:
+                    each._averages.show("raw")
+            self._leave("raw")
+            self._save_postponed()
+        super().on_exception(trainer, pl_module, exception)
+
+    def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
+        """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""
+        if not trainer.sanity_checking:
+            self._raw_names = validate_again(trainer, run, RAW)
+        return run()
+
+    def _leave(self, which: Which) -> None:
+        self._fits = False
+        self._running.show(which)
+        self._running.leave()
+
+    def _catch_up(self, trainer: pl.Trainer) -> None:
+        """Take the optimizer step of this batch, if there was one, into the averages."""
+        if not self._observer.stepped():
+            return
+        self._finished = False
+        if self._running.tracks:
+            self._update(trainer, self._running)
+        elif trainer.global_step >= self._steps["start"]:
+            self._track()
+            self._begin(trainer, self._running)
+
+    def _finish_once(self, trainer: pl.Trainer) -> None:
+        """Complete the averages when training has ended; the module holds its raw weights."""
+        if self._running.tracks and not self._finished:
+            self._finish(trainer, self._running)
+            self._finished = True
+            self._save_postponed()
+
+    def _track(self, joined: Collection[str] | None = None) -> None:
+        buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
+        found = {**self._running.weights.trainable(), **buffers}
+        self._running.track({name: part for name, part in found.items() if joined is None or name in joined})
+
+    @contextmanager
+    def averaged(self, pl_module: nn.Module) -> Iterator[None]:
+        """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
+
+        Args:
+            pl_module: The module that was or is being trained with this callback.
+
+        Raises:
+            ValueError: If this callback has no average of that module.
+        """
+        if self._averages is None or self._averages.module is not pl_module:
+            raise ValueError(
+                f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
+            )
+        with ExitStack() as stack:
+            for each in averaging_callbacks(self._last_trainer) if self._last_trainer is not None else ():
+                if each is not self and each._averages is not None and each._averages.module is pl_module:
+                    stack.enter_context(each._averages.showing("raw"))  # whose weights may be in the module
+            stack.enter_context(self._averages.showing("averaged"))
+            yield
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """A copy of the module's ``state_dict()`` with the averaged weights in it.
+
+        Where the weights are in shards, all ranks take part and each gets all of it, in host memory. Save a model that
+        is too large for that with ``trainer.save_checkpoint`` and use ``lightning-tricks export``.
+
+        Raises:
+            ValueError: If nothing was trained with this callback yet.
+        """
+        if self._averages is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no average: fit a module with it first, and ask"
+                " before a checkpoint is loaded into that."
+            )
+        with self.averaged(self._averages.module):
+            return self._averages.weights.state()
+
+    def plot(self, metric: str | None = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw a validation metric of the averaged and of the raw weights over the optimizer steps.
+
+        Args:
+            metric: Name of the averaged weights' metric; None for the first that was logged.
+            ax: Where to draw; None for a new figure.
+
+        Raises:
+            ValueError: If there is no such metric; there is one only with ``validate="both"``.
+        """
+        return self._history.plot(metric, ax)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        require_undamaged_file(trainer)
+        if not is_fitting(trainer):
+            self._averages = None  # the module now holds the weights of that checkpoint
+            return
+        weights = local_weights(trainer, pl_module, type(self).__name__)
+        self._averages, self._history = Averages(weights, self.device), History()
+        key, state = find_state(trainer, self, checkpoint)
+        if state:
+            self._history.load_state_dict(state["history"])
+            state = local_state(trainer, self._averages, key, state, checkpoint["global_step"])
+            self._averages.load_state_dict(state, strict=pl_module.strict_loading)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._foreign or self._averages is None or self._last_trainer is None:
+            return {}
+        return {**callback_state(self._last_trainer, self._averages), "history": self._history.state_dict()}
+
+    def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
+        """The weights that a file's score was measured with."""
+        monitor = _FORKS.sub("", monitors(trainer, str(filepath)) or "")
+        return "raw" if self.validate == "raw" or monitor in self._raw_names else "averaged"
+
+    def _show(self, which: Which) -> None:
+        self._running.show(which)
+        self._save_postponed()
+
+    def _save_postponed(self) -> None:
+        while self._postponed:
+            self._postponed.pop()()
+
+    def _owns(self, trainer: pl.Trainer) -> bool:
+        """Whether the averages belong to the Trainer's module and nobody has changed its weights since the fit."""
+        averages = self._averages
+        if averages is None or trainer is not self._last_trainer or trainer.lightning_module is not averages.module:
+            return False
+        return self._fits or averages.untouched()
+
+    @property
+    def _running(self) -> Averages:
+        assert self._averages is not None, "setup comes first"
+        return self._averages
+
+
+def _shown(callback: AveragingCallback) -> tuple[str, str]:
+    """The weights that a callback validates, and those that it leaves in the module."""
+    return callback.validate, callback.at_end
+
+
+def averaging_callbacks(trainer: pl.Trainer) -> list[AveragingCallback]:
+    """The Trainer's callbacks with averages, in their order."""
+    return [each for each in callbacks_of(trainer, Callback) if isinstance(each, AveragingCallback)]
+
+
+def save(
+    trainer: pl.Trainer,
+    original: Callable[..., None],
+    filepath: str | Path,
+    weights_only: bool | None = None,
+    storage_options: Any = None,
+) -> None:
+    """Save a checkpoint while the module holds the weights that are validated, whoever asks for it and when."""
+    again = partial(save, trainer, original, filepath, weights_only, storage_options)
+    callbacks = averaging_callbacks(trainer)
+    for each in callbacks:
+        if each._averages is not None and each._averages.busy:
+            each._postponed.append(again)  # asked for by a signal handler while weights change places
+            return
+    for each in callbacks:
+        if each._fits:
+            each._catch_up(trainer)  # asked for between a step and on_train_batch_end
+            agree_on_buffers(trainer, each._running)
+    # before any weights change places: for another average they look like weights that somebody has changed
+    owners = [each for each in callbacks if each._owns(trainer)]
+    with ExitStack() as stack:
+        for each in callbacks:
+            each._foreign = each not in owners
+            stack.callback(setattr, each, "_foreign", False)
+        for each in owners:
+            stack.enter_context(hidden_from_autograd([*each._running.parts(), *each._running.weights.model_copies()]))
+            stack.enter_context(each._running.showing(each._scored(trainer, filepath)))
+        original(filepath, weights_only, storage_options)
+        for each in owners:
+            if not weights_only:
+                save_shards(trainer, each._running, each.state_key, filepath)
+    for each in callbacks:
+        each._save_postponed()

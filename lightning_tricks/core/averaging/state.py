@@ -1,0 +1,133 @@
+"""How averages are stored: in the state of a callback, or in shards where the checkpoint is a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_tricks.core.averaging.averages import Averages
+from lightning_tricks.core.lightning.trainer import callbacks_of, saves_folder
+from lightning_tricks.core.safe_load.damage import damage
+from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
+from lightning_tricks.core.weights.local import LocalWeights
+from lightning_tricks.core.weights.tensors import float_buffers
+
+KINDS = ("raw", "averaged")
+
+
+def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
+    """The state that goes into the checkpoint's callbacks; all ranks take part."""
+    state = averages.state_dict()
+    if saves_folder(trainer):
+        return {name: value for name, value in state.items() if name not in KINDS}
+    return {**state, **{kind: averages.weights.unshard(state[kind]) for kind in KINDS}}
+
+
+def save_shards(trainer: pl.Trainer, averages: Averages, key: str, filepath: str | Path) -> None:
+    """Write this rank's share beside what the strategy wrote to the folder."""
+    if saves_folder(trainer):
+        state = averages.state_dict()
+        write(
+            _folder(trainer, key, filepath),
+            averages.weights,
+            {kind: state[kind] for kind in KINDS},
+            stamp=trainer.global_step,
+        )
+
+
+def find_state(trainer: pl.Trainer, callback: Callback, checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Key and state that a checkpoint has of a callback, also under the key of other settings; ``("", {})`` if none.
+
+    Raises:
+        MisconfigurationException: If it has the states of several that could be this one's.
+    """
+    states, kind = checkpoint.get("callbacks", {}), type(callback).__name__
+    taken = {each.state_key for each in callbacks_of(trainer, type(callback))}
+    keys = [key for key in states if key.split("(")[0] == kind and key not in taken]
+    if callback.state_key in states:
+        keys = [callback.state_key]
+    if len(keys) > 1:
+        raise MisconfigurationException(
+            f"{callback.state_key} is not in the checkpoint, which has {', '.join(keys)}. Give it the settings of one."
+        )
+    return (keys[0], states[keys[0]]) if keys else ("", {})
+
+
+def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mapping[str, Any], step: int) -> Any:
+    """The state as this rank holds it, from the callback's state or from the folder of shards.
+
+    Raises:
+        MisconfigurationException: If the folder was not finished, or is gone.
+    """
+    weights = averages.weights
+    if "raw" in state:
+        return {**state, **{kind: weights.shard(state[kind]) for kind in KINDS}}
+    folder = _folder(trainer, key, trainer.ckpt_path or "")
+    parts = {**weights.trainable(), **float_buffers(averages.module)}
+    try:
+        return {**state, **read(folder, weights, parts, stamp=step)}
+    except (OSError, ValueError, RuntimeError, CheckpointException) as error:
+        raise MisconfigurationException(
+            f"The averages of this checkpoint are in shards in {folder}, which cannot be read: {error}. Resume from the"
+            " folder that was saved, from an earlier one, or leave the callback out."
+        ) from error
+
+
+def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
+    """The same for all ranks, as are the strategy's own files."""
+    return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
+
+
+def require_undamaged_file(trainer: pl.Trainer) -> None:
+    """Raise if the checkpoint that was loaded is not what was saved."""
+    path = trainer.ckpt_path
+    if path and os.path.isfile(path) and (wrong := damage(path)):
+        raise MisconfigurationException(
+            f"{path} is damaged: {wrong}. What torch loads from it is not what was saved: use an earlier checkpoint."
+        )
+
+
+STAMP = "stamp"
+
+
+def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
+    """Write local parts by kind and name; all ranks take part, and the metadata that completes it comes last."""
+    tensors = {
+        f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.checkpoint_tensors(parts).items()
+    }
+    dcp.save({**tensors, STAMP: torch.tensor(stamp)}, checkpoint_id=folder)
+
+
+def read(
+    folder: Path, weights: LocalWeights, parts: Mapping[str, Tensor], *, stamp: int
+) -> dict[str, dict[str, Tensor]]:
+    """Read the parts by kind and name that ``write`` wrote, for those of the given names that are there.
+
+    DTensors can be read by another number of ranks than wrote them.
+
+    Raises:
+        ValueError: If the folder has another stamp than is expected, so that it belongs to something else.
+    """
+    reader = SafeReader(folder)
+    found: dict[str, Any] = reader.metadata.state_dict_metadata
+    keys = dict(zip(parts, weights.checkpoint_tensors(parts), strict=True))
+    kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
+    tensors = {STAMP: torch.tensor(-1)}
+    for kind, mine in kinds.items():
+        there = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
+        mine.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in there.items()})
+        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.checkpoint_tensors(mine).items()})
+    load_safely(tensors, reader)
+    if tensors[STAMP].item() != stamp:
+        raise ValueError(f"it is of step {tensors[STAMP].item()}, the checkpoint of step {stamp}")
+    return kinds

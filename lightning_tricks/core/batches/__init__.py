@@ -1,0 +1,1 @@
+"""Training batches changed between the loader and the training step."""

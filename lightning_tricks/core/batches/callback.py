@@ -1,0 +1,138 @@
+"""Callbacks that change the batches a module trains on."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_tricks.core.batches.paths import INPUTS, TARGETS, Names, Path, check_names, described, get, locate
+from lightning_tricks.core.batches.pipeline import BatchContext, BatchPipeline
+from lightning_tricks.core.checks import check_duration
+from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting
+from lightning_tricks.core.trick import Trick
+
+
+class BatchCallback(Trick):
+    """Changes training batches behind their transfer to the device; a subclass says how.
+
+    Callbacks with a ``prob`` are alternatives: at most one of them changes a batch, after all those without, which go
+    by their ``order``.
+    """
+
+    start: int | float
+    stop: int | float
+    inputs: Names
+    target: Names
+    prob: float | None = None
+    order = 0
+    durations = ("start", "stop")
+
+    def __init__(self) -> None:
+        super().__init__()
+        check_duration("start", self.start)
+        check_duration("stop", self.stop)
+        if type(self.start) is type(self.stop) and self.start > self.stop:
+            raise ValueError(f"start must not be after stop, got start={self.start} and stop={self.stop}.")
+        check_names("inputs", self.inputs)
+        check_names("target", self.target)
+        self._pipeline: BatchPipeline | None = None
+        settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
+        self._key = f"{type(self).__name__}({', '.join(settings)})"  # which the Trainer asks for in every hook
+
+    @abstractmethod
+    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        """Change a batch, and what becomes of its losses."""
+
+    def _begin(self) -> None:
+        """Forget the last batch."""
+
+    def _is_active(self, trainer: pl.Trainer) -> bool:
+        # Lightning's LearningRateFinder fits before on_train_start, in which the durations are resolved
+        return bool(self._steps) and self._steps["start"] <= trainer.global_step < self._steps["stop"]
+
+    def inputs_in(self, batch: Any) -> list[Path]:
+        """Where the inputs of a batch are."""
+        return self._found(batch, "inputs", INPUTS, 0)
+
+    def targets_in(self, batch: Any) -> list[Path]:
+        """Where the targets of a batch are."""
+        return self._found(batch, "target", TARGETS, 1)
+
+    def _samples(self, batch: Any, expected: int | None = None) -> int:
+        """The number of samples in a batch, by its targets."""
+        targets = [get(batch, path) for path in self.targets_in(batch)]
+        sizes = {len(target) if target.ndim else 0 for target in targets}
+        if len(sizes) > 1 or 0 in sizes or expected not in (None, *sizes):
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs targets with one entry for each of {expected or 'the'} samples, got a"
+                f" batch with {described(batch)}."
+            )
+        return sizes.pop()
+
+    def _found(self, batch: Any, argument: str, names: Sequence[str], position: int) -> list[Path]:
+        asked = getattr(self, argument)
+        paths = locate(batch, asked, names, position)
+        if not paths or (asked is None and len(paths) > 1):
+            found = "several such tensors" if paths else "no such tensor"
+            raise MisconfigurationException(
+                f"{type(self).__name__}({argument}={asked!r}) finds {found} in the batch, which has {described(batch)}."
+                f" Pass {argument}= with a key, an index, a path such as 'batch.0', or a list of those."
+            )
+        return paths
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if not is_fitting(trainer):
+            return
+        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+            raise MisconfigurationException(
+                f"{type(self).__name__} changes the batch before the training step, got"
+                f" {type(pl_module).__name__}.training_step(dataloader_iter): take the batch there."
+            )
+        callbacks = callbacks_of(trainer, BatchCallback)  # type: ignore[type-abstract]
+        if self is callbacks[0]:
+            pipeline = BatchPipeline(trainer, callbacks)
+            self._undo.callback(pipeline.close)
+            for callback in callbacks:
+                callback._pipeline = pipeline
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        assert self._pipeline is not None, "setup comes first"
+        self._pipeline.descends = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._pipeline is not None, "setup comes first"
+        self._pipeline.finish(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._pipeline is not None, "setup comes first"
+        self._pipeline.drop()  # of a batch that the module left out
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._pipeline is None else {"seed": self._pipeline.seed}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._pipeline is not None and state_dict:
+            self._pipeline.seed = state_dict["seed"]
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._key
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_pipeline": None}

@@ -1,0 +1,87 @@
+"""What all ways of mixing samples have in common: who is mixed with whom, how much, and what becomes of the loss."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tricks.core.batches.callback import BatchCallback
+from lightning_tricks.core.batches.paths import Path, described, get
+from lightning_tricks.core.batches.pipeline import BatchContext
+from lightning_tricks.core.checks import check_range
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn for a batch: the weight of each sample itself, and with whom it is mixed."""
+
+    lam: float | Tensor
+    index: Tensor
+
+
+class MixingCallback(BatchCallback):
+    """Mixes each sample of a batch with another one of it, and the losses likewise."""
+
+    alpha: float
+    prob: float
+
+    def __init__(self) -> None:
+        check_range("alpha", self.alpha, 0.0, 1e6)
+        check_range("prob", self.prob, 0.0, 1.0)
+        super().__init__()
+        self.drawn: Drawn | None = None  # for the last batch; None if it was not mixed
+
+    @abstractmethod
+    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
+        """Mix the samples of a batch; ``lam`` is drawn from ``Beta(alpha, alpha)``."""
+
+    @override
+    def _begin(self) -> None:
+        self.drawn = None
+
+    @override
+    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        if self.alpha == 0:
+            return
+        self.drawn = self._mix(
+            context, context.numbers.betavariate(self.alpha, self.alpha), self._samples(context.batch)
+        )
+        context.plan.lam, context.partners = self.drawn.lam, self.drawn.index
+        context.mix_targets(self)
+
+    def _inputs(self, context: BatchContext, size: int) -> list[tuple[Path, Tensor]]:
+        """The inputs of a batch."""
+        inputs = [(path, get(context.batch, path)) for path in self.inputs_in(context.batch)]
+        targets = [get(context.batch, path) for path in self.targets_in(context.batch)]
+        for path, x in inputs:
+            if any(x is target for target in targets):
+                raise self._cannot(f"needs a target apart from its inputs, got {path} for both", context)
+            if not (x.is_floating_point() or x.is_complex()):
+                name = ".".join(map(str, path))
+                raise self._cannot(
+                    f"mixes floating-point inputs, got {x.dtype} for {name!r}: convert it in the data set, or use"
+                    " HiddenMixup for token ids",
+                    context,
+                )
+            if not x.ndim or len(x) != size:
+                raise self._cannot(
+                    f"needs an input and a target for each sample, got inputs {tuple(x.shape)} and {size} targets",
+                    context,
+                )
+        return inputs
+
+    def _cannot(self, rule: str, context: BatchContext) -> MisconfigurationException:
+        return MisconfigurationException(f"{type(self).__name__} {rule}. The batch has {described(context.batch)}.")
+
+
+def permutation(numbers: random.Random, like: Tensor) -> Tensor:
+    """The order of the samples in which each gets its partner."""
+    generator = torch.Generator().manual_seed(numbers.getrandbits(63))
+    return torch.randperm(len(like), generator=generator).to(like.device, non_blocking=True)

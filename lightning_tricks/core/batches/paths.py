@@ -1,0 +1,152 @@
+"""Batches of any structure: what is where, replaced without touching the batch itself, some samples only."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Name = str | int
+Names = Name | list[Name] | None  # what a user passes: a key, an index, a path with dots, several of those
+Path = tuple[Name, ...]
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+INPUTS = (
+    "pixel_values", "input_values", "input_features", "inputs", "input", "images", "image", "img", "x", "features",
+    "input_ids", "inputs_embeds",
+)  # fmt: skip
+_USUAL = {*TARGETS, *INPUTS}
+
+
+def path_of(name: Name) -> Path:
+    """A key, an index, or several of them with dots between.
+
+    >>> path_of("batch.0.labels"), path_of(1)
+    (('batch', 0, 'labels'), (1,))
+    """
+    return tuple(int(part) if re.fullmatch("-?[0-9]+", part) else part for part in str(name).split("."))
+
+
+def get(batch: Any, path: Path) -> Any:
+    """What a path leads to.
+
+    Raises:
+        LookupError: If it leads nowhere.
+    """
+    for name in path:
+        if isinstance(batch, Tensor):  # whose entries are no parts of a batch
+            raise LookupError(name)
+        if isinstance(batch, Mapping):
+            batch = batch[name if name in batch else str(name)]
+        elif isinstance(name, int):
+            batch = batch[name]
+        elif hasattr(batch, name):
+            batch = getattr(batch, name)
+        else:
+            raise LookupError(name)
+    return batch
+
+
+def put(batch: Any, path: Path, value: Any) -> Any:
+    """The batch with a value at a path; the containers on the way are copies, the others the same."""
+    if not path:
+        return value
+    name, *rest = path
+    inner = put(get(batch, (name,)), tuple(rest), value)
+    if isinstance(batch, tuple):
+        items = list(batch)
+        items[name if isinstance(name, int) else fields(batch).index(name)] = inner
+        return type(batch)(*items) if fields(batch) else type(batch)(items)
+    new = copy.copy(batch)
+    if isinstance(batch, Mapping):
+        new[name if name in batch else str(name)] = inner
+    elif isinstance(name, int):
+        new[name] = inner
+    else:
+        object.__setattr__(new, name, inner)  # which a frozen dataclass allows too
+    return new
+
+
+def find(batch: Any, names: Sequence[str], position: int) -> list[Path]:
+    """Where the inputs or the targets of a batch may be: under one of the names, or at the position in a pair."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and _USUAL.isdisjoint(fields(batch)):
+        return [(position, *inner) for inner in _named(batch[position], names)]
+    return [] if isinstance(batch, Tensor) else _named(batch, names)
+
+
+def _named(batch: Any, names: Sequence[str]) -> list[Path]:
+    if isinstance(batch, Tensor):
+        return [()]
+    return [(name, *inner) for name, value in parts(batch) if name in names for inner in _named(value, names)]
+
+
+def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> list[Path]:
+    """The paths of the tensors that a user asked for, or that are found without; none if one of them is not there."""
+    if asked is None:
+        return find(batch, names, position)
+    several = asked if isinstance(asked, list | tuple) else [asked]
+    paths = [(name,) if _get(batch, (name,)) is not None else path_of(name) for name in several]  # dots in a key
+    return paths if all(isinstance(_get(batch, path), Tensor) for path in paths) else []
+
+
+def check_names(argument: str, names: Names) -> None:
+    """Raise for what is no name or names."""
+    several = names if isinstance(names, list | tuple) else [names]
+    if names is not None and not (
+        several and all(isinstance(name, str | int) and not isinstance(name, bool) for name in several)
+    ):
+        raise TypeError(
+            f"{argument} must be a key, an index, a path such as 'batch.0' or a list of those, got {names!r}."
+        )
+
+
+def parts(batch: Any) -> Iterator[tuple[Name, Any]]:
+    """The names and values of a container; nothing for what is none."""
+    if isinstance(batch, Mapping):
+        yield from batch.items()
+    elif isinstance(batch, tuple | list):
+        yield from enumerate(batch) if not fields(batch) else zip(fields(batch), batch, strict=True)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        yield from ((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch))
+
+
+def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with everything changed that is no container."""
+    if not list(parts(batch)):
+        return change(batch)
+    for name, value in list(parts(batch)):
+        new = mapped(value, change)
+        if new is not value:
+            batch = put(batch, (name,), new)
+    return batch
+
+
+def described(batch: Any, path: str = "") -> str:
+    """What is in a batch, for an error message.
+
+    >>> import torch
+    >>> described({"x": torch.zeros(2, 3), "meta": [1, "a"]})
+    'x: float32 (2, 3), meta: 2 int'
+    """
+    if isinstance(batch, Tensor):
+        return f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, tuple | list) and batch and all(isinstance(each, str | int | float) for each in batch):
+        return f"{path or 'a list'}: {len(batch)} {type(batch[0]).__name__}"
+    inner = [described(value, f"{path}.{name}".lstrip(".")) for name, value in list(parts(batch))[:12]]
+    return ", ".join(inner) or f"{path or 'an object'}: {type(batch).__name__}"
+
+
+def _get(batch: Any, path: Path) -> Any:
+    try:
+        return get(batch, path)
+    except (LookupError, TypeError):
+        return None
+
+
+def fields(batch: Any) -> tuple[str, ...]:
+    """The field names of a named tuple; none for anything else."""
+    return getattr(batch, "_fields", ())

@@ -1,0 +1,1 @@
+"""Facts about a Trainer and its engine, step counting, patched methods."""

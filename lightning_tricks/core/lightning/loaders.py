@@ -1,0 +1,214 @@
+"""A Trainer's training loaders: every touch of a private Lightning name about them, each with its reason.
+
+``tests/core/lightning/test_loaders.py`` fails when one of those names moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from copy import copy
+from itertools import islice
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _parse_num_batches,
+    _process_dataloader,
+    _request_dataloader,
+    _resolve_overfit_batches,
+)
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_tricks.core.lightning.trainer import extremes, step_arguments
+
+
+def train_batches_of_sizes(trainer: pl.Trainer, multiples: Collection[int]) -> dict[int, int] | None:
+    """Training batches of one epoch on this rank whose batches are that many times as large, for each multiple.
+
+    ``configure_optimizers`` runs before the fit loop has set its loaders up. Doing so early
+    (``fit_loop.setup_data``, as ``estimated_stepping_batches`` does) would start their workers, draw random numbers
+    and lose the loaders' own state on resume, so the lengths are found in Lightning's way without an iterator. None if
+    a length cannot be known before the batches are read.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:
+        loader = loop._combined_loader
+    elif loop._data_source.instance is None or not loop._data_source.is_defined():
+        return None
+    else:
+        loader = _prepared_loader(trainer)
+    unknown, found = any(map(_length_unknown, loader.flattened)), {}
+    for multiple in sorted(multiples):
+        batches = -1 if unknown else _batches(trainer, loader, multiple)
+        lowest, highest = extremes(trainer, batches)  # in which every rank takes part
+        if not lowest == highest >= 0:
+            return None
+        found[multiple] = batches
+    return found
+
+
+def _length_unknown(loader: object) -> bool:
+    return sized_len(loader) is None or has_iterable_dataset(loader)
+
+
+def _length(loader: Any, multiple: int) -> int:
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, ResizableBatches):
+        return len(BatchSampler(sampler.sampler, sampler.base * multiple, sampler.drop_last))
+    assert multiple == 1, "loaders whose batches grow are resizable"
+    return len(loader)
+
+
+def _batches(trainer: pl.Trainer, loader: CombinedLoader, multiple: int) -> int:
+    lengths = _limited(trainer, [_length(each, multiple) for each in loader.flattened])
+    shortest = loader._mode == "min_size" or (loader._mode == "max_size_cycle" and 0 in lengths)  # cannot be cycled
+    return min(lengths) if shortest else max(lengths)
+
+
+def _limited(trainer: pl.Trainer, lengths: list[int]) -> list[int]:
+    limit = trainer.limit_train_batches
+    return [int(_parse_num_batches(RunningStage.TRAINING, length, limit)) for length in lengths]
+
+
+def _prepared_loader(trainer: pl.Trainer) -> CombinedLoader:
+    """The training loaders with distributed samplers injected, as ``fit_loop.setup_data`` will make them."""
+    with isolate_rng():
+        source = _request_dataloader(trainer.fit_loop._data_source)
+        loaders, mode = (source.iterables, source._mode) if isinstance(source, CombinedLoader) else (source, None)
+        combined = CombinedLoader(loaders, mode or "max_size_cycle")
+        if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+            _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
+        combined.flattened = [
+            _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, each) for each in combined.flattened
+        ]
+    return combined
+
+
+@final
+class ResizableBatches(BatchSampler):
+    """The batches of a plain BatchSampler, of a size that may change between epochs; ``base`` is what it was."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self.base = batches.batch_size
+
+
+def resizable(loader: Any, trick: str, otherwise: str = "") -> DataLoader[Any]:
+    """The same loader with batches that can be resized; the user's own, which may validate too, is left alone.
+
+    Args:
+        loader: A training loader.
+        trick: For whom.
+        otherwise: What else can be done than to pass another loader.
+
+    Raises:
+        MisconfigurationException: For loaders whose batches do not come from a plain BatchSampler.
+    """
+    sampler, kind = getattr(loader, "batch_sampler", None), type(loader).__name__
+    if not isinstance(loader, DataLoader) or type(loader).__len__ is not DataLoader.__len__:
+        found = f"a {kind}, which counts its batches itself"
+    elif hasattr(loader, "state_dict"):
+        found = f"a {kind}, whose state_dict counts batches of one size"
+    elif isinstance(loader.dataset, IterableDataset):
+        found = f"a {kind} of an IterableDataset"
+    elif type(sampler) is not BatchSampler:
+        found = f"a {kind} with {'no batch sampler' if sampler is None else type(sampler).__name__}"
+    else:
+        twin = copy(loader)  # a DataLoader refuses to have these set, in order that none forgets one of them
+        twin.__dict__.update(batch_sampler=ResizableBatches(sampler), batch_size=None, _iterator=None)
+        return twin
+    raise MisconfigurationException(
+        f"{trick} makes the batches of a DataLoader larger whose batch sampler is torch's BatchSampler, got {found}."
+        f" Use DataLoader(dataset, batch_size=..., sampler=...){otherwise}."
+    )
+
+
+def require_batches(trainer: pl.Trainer, multiples: Collection[int], trick: str) -> None:
+    """Raise unless epochs of larger batches still have one to train with, and as many as ``val_check_interval``."""
+    batches, interval = train_batches_of_sizes(trainer, multiples), trainer.val_check_interval
+    if batches is None:
+        raise MisconfigurationException(
+            f"{trick} needs loaders of a known length, the same on all ranks, got none. Give the sampler a length, or"
+            " pass a DataLoader without a sampler of its own."
+        )
+    if trainer.check_val_every_n_epoch is None or not trainer.enable_validation or isinstance(interval, float):
+        interval = 1
+    if (fewest := min(batches.values())) < interval:
+        raise MisconfigurationException(
+            f"{trick} needs at least {interval} batches in each epoch (val_check_interval, or one to train with), got"
+            f" {fewest} of {max(multiples)} times the size. Choose a smaller end, or a fraction as val_check_interval."
+        )
+
+
+def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
+    """Let the fit's resizable loaders give ``multiple`` times their batch size in the epoch that now begins.
+
+    To be called in ``on_train_start`` and ``on_train_epoch_start``: then the fit loop takes a new iterator. In the
+    first epoch and after a resume it keeps the one made before, and has to be given another.
+    """
+    loop, loader = trainer.fit_loop, train_loader(trainer)
+    samplers = [each.batch_sampler for each in loader.flattened]
+    if all(sampler.batch_size == sampler.base * multiple for sampler in samplers):
+        return
+    for sampler in samplers:
+        sampler.batch_size = sampler.base * multiple
+    loader.limits = [*_limited(trainer, list(map(len, loader.flattened)))]
+    loop.max_batches = batches = _batches(trainer, loader, multiple)
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+    if (loop.is_resuming or trainer.current_epoch == 0) and loop._data_fetcher is not None:
+        iter(loop._data_fetcher)
+
+
+def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[tuple[Any, ...]]:
+    """The arguments of ``training_step`` for each batch of an epoch, as Lightning makes them.
+
+    The module's hook before the transfer has a private name that knows whether it is the module's or the data module's.
+    A loader without a length is read for as many batches as the epoch in progress has had.
+    """
+    length = trainer.num_training_batches
+    limit = trainer.fit_loop.batch_idx + 1 if math.isinf(length) else int(length)
+    loader = copy(train_loader(trainer))  # to iterate over it leaves the iterator of the training alone
+    for batch_idx, (batch, *_) in enumerate(islice(loader, limit)):
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        if batch is not None:  # which Lightning skips
+            yield step_arguments(pl_module, batch, batch_idx)
+
+
+def train_loader(trainer: pl.Trainer) -> CombinedLoader:
+    """The loaders of the fit in progress together; the public ``train_dataloader`` does not tell how they combine."""
+    loader = trainer.fit_loop._combined_loader
+    assert loader is not None, "the Trainer is fitting"
+    return loader
+
+
+@contextmanager
+def loaders_untouched(trainer: pl.Trainer) -> Iterator[None]:
+    """Let the training loaders go on after the block as if not read in it; their state has only private names."""
+    loader = train_loader(trainer)
+    loaders = loader._state_dicts()
+    generators = [(generator, generator.get_state()) for each in loader.flattened for generator in generators_of(each)]
+    try:
+        yield
+    finally:
+        loader._load_state_dicts(loaders)
+        for generator, state in generators:
+            generator.set_state(state)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a DataLoader and its samplers draw from."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    owners = (loader, sampler, batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]

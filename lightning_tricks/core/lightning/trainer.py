@@ -1,0 +1,199 @@
+"""Facts about a Trainer, and every touch of a private Lightning name, each with its reason; loaders are in loaders.py.
+
+``tests/core/lightning/test_trainer.py`` fails when one of those names moves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.connector import _convert_precision_to_unified_args
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.patching import wrap_method
+
+Kind = TypeVar("Kind")
+
+
+def is_fitting(trainer: pl.Trainer) -> bool:
+    """Whether ``trainer.fit`` runs, its validation included."""
+    return trainer.state.fn == TrainerFn.FITTING
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+    """The Trainer's callbacks of a kind, in their order."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+
+def launches_processes(trainer: pl.Trainer) -> bool:
+    """Whether a fit runs in other processes that this one starts (spawn, fork, notebook); launchers do not tell."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+
+
+def saves_folder(trainer: pl.Trainer) -> bool:
+    """Whether a checkpoint is a folder to which each rank writes its shards; ModelParallelStrategy does not tell."""
+    strategy = trainer.strategy
+    return engine_of(trainer).is_deepspeed or bool(getattr(strategy, "_save_distributed_checkpoint", False))
+
+
+def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    """Step the schedulers of an optimizer that has just stepped, as automatic optimization would."""
+    now = {"step": trainer.fit_loop.batch_idx + 1, "epoch": trainer.current_epoch + 1}
+    for config in trainer.lr_scheduler_configs:
+        due = now[config.interval] % config.frequency == 0 and (config.interval == "step" or trainer.is_last_batch)
+        if config.scheduler.optimizer is optimizer and due and not isinstance(config.scheduler, ReduceLROnPlateau):
+            config.scheduler.step()
+
+
+def will_step(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer steps after the batch in work, or gradients go on accumulating; the loop does not tell."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def grad_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
+    """The GradScaler of fp16, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def subtract_steps(trainer: pl.Trainer, steps: int) -> None:
+    """Take optimizer steps that were left out back from ``global_step``, which has no public setter."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    for tracker in (progress.total, progress.current):
+        tracker.ready -= steps
+        tracker.completed -= steps
+
+
+def is_last_step(trainer: pl.Trainer) -> bool:
+    """Whether the optimizer step just made is the last that is planned."""
+    last_epoch = trainer.is_last_batch and 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1
+    return last_epoch or 0 < trainer.max_steps <= trainer.global_step
+
+
+def monitors(trainer: pl.Trainer, filepath: str) -> str | None:
+    """The metric that is monitored by the ModelCheckpoint which saves a file; None if none does."""
+    for callback in callbacks_of(trainer, ModelCheckpoint):
+        if filepath in {*callback.best_k_models, callback.last_model_path}:
+            return callback.monitor
+    return None
+
+
+def validate_again(trainer: pl.Trainer, run: Callable[[], Any], suffix: str) -> set[str]:
+    """Run the fit's validation loop with the module's hooks only, every logged name with a suffix; gives the names.
+
+    The loop has no public name. Callbacks stay out of it: a ModelCheckpoint or an EarlyStopping would take it for a
+    second validation. Random numbers and progress are afterwards as if it had not run.
+    """
+    loop, names = trainer.fit_loop.epoch_loop.val_loop, set()
+    progress, restarting = loop.batch_progress.state_dict(), loop.restarting
+
+    def renamed(log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
+        names.add(name + suffix)
+        log(name + suffix, *args, **kwargs)
+
+    with ExitStack() as undo, isolate_rng():
+        undo.callback(wrap_method(trainer.lightning_module, "log", renamed))
+        for callback in callbacks_of(trainer, Callback):
+            for hook in [hook for hook in dir(Callback) if hook.startswith("on_validation")]:
+                undo.callback(wrap_method(callback, hook, _silent))
+        undo.callback(loop.batch_progress.load_state_dict, progress)
+        undo.callback(setattr, loop, "restarting", restarting)
+        loop.restarting = False
+        run()
+    return names
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    pass
+
+
+def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], dict[str, float]]) -> None:
+    """Log what a callback has to say every ``log_every_n_steps``, logger or not, as Lightning's LearningRateMonitor."""
+    # not the Trainer's own should_update_logs, which looks for the loop that runs and takes five times longer
+    stepped, every = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if not every or ((stepped + 1) % every and not trainer.should_stop):
+        return
+    metrics = values()
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=stepped)
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+
+
+def transfers_batch(trainer: pl.Trainer) -> bool:
+    """Whether a loop moves its batch to the device now; somebody else may use the strategy's method, too."""
+    return trainer.lightning_module._current_fx_name == "batch_to_device"
+
+
+def has_static_graph(trainer: pl.Trainer) -> bool:
+    """Whether DDP was told ``static_graph=True``; a DDPStrategy keeps torch's arguments to itself."""
+    return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
+
+
+def detects_anomaly(trainer: pl.Trainer) -> bool:
+    """Whether the backward pass raises at a NaN, ``Trainer(detect_anomaly=True)``; a Trainer keeps it to itself."""
+    return trainer._detect_anomaly
+
+
+def keep_user_samplers(trainer: pl.Trainer) -> None:
+    """Leave the loaders their own samplers, as ``Trainer(use_distributed_sampler=False)``.
+
+    No public name sets it later, when a DDP strategy has found that it runs alone; a DistributedSampler shuffles.
+    """
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def has_comm_state(trainer: pl.Trainer) -> bool:
+    """Whether DDP was given a communication hook with a state; a DDPStrategy keeps it to itself."""
+    strategy = trainer.strategy
+    ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # of DDPPreset
+    return isinstance(strategy, DDPStrategy) and (ours or strategy._ddp_comm_state is not None)
+
+
+def requested_precision() -> str | None:
+    """The precision that the user asked of the Trainer being constructed, spelled out; None if none was.
+
+    A strategy is handed the same plugin for "no precision given" and "precision='32-true' given", and neither the
+    Trainer nor its connector keeps the argument. It is read off the connector's constructor, which is on the stack
+    while a strategy is set up, as is a plugin from ``plugins=``.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _AcceleratorConnector.__init__.__code__:
+            plugin = frame.f_locals["self"]._precision_plugin_flag
+            asked = _convert_precision_to_unified_args(frame.f_locals["precision"])
+            return asked or (None if plugin is None else plugin.precision)
+        frame = frame.f_back
+    return None
+
+
+def extremes(trainer: pl.Trainer, number: int) -> tuple[int, int]:
+    """The smallest and the largest of the numbers that the ranks have."""
+    if trainer.world_size == 1:
+        return number, number
+    both = torch.tensor([number, -number], device=trainer.strategy.root_device)
+    largest, negated_smallest = trainer.strategy.reduce(both, reduce_op="max").tolist()
+    return -negated_smallest, largest
+
+
+def step_arguments(pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """The arguments of ``training_step`` as Lightning makes them."""
+    indexed = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if indexed else (batch,)

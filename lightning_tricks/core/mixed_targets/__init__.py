@@ -1,0 +1,1 @@
+"""Targets with several branches, which make every loss the mixed one."""

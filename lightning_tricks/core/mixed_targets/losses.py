@@ -1,0 +1,185 @@
+"""Losses by samples: each sample with a weight of its own, or some samples only, by torch's own loss functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, Weight
+
+Loss = Callable[..., Tensor]
+
+
+@cache
+def _signature(func: Loss) -> inspect.Signature | None:
+    if getattr(func, "__module__", None) != "torch.nn.functional":
+        return None
+    signature = inspect.signature(func)
+    return signature if "reduction" in signature.parameters else None
+
+
+def is_loss(func: Loss) -> bool:
+    """Whether a function is one of torch's losses: in ``torch.nn.functional`` and with a ``reduction``.
+
+    >>> is_loss(torch.nn.functional.cross_entropy), is_loss(torch.nn.functional.softmax)
+    (True, False)
+    """
+    return _signature(func) is not None
+
+
+def arguments(func: Loss, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss by their names, with its defaults."""
+    signature = _signature(func)
+    assert signature is not None, "is_loss"
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], owners: Tensor | None, plan: LossPlan) -> Tensor:
+    """A loss of torch with a target for each branch, as the plan has it.
+
+    With weights ``u_i`` a mean ``sum_i(l_i) / n`` becomes ``sum_i(u_i * l_i) / n``, whatever it divides by (class
+    weights, entries that are not ignored); over chosen samples it is the loss of a batch of these alone.
+
+    Args:
+        func: The loss.
+        calls: Its arguments for each branch, with a ``reduction`` to one number.
+        owners: The sample that each entry along the first dimension belongs to.
+        plan: What becomes of it.
+
+    Raises:
+        AmbiguousSamples: If it is not clear which samples the values belong to.
+    """
+    elements = [func(**{**call, "reduction": "none"}) for call in calls]
+    if owners is None or len(owners) != len(elements[0]) or func.__name__ == "ctc_loss":
+        raise AmbiguousSamples(ambiguous_samples(func))
+    weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
+    chosen = _chosen(func, calls[0]["reduction"], _sum(elements, weights), owners, plan, _counted(calls[0]))
+    if chosen is None:
+        return _sum([_reduced(func, each) for each in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
+    entries, factor = chosen
+    calls = [_narrowed(call, entries) for call in calls]
+    weights = [weight[entries] if isinstance(weight, Tensor) else weight for weight in weights]
+    kept = zip(calls, [each[entries] for each in elements], weights, strict=True)
+    return _sum([_reduced(func, each) for each in kept], [factor] * len(calls))
+
+
+def planned_reduction(
+    func: Loss, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], owners: Tensor | None, plan: LossPlan
+) -> Tensor:
+    """A sum or mean over losses of samples by hand, as the plan has it.
+
+    Raises:
+        AmbiguousSamples: If it is not clear which samples the values belong to.
+    """
+    args, kwargs = calls[0]
+    if owners is None or len(owners) != len(args[0]):
+        raise AmbiguousSamples(ambiguous_samples(func))
+    weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
+    values, factor = _sum([each[0] for each, _ in calls], weights), 1.0
+    if (chosen := _chosen(func, func.__name__, values, owners, plan, None)) is not None:
+        values, factor = values[chosen[0]], chosen[1]
+    return func(values, *args[1:], **kwargs) * factor
+
+
+class AmbiguousSamples(RuntimeError):
+    """It is not clear which samples the values of a result belong to."""
+
+
+def ambiguous_samples(func: Loss) -> str:
+    """What to say of it."""
+    return (
+        f"{func.__name__}() of the target, where samples count differently and it is not clear which sample each value"
+        " belongs to. Keep the samples in the first dimension and end with mean(), or with a loss of"
+        " torch.nn.functional."
+    )
+
+
+def _chosen(
+    func: Loss, reduction: str, losses: Tensor, owners: Tensor, plan: LossPlan, counted: Tensor | None
+) -> tuple[Tensor, float] | None:
+    """The entries of the samples that count, and a factor; None if all do."""
+    if plan.record is not None:
+        plan.record(_per_sample(losses, owners, plan.samples, counted))
+    if plan.choose is None:
+        return None
+    if reduction == "sum" or len(owners) < plan.samples:
+        raise AmbiguousSamples(
+            f"{func.__name__}() of the target, which adds up losses of which some are left out, or sees a part of the"
+            " samples only. Take the mean over all of them."
+        )
+    kept, factor = plan.choose(_per_sample(losses, owners, plan.samples, counted))
+    return torch.isin(owners, kept).nonzero().flatten(), factor
+
+
+def _per_sample(losses: Tensor, owners: Tensor, samples: int, counted: Tensor | None) -> Tensor:
+    """The mean of each sample's losses, those that are ignored left out; -inf for a sample without any."""
+    losses = losses.detach().reshape(len(losses), -1)
+    losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
+    counts = losses.new_ones(losses.shape) if counted is None else counted.reshape(len(losses), -1).to(losses.dtype)
+    total, count = (losses.new_zeros(samples).index_add(0, owners, each.sum(1)) for each in (losses, counts))
+    return torch.where(count > 0, total / count, -torch.inf)
+
+
+def _counted(call: dict[str, Any]) -> Tensor | None:
+    """The entries that are not ignored, if a loss ignores some."""
+    if "ignore_index" not in call or call["target"].is_floating_point():
+        return None
+    return call["target"] != call["ignore_index"]
+
+
+def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
+    """The same call for some entries: of the target, and of all that have the dimensions of the first argument."""
+    first = next(iter(call.values()))
+    return {
+        name: value[entries]
+        if isinstance(value, Tensor)
+        and (name == "target" or (value.ndim == first.ndim and name != "pos_weight"))
+        and len(value) == len(first)
+        else value
+        for name, value in call.items()
+    }
+
+
+def _reduced(func: Loss, each: tuple[dict[str, Any], Tensor, Weight]) -> Tensor:
+    call, elements, weight = each
+    if not isinstance(weight, Tensor):
+        loss = func(**call)
+        return loss if weight == 1.0 else weight * loss
+    total = (elements * _shaped(weight, elements)).sum()
+    return total if call["reduction"] == "sum" else total / _divisor(func, call, elements)
+
+
+def _divisor(func: Loss, call: dict[str, Any], elements: Tensor) -> float | Tensor:
+    """What a mean divides the sum of its elements by."""
+    counted, weight = _counted(call), call.get("weight")
+    if call["reduction"] == "batchmean":
+        return len(elements)
+    if counted is not None:
+        return counted.sum() if weight is None else (weight[call["target"].where(counted, 0)] * counted).sum()
+    if weight is not None and func.__name__ in ("mse_loss", "l1_loss"):
+        return weight.sum()
+    return elements.numel()
+
+
+def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
+    """Sum of the values times their weights, one number each or one for each entry of the first dimension."""
+    terms = [
+        value if isinstance(weight, float) and weight == 1.0 else _shaped(weight, value) * value
+        for value, weight in zip(values, weights, strict=True)
+    ]
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def _by_entry(weight: Weight, owners: Tensor) -> Weight:
+    return weight[owners] if isinstance(weight, Tensor) else weight
+
+
+def _shaped(weight: Weight, value: Tensor) -> Weight:
+    return weight.to(value.dtype).view(-1, *[1] * (value.ndim - 1)) if isinstance(weight, Tensor) else weight

@@ -1,0 +1,93 @@
+"""The state of a fit in host memory, to go back to: weights, optimizers, schedules, averages, random numbers."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks.core.averaging.callback import averaging_callbacks
+from lightning_tricks.core.lightning.trainer import grad_scaler, subtract_steps
+from lightning_tricks.core.nonfinite.step_guard import Buffers
+from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
+from lightning_tricks.core.weights.by_engine import local_weights
+from lightning_tricks.core.weights.tensors import local_part
+
+
+class Snapshot:
+    """What a rank holds of a fit between two optimizer steps, its own shards only; nothing is gathered."""
+
+    @torch.no_grad()
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+        # of FSDP2: validation leaves the root's weights gathered, in tensors that are freed with the next step
+        local_weights(trainer, module, "RewindOnSpike").reshard()
+        self._weights = [(weight, _host(weight)) for weight in module.parameters()]
+        self._buffers = Buffers(module, "cpu")
+        self._optimizers = [
+            ({weight: _host_all(state) for weight, state in optimizer.state.items()}, _settings(optimizer))
+            for optimizer in trainer.optimizers
+        ]
+        self._averages = [
+            partial(each.restore, _host_all(each.tensors), each.steps, each.updates, each.tracks)
+            for each in (callback._running for callback in averaging_callbacks(trainer))
+        ]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in (*schedulers, *_scalers(trainer))]
+        self._random = random_state(module.device)
+
+    @torch.no_grad()
+    def restore(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Go back to it; it can be gone back to again."""
+        for parameter, saved in self._weights:
+            local_part(parameter).copy_(saved)
+        self._buffers.restore()
+        for optimizer, (states, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
+            for weight in [weight for weight in optimizer.state if weight not in states]:
+                del optimizer.state[weight]
+            for weight, state in states.items():
+                _put(optimizer.state[weight], state)
+            for group, settings in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
+                group.update(settings)
+        for restore_averages in self._averages:
+            restore_averages()
+        for each, state in self._stateful:
+            each.load_state_dict(copy.deepcopy(state))
+        set_random_state(self._random, module.device)
+        subtract_steps(trainer, trainer.global_step - self.step)
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _scalers(trainer: pl.Trainer) -> list[Any]:
+    scaler = grad_scaler(trainer)
+    return [] if scaler is None else [scaler]
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return local_part(tensor).to("cpu", copy=True)
+
+
+def _host_all(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _host(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in values.items()}
+
+
+def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Write saved values into tensors that are there, and beside them; what was not there goes."""
+    for key in values.keys() - saved.keys():
+        del values[key]
+    for key, value in saved.items():
+        if isinstance(value, Tensor):
+            local_part(values[key]).copy_(value)
+        else:
+            values[key] = copy.deepcopy(value)

@@ -1,0 +1,1 @@
+"""Training steps run again, and everything restored afterwards."""

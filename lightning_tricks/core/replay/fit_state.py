@@ -1,0 +1,151 @@
+"""What a fit changes, put back: objects of Lightning and torch, loaders, random generators, and the whole module."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_tricks.core.replay.module_state import ModuleState, refill
+from lightning_tricks.core.weights.fsdp2 import FSDP2
+
+
+class Kept:
+    """What objects of Lightning, optimizers, loaders and random generators hold, wherever they refer to each other."""
+
+    def __init__(self) -> None:
+        self._restore: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}
+
+    def note(self, value: Any, *, closely: bool = False, whatever: bool = False, without: Sequence[Any] = ()) -> None:
+        """Remember a value, and what it holds.
+
+        Args:
+            value: A value.
+            closely: Copy tensors, arrays and long containers too.
+            whatever: Look into an object of any class.
+            without: Objects to leave as they are.
+        """
+        self._seen |= {id(each): each for each in without}
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if restore := _restoring(value, closely):
+            self._restore.append(restore)
+        if isinstance(value, _CONTAINERS) and (closely or len(value) <= _LONG):
+            inner = list(value.values() if isinstance(value, dict) else value)
+            if not isinstance(value, tuple):
+                self._restore.append(partial(refill, value, _contents(value)))
+            for each in inner if len(inner) <= _LONG else ():
+                self.note(each, closely=closely, whatever=whatever)
+        if _looked_into(value) or (whatever and hasattr(value, "__dict__") and not isinstance(value, _LEFT)):
+            space = vars(value)
+            self._restore.append(partial(refill, space, _contents(space)))
+            for each in list(space.values()):
+                self.note(each, closely=isinstance(value, _CLOSELY))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for restore in self._restore:
+            restore()
+
+
+class KeptModule:
+    """What a fit changes in a module: weights, gradients, buffers, attributes, submodules, hooks, sharding."""
+
+    def __init__(self, module: nn.Module, state: Kept) -> None:
+        self._held = FSDP2(module)  # of which nothing is asked that does not suit a whole module
+        self._held.reshard()
+        self._state, self._owners, self._weights = ModuleState(module), [], []
+        for owner in module.modules():
+            structure = [vars(owner)[name] for name in _STRUCTURE if isinstance(vars(owner)[name], dict | set)]
+            self._owners.append((owner, type(owner), [(space, _contents(space)) for space in structure]))
+            state.note([value for name, value in vars(owner).items() if name not in _STRUCTURE])
+        for weight in module.parameters():
+            part, gradient = self._held.local(weight.detach()), weight.grad
+            assert part is not None, "of FSDP2"
+            kept = (part, part.clone(), gradient, None if gradient is None else gradient.detach().clone())
+            self._weights.append((weight, weight.requires_grad, kept))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back; to be called once."""
+        self._held.reshard()
+        for owner, kind, structure in self._owners:
+            if type(owner) is not kind:
+                owner.__class__ = kind
+                _forget_sharding(owner)
+            for space, before in structure:
+                refill(space, before)
+        self._state.restore()
+        for weight, trains, (part, before, gradient, slope) in self._weights:
+            weight.requires_grad_(trains)
+            if not isinstance(weight, DTensor) and not _same_memory(weight, part):
+                weight.data = part  # as a Parameter on the device, and of the type, that it was
+            now = self._held.local(weight.detach())
+            assert now is not None, "of FSDP2"
+            now.copy_(before)
+            weight.grad = gradient
+            if gradient is not None and slope is not None:
+                gradient.detach().copy_(slope)
+
+
+_STRUCTURE = frozenset(vars(nn.Module()))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
+_CONTAINERS = (list, dict, set, deque, tuple)
+_CLOSELY = (Optimizer, torch.amp.GradScaler, Sampler)
+_TORCH = (*_CLOSELY, LRScheduler, DataLoader, Dataset)
+_LEFT = (nn.Module, Callback, Logger, ClusterEnvironment, Enum, Tensor)
+_LONG = 1000  # items: larger ones are data
+
+
+def _looked_into(value: Any) -> bool:
+    lightnings = any(kind.__module__.split(".")[0] == "lightning" for kind in type(value).__mro__)
+    return (isinstance(value, _TORCH) or lightnings) and hasattr(value, "__dict__") and not isinstance(value, _LEFT)
+
+
+def _restoring(value: Any, closely: bool) -> Callable[[], object] | None:
+    """What puts a random generator, or a tensor or an array, back to what it is now."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if numpy and isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if numpy and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if closely and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return partial(value.detach().copy_, value.detach().clone())
+    if closely and numpy and isinstance(value, numpy.ndarray):
+        return partial(numpy.copyto, value, value.copy())
+    return None
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return (a.device, a.dtype, a.data_ptr()) == (b.device, b.dtype, b.data_ptr())
+
+
+def _forget_sharding(module: nn.Module) -> None:
+    """Let ``fully_shard`` shard a module again, which it refuses for one that has been; only a private name does."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    _module_state_mapping.pop(module, None)
+
+
+def _contents(container: Any) -> Any:
+    return list(container.items()) if isinstance(container, dict) else list(container)

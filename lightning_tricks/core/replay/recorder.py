@@ -1,0 +1,99 @@
+"""Keeps the training step that runs, to be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import RandomState, random_state
+from lightning_tricks.core.replay.rerun import begin_run, forbid_writes, rebuilt, tensors_in
+
+
+@dataclass
+class RecordedStep:
+    """A training step that ran: how to run it again, and what it started from."""
+
+    run: partial[Any]
+    random: RandomState
+    state: ModuleState
+
+
+class StepRecorder:
+    """Records each training step at the strategy, so with the batch as the module got it and under autocast and DDP."""
+
+    def __init__(self) -> None:
+        self.step: RecordedStep | None = None
+        self._undo = ExitStack()
+        self._wanted: Callable[[], bool] = lambda: True
+        self._gradients = True
+
+    def start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, wanted: Callable[[], bool], *, gradients: bool = True
+    ) -> None:
+        """Record the steps of ``module`` from now on that are wanted; without ``gradients`` they make no graph."""
+        self._wanted, self._gradients = wanted, gradients
+        self._undo.callback(wrap_method(trainer.strategy, "training_step", partial(self._record, module)))
+
+    def stop(self) -> None:
+        """Record no more and forget the last step."""
+        self.step = None
+        self._undo.close()
+
+    def take(self) -> RecordedStep | None:
+        """The step that ran, which is forgotten here; None if it was not wanted."""
+        step, self.step = self.step, None
+        return step
+
+    def _record(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.step = None  # of a step that was left out by returning None
+        if not (torch.is_grad_enabled() and self._wanted()):  # one without gradients is somebody else's
+            return original(*args, **kwargs)
+        begin_run()
+        self.step = RecordedStep(
+            with_own_batch(partial(original, *args, **kwargs)), random_state(module.device), ModuleState(module)
+        )
+        with torch.set_grad_enabled(self._gradients), forbid_writes(module, (args, kwargs)):
+            return original(*args, **kwargs)
+
+
+def with_own_batch(run: partial[Any]) -> partial[Any]:
+    """The same run of a step from a batch of its own, which stays whole when items are taken out of the other."""
+    return partial(run.func, *rebuilt(run.args), **rebuilt(run.keywords))
+
+
+def micro_batches(step: RecordedStep, size: int) -> list[tuple[float, partial[Any]]]:
+    """Share and step of each micro-batch: every tensor with one entry a sample is cut in its first dimension.
+
+    Raises:
+        MisconfigurationException: If the batch has no tensor with samples.
+    """
+    batch, *rest = step.run.args
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    if not tensors:
+        raise MisconfigurationException(
+            f"micro_batch_size={size} needs a batch with tensors of samples, got {type(batch).__name__} without: leave"
+            " micro_batch_size out."
+        )
+    samples = len(tensors[0])
+
+    def cut(start: int, tensor: Tensor) -> Tensor:
+        return tensor[start : start + size] if tensor.ndim and len(tensor) == samples else tensor
+
+    return [
+        (
+            min(size, samples - start) / samples,
+            partial(step.run.func, apply_to_collection(batch, Tensor, partial(cut, start)), *rest, **step.run.keywords),
+        )
+        for start in range(0, samples, size)
+    ]

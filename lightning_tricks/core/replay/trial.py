@@ -1,0 +1,28 @@
+"""Training steps on trial: nothing is logged, and everything is afterwards as if they had not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+
+
+@contextmanager
+def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+    """Run steps without gradients inside the block, from the random numbers that the next step draws from."""
+    device, loggers, state = pl_module.device, trainer.loggers, ModuleState(pl_module)
+    try:
+        wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, so undone with the module's state
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        with torch.no_grad(), random_numbers_of(random_state(device), device):
+            yield
+    finally:
+        trainer.loggers = loggers
+        state.restore()

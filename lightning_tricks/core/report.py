@@ -1,0 +1,147 @@
+"""What the user is shown: settings as they were written, the table of active tricks, progress bars."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from tqdm import tqdm
+
+Row = tuple[str, Mapping[str, Any]]  # the name of a trick and its settings
+
+
+def settings(thing: object, always: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The arguments of an object that stores them under their own names: the first, those not at their default.
+
+    Args:
+        thing: The object.
+        always: Names of arguments to include at their default as well.
+
+    Example:
+        >>> from lightning.pytorch.callbacks import LearningRateMonitor
+        >>> settings(LearningRateMonitor(log_momentum=True))
+        {'logging_interval': None, 'log_momentum': True}
+    """
+    found: dict[str, Any] = {}
+    for place, (name, parameter) in enumerate(inspect.signature(type(thing)).parameters.items()):
+        value = getattr(thing, name, parameter.default)
+        if place == 0 or name in always or value != parameter.default:
+            found[name] = value
+    return found
+
+
+def described(thing: object) -> str:
+    """An object as its user wrote it.
+
+    >>> from lightning.pytorch.callbacks import LearningRateMonitor
+    >>> described(LearningRateMonitor("step", log_momentum=True))
+    "LearningRateMonitor(logging_interval='step', log_momentum=True)"
+    """
+    return f"{type(thing).__name__}({', '.join(f'{name}={value!r}' for name, value in settings(thing).items())})"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under the names of their columns; the last column is wrapped to the width of the terminal."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return plain_table(columns, rows, shutil.get_terminal_size().columns)
+    drawn = Table()
+    for place, column in enumerate(columns):
+        drawn.add_column(column, no_wrap=place < len(columns) - 1, overflow="fold")  # a line of code stays whole
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    # no colours: the text may go to a file; where stderr writes no Unicode, rich draws the lines in ASCII
+    console = Console(file=sys.stderr, color_system=None, force_jupyter=False, width=shutil.get_terminal_size().columns)
+    with console.capture() as text:
+        console.print(drawn)
+    return text.get().rstrip("\n")
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    r"""The same without rich.
+
+    >>> print(plain_table(["name", "when"], [["ddp", "several devices"], ["single", "one"]], width=16))
+    name    when
+    ddp     several
+            devices
+    single  one
+    """
+    every = [columns, *rows]
+    widths = [max(len(row[place]) for row in every) for place in range(len(columns) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    lines = []
+    for row in every:
+        start = "".join(f"{cell:<{wide + 2}}" for cell, wide in zip(row, widths, strict=False))
+        wrapped = [textwrap.wrap(line, max(8, width - indent)) for line in row[-1].splitlines()]
+        last = [line for lines in wrapped for line in lines] or [""]
+        lines += [(start + last[0]).rstrip(), *(" " * indent + line for line in last[1:])]
+    return "\n".join(lines)
+
+
+def active_tricks(rows: Sequence[tuple[str, str]], total_steps: int | None) -> str:
+    """The text that a fit begins with: the table of its active tricks."""
+    steps = "" if total_steps is None else f", {total_steps} optimizer steps"
+    return f"\nActive tricks{steps}\n" + table(("trick", "settings"), rows)
+
+
+def spelled_rows(rows: Sequence[tuple[Row, Sequence[str]]], total_steps: int | None) -> list[tuple[str, str]]:
+    """Rows of text from the names and settings of tricks.
+
+    Args:
+        rows: Each row, with the names of its settings that are durations.
+        total_steps: The optimizer steps of the fit, which fractions of training are multiplied by; None if unknown.
+    """
+    return [
+        (
+            name,
+            _spelled(
+                {key: _resolved(value, total_steps) if key in durations else value for key, value in given.items()}
+            ),
+        )
+        for (name, given), durations in rows
+    ]
+
+
+def curve_row(settings: Mapping[str, Any]) -> Row:
+    """The name of a curve, and the rest of its settings."""
+    return settings["curve"], {name: value for name, value in settings.items() if name != "curve"}
+
+
+def _resolved(duration: Any, total_steps: int | None) -> Any:
+    """The optimizer step at which a fraction of training is reached; other values stay as they are."""
+    if isinstance(duration, float) and total_steps is not None:
+        return f"{math.ceil(duration * total_steps)} of {total_steps}"
+    if isinstance(duration, Sequence) and not isinstance(duration, str):
+        return [_resolved(part, total_steps) for part in duration]
+    return duration
+
+
+def _spelled(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in given.items() if value not in (None, (), []))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):  # the settings of a curve that another one follows
+        name, rest = curve_row(value)
+        return f"{name} ({_spelled(rest)})"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def progress(items: Iterable[Any] | None, what: str, total: int | None = None) -> Any:
+    """A bar over items, or one to be updated; on a terminal and on rank zero only, and gone afterwards.
+
+    >>> list(progress([1, 2], "counting"))
+    [1, 2]
+    """
+    return tqdm(items, what, total, leave=False, disable=True if getattr(rank_zero_only, "rank", 0) else None)

@@ -1,0 +1,1 @@
+"""Checkpoints from anywhere, read without running what they hold."""

@@ -1,0 +1,246 @@
+"""The base of every callback: what it undoes, what runs when a fit begins, which pairs of tricks conflict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import product
+from typing import Any, ClassVar, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ModelSummary
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps, steps_of
+from lightning_tricks.core.lightning.trainer import callbacks_of, detects_anomaly, has_static_graph, is_fitting
+from lightning_tricks.core.report import Row, active_tricks, curve_row, described, settings, spelled_rows
+
+
+class Conflict(NamedTuple):
+    """A combination that cannot be right, or seldom is.
+
+    Args:
+        others: Names of classes (their subclasses count as well) or of settings of the Trainer.
+        rule: What goes wrong, as a clause.
+        remedy: What to do, as a sentence without its full stop.
+        when: Function of the trick and the other object: whether they conflict with the settings that they have.
+        warns: Whether the combination has its uses, so that it is only warned of.
+    """
+
+    others: tuple[str, ...]
+    rule: str
+    remedy: str
+    when: Callable[[Any, Any], bool] = lambda trick, other: True
+    warns: bool = False
+
+
+class Trick(Callback):
+    """A callback of this package.
+
+    What it changes outside of itself it undoes through one stack, which is closed when the fit ends, fails or is
+    followed by another. The first trick of a Trainer checks all conflicts and reports all active tricks. A subclass
+    that overrides one of the hooks below calls that of ``super()`` first.
+    """
+
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+    durations: ClassVar[tuple[str, ...]] = ()  # names of the arguments that are durations
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self._steps: dict[str, Any] = {}  # the durations in optimizer steps, from the start of training on
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+        if is_fitting(trainer) and self._is_first(trainer):
+            check_conflicts(trainer)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_first(trainer):
+            check_schedule_conflicts(trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps = {name: self._in_steps(trainer, name, getattr(self, name)) for name in self.durations}
+        if self._is_first(trainer) and callbacks_of(trainer, ModelSummary):  # trials have no model summary
+            rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def is_active(self, trainer: pl.Trainer) -> bool:
+        """Whether this trick does anything in the fit that runs."""
+        return True
+
+    def row(self, trainer: pl.Trainer) -> Row:
+        """The name and the settings of this trick in the table of active tricks."""
+        return type(self).__name__, settings(self, always=self.durations)
+
+    def written(self) -> str:
+        """This trick as its user wrote it, for error messages."""
+        return described(self)
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Wrap a method until this trick is closed."""
+        self._undo.callback(wrap_method(owner, name, wrapper))
+
+    def _close(self) -> None:
+        """Undo everything that this trick has changed outside of itself."""
+        self._undo.close()
+
+    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
+        """A duration in optimizer steps, not rounded; a ``stop`` of 1.0 is never reached."""
+        if name == "stop" and isinstance(duration, float) and duration == 1:
+            return math.inf
+        return steps_of(trainer, duration, type(self).__name__, name)
+
+    def _is_first(self, trainer: pl.Trainer) -> bool:
+        return callbacks_of(trainer, Trick)[0] is self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_undo": ExitStack()}
+
+
+class _Announced(Trick):
+    """Stands for schedules and strategies of this package in a Trainer that has no other trick, for one fit."""
+
+    @override
+    def is_active(self, trainer: pl.Trainer) -> bool:
+        return False
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: pl.Trainer) -> None:
+        # a new list, since Lightning is going through the old one; it may hold callbacks of other packages
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+
+
+def announce(trainer: pl.Trainer) -> None:
+    """Have the fit check and report schedules and strategies, also without a callback of this package.
+
+    Not to be called while Lightning goes through the Trainer's callbacks.
+
+    Raises:
+        MisconfigurationException: If two tricks conflict.
+    """
+    if is_fitting(trainer) and not callbacks_of(trainer, Trick):
+        trainer.callbacks.append(_Announced())  # type: ignore[attr-defined]
+        check_conflicts(trainer)
+
+
+# -- the table of active tricks ---------------------------------------------------------------------------------------
+
+
+def active(trainer: pl.Trainer) -> list[tuple[str, str]]:
+    """The active tricks of a fit with their settings; fractions of training in optimizer steps."""
+    total, tricks = _total_steps(trainer), [trick for trick in callbacks_of(trainer, Trick) if trick.is_active(trainer)]
+    rows: list[tuple[Row, tuple[str, ...]]] = []
+    if _is_ours(trainer.strategy):
+        given = {name: value for name, value in settings(trainer.strategy).items() if name != "config"}  # too long
+        rows.append(((getattr(trainer.strategy, "strategy_name", ""), given), ()))
+    rows += [(trick.row(trainer), trick.durations) for trick in tricks]
+    for config in trainer.lr_scheduler_configs:
+        if _is_ours(config.scheduler):
+            rows.append((curve_row(config.scheduler.settings), ()))  # type: ignore[union-attr]
+    return spelled_rows(rows, total)
+
+
+def _is_ours(thing: object) -> bool:
+    return type(thing).__module__.startswith("lightning_tricks.")
+
+
+def _total_steps(trainer: pl.Trainer) -> int | None:
+    try:
+        return optimizer_steps(trainer)
+    except UnknownTotalSteps:
+        return None
+
+
+# -- conflicts --------------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """Something that a fit is made of: itself, the names that conflicts have for it, and how its user wrote it."""
+
+    thing: Any
+    names: frozenset[str]
+    written: str
+
+
+def check_conflicts(trainer: pl.Trainer) -> None:
+    """Check the callbacks, the module and the settings of a Trainer against each other.
+
+    Raises:
+        MisconfigurationException: For the first combination that cannot be right.
+    """
+    parts = [*_callbacks(trainer), *_trainer_settings(trainer)]
+    _check((one, other) for one, other in product(parts, parts) if one is not other)
+
+
+def check_schedule_conflicts(trainer: pl.Trainer) -> None:
+    """Check the schedules of ``configure_optimizers`` against everything else.
+
+    Raises:
+        MisconfigurationException: For the first combination that cannot be right.
+    """
+    parts, schedules = [*_callbacks(trainer), *_trainer_settings(trainer)], list(_schedules(trainer))
+    _check([*product(parts, schedules), *product(schedules, parts)])
+
+
+def _check(pairs: Any) -> None:
+    for one, other in pairs:
+        for conflict in getattr(type(one.thing), "conflicts", ()):
+            if not other.names.isdisjoint(conflict.others) and conflict.when(one.thing, other.thing):
+                text = f"{one.written} and {other.written}: {conflict.rule}. {conflict.remedy}."
+                if not conflict.warns:
+                    raise MisconfigurationException(text)
+                rank_zero_warn(text)
+
+
+def _callbacks(trainer: pl.Trainer) -> Iterator[_Part]:
+    for callback in callbacks_of(trainer, Callback):
+        if not isinstance(callback, Trick):
+            yield _Part(callback, _names(callback), type(callback).__name__)
+        elif callback.is_active(trainer):
+            yield _Part(callback, _names(callback), callback.written())
+
+
+def _trainer_settings(trainer: pl.Trainer) -> Iterator[_Part]:
+    strategy, batches = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
+    found: Mapping[str, tuple[bool, str]] = {
+        "accumulate_grad_batches": (batches != 1, f"Trainer(accumulate_grad_batches={batches})"),
+        "detect_anomaly": (detects_anomaly(trainer), "Trainer(detect_anomaly=True)"),
+        "static_graph": (has_static_graph(trainer), f"{strategy}(static_graph=True)"),
+    }
+    for name, (is_set, text) in found.items():
+        if is_set:
+            yield _Part(trainer, frozenset({name}), text)
+
+
+def _schedules(trainer: pl.Trainer) -> Iterator[_Part]:
+    for config in trainer.lr_scheduler_configs:
+        text = f"{type(config.scheduler).__name__} from configure_optimizers"
+        names = _names(config.scheduler) | {"schedule from configure_optimizers"}
+        yield _Part(config.scheduler, names, text)
+
+
+def _names(thing: object) -> frozenset[str]:
+    """The classes of this package and of Lightning that an object is of."""
+    ours = ("lightning_tricks.", "lightning.")
+    return frozenset(kind.__name__ for kind in type(thing).__mro__ if kind.__module__.startswith(ours))

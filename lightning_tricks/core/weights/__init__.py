@@ -1,0 +1,1 @@
+"""The weights that a process holds, under any engine."""

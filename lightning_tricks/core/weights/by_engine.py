@@ -1,0 +1,54 @@
+"""The weights and gradients that a process holds, by the engine that trains them."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, require_engine
+from lightning_tricks.core.weights.fsdp2 import FSDP2
+from lightning_tricks.core.weights.local import LocalWeights
+from lightning_tricks.core.weights.zero import ZeRO, ZeRO3
+
+
+def local_weights(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> LocalWeights:
+    """The weights of the module that this process holds.
+
+    Raises:
+        MisconfigurationException: Under an engine whose weights a trick does not find.
+    """
+    engine = require_engine(trainer, trick, *TORCH, Engine.ZERO1, Engine.ZERO2, Engine.ZERO3)
+    if engine in UNSHARDED:
+        return LocalWeights(module)
+    if engine is Engine.FSDP2:
+        return FSDP2(module)
+    if _offloads_to_nvme(trainer):
+        raise MisconfigurationException(
+            f"{trick} needs the fp32 weights in memory, got {type(trainer.strategy).__name__} with weights on NVMe."
+            f" Offload the optimizer to the CPU, or leave {trick} out."
+        )
+    return ZeRO3(module) if engine is Engine.ZERO3 else ZeRO(module, lambda: trainer.optimizers[0])
+
+
+def local_gradients(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> LocalWeights:
+    """The weights of the module that this process holds, where their ``.grad`` is the gradient of a plain torch loop.
+
+    Raises:
+        MisconfigurationException: Under an engine that keeps the gradients to itself.
+    """
+    engine = require_engine(trainer, trick, *TORCH, why="where gradients and optimizers are torch's own")
+    return FSDP2(module) if engine is Engine.FSDP2 else LocalWeights(module)
+
+
+def require_unsharded(trainer: pl.Trainer, trick: str) -> None:
+    """Raise unless every process holds the full weights.
+
+    Raises:
+        MisconfigurationException: Under an engine that shards them.
+    """
+    require_engine(trainer, trick, *UNSHARDED, why="where every process holds the full weights")
+
+
+def _offloads_to_nvme(trainer: pl.Trainer) -> bool:
+    zero = trainer.strategy.config["zero_optimization"]  # type: ignore[attr-defined]  # DeepSpeed's
+    return (zero.get("offload_optimizer") or {}).get("device") == "nvme"

@@ -1,0 +1,60 @@
+"""Callbacks that change the gradients of an optimizer just before it steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting
+from lightning_tricks.core.trick import Trick
+from lightning_tricks.core.weights.by_engine import local_gradients
+from lightning_tricks.core.weights.local import LocalWeights
+
+
+class GradientCallback(Trick):
+    """Changes gradients that are accumulated, summed over the ranks and free of the GradScaler's factor.
+
+    Lightning calls the hook once an optimizer step, in manual optimization too, and clips by itself afterwards.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._weights: LocalWeights | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if is_fitting(trainer):
+            self._weights = local_gradients(trainer, pl_module, type(self).__name__)
+            self._undo.callback(setattr, self, "_weights", None)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        _require_unscaled(trainer, optimizer, type(self).__name__)
+        assert self._weights is not None, "set in setup"
+        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if found := [parameter for parameter in everything if parameter.grad is not None]:
+            self._change(trainer, optimizer, found, self._weights)
+
+    @abstractmethod
+    def _change(
+        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+    ) -> None:
+        """Change the gradients of an optimizer's parameters, of those that have one."""
+
+
+def _require_unscaled(trainer: pl.Trainer, optimizer: Optimizer, trick: str) -> None:
+    # torch has no public name for it either; Lightning refuses gradient_clip_val for the same reason
+    if grad_scaler(trainer) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise MisconfigurationException(
+            f"{trick} needs unscaled gradients, got {type(optimizer).__name__}(fused=True) under"
+            f" precision={trainer.precision!r}, which unscales them in its own step: leave fused=True out, or use"
+            " precision='bf16-mixed'."
+        )

@@ -1,0 +1,57 @@
+"""Patches of three photographs: brick, grass and gravel (scikit-image, 512x512, grey)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_tricks.examples.tasks import Split, TaskData, mislabel
+
+PATCH = 32
+COLUMNS = {"train": slice(0, 4), "val": slice(4, 8), "test": slice(8, 16)}  # of patches, 16 in a photograph
+
+
+def network() -> nn.Sequential:
+    """Three convolutions with BatchNorm and the mean over the picture."""
+    return nn.Sequential(
+        *(*_convolution(1, 8), nn.MaxPool2d(2)),
+        *(*_convolution(8, 16), nn.MaxPool2d(2)),
+        *(*_convolution(16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)),
+    )
+
+
+def _convolution(channels: int, out: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()
+
+
+class TexturesData(TaskData):
+    """The patches for a configuration file."""
+
+    @override
+    def load(self) -> Split:
+        return load_textures(self.noise)
+
+
+def load_textures(noise: float) -> Split:
+    """32x32 patches without overlap, standardized by the training patches; a share ``noise`` of their labels is wrong.
+
+    Split by place, so that no test patch touches a training patch: the left quarter of every photograph is for
+    training, the second quarter for validation, the right half for the test.
+    """
+    try:
+        from skimage import data
+    except ImportError as error:
+        raise ImportError("the textures need scikit-image: pip install 'lightning_tricks[vision]'") from error
+    photographs = torch.stack([torch.tensor(image()) for image in (data.brick, data.grass, data.gravel)]).float()
+    patches = photographs.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)  # class, row, column, height, width
+    train = patches[:, :, COLUMNS["train"]]
+    patches = (patches - train.mean()) / train.std()
+    parts = {part: patches[:, :, columns].flatten(1, 2) for part, columns in COLUMNS.items()}
+    split = {
+        part: (each.reshape(-1, 1, PATCH, PATCH), torch.arange(3).repeat_interleave(each.shape[1]))
+        for part, each in parts.items()
+    }
+    images, labels = split["train"]
+    generator = torch.Generator().manual_seed(0)
+    return {**split, "train": (images, mislabel(labels, noise, classes=3, generator=generator))}

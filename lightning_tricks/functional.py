@@ -1,0 +1,19 @@
+"""The pure functions of the tricks, usable without Lightning."""
+
+from lightning_tricks.callbacks.adaptive_clip import adaptive_clip_
+from lightning_tricks.callbacks.cutmix import cutmix
+from lightning_tricks.callbacks.ema import ema_decay, scale_ema_decay
+from lightning_tricks.callbacks.hard_examples import ohem_loss
+from lightning_tricks.callbacks.mixup import mixup
+from lightning_tricks.modules.sam.rules import asam_perturb_, sam_perturb_
+
+__all__ = [
+    "adaptive_clip_",
+    "asam_perturb_",
+    "cutmix",
+    "ema_decay",
+    "mixup",
+    "ohem_loss",
+    "sam_perturb_",
+    "scale_ema_decay",
+]

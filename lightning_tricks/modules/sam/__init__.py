@@ -1,0 +1,1 @@
+"""Sharpness-aware minimization."""

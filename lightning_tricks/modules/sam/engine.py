@@ -1,0 +1,202 @@
+"""SAM inside ``backward()``: a step is run again at perturbed weights, and nothing else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.lightning.trainer import grad_scaler, step_schedules
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, micro_batches, with_own_batch
+from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, replaying
+from lightning_tricks.core.weights.local import LocalWeights
+from lightning_tricks.core.weights.tensors import copy_
+from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
+
+
+class SAMEngine:
+    """Runs a step twice: for the gradient that perturbs the weights, and at the perturbed weights for the optimizer's.
+
+    Args:
+        module: The module in a fit.
+        sam: The settings.
+        weights: The weights of the module that this process holds.
+    """
+
+    def __init__(self, module: pl.LightningModule, sam: SAM, weights: LocalWeights) -> None:
+        self.module = module
+        self.sam = sam
+        self.weights = weights
+        self.recorder = StepRecorder()
+        self.norm: Tensor | None = None  # of the gradient that perturbed the weights last; None after a plain step
+        self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
+        self._calls: dict[int, int] = {}  # of ``step`` since an optimizer stepped, by the id of the optimizer
+
+    def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
+        """The backward pass of automatic optimization.
+
+        Args:
+            loss: The loss of the step that was recorded, divided and scaled by Lightning.
+            descend: Accumulates the gradient of a loss in ``.grad``.
+        """
+        first = self.recorder.take()
+        if first is None:
+            self.norm = None
+            descend(loss)  # a step without a perturbation
+            return
+        self.weights.reshard()  # so that the module's parameters are the optimizer's
+        weights = perturbed_weights(self.module, self.sam, [self.module.optimizers()])
+        if self.sam.micro_batch_size is None:
+            self._run_twice(loss, first, weights, lambda again: descend(self._scaled(again)))
+        else:
+            self._backward_of_micro_batches(first, weights, descend, self.sam.micro_batch_size)
+
+    def _backward_of_micro_batches(
+        self, first: RecordedStep, weights: dict[Tensor, str], descend: Callable[[Tensor], None], size: int
+    ) -> None:
+        """Perturb for each micro-batch by itself; the first run, of the full batch, has logged and moved statistics."""
+        after, random, norms = ModuleState(self.module), first.random, []
+        parts = micro_batches(first, size)
+        try:
+            for number, (share, run) in enumerate(parts, 1):
+                with nullcontext() if number == len(parts) else self._unsynced():
+                    step = RecordedStep(with_own_batch(run), random, first.state)
+                    first.state.restore()
+                    with random_numbers_of(random, self.module.device):
+                        loss = self._scaled(self._loss_again(run) * share)
+                        random = random_state(self.module.device)
+                    norms.append(self._run_twice(loss, step, weights, partial(self._descend_by, share, descend)))
+        finally:
+            after.restore()
+        self.norm = torch.stack(norms).sum()
+
+    def _descend_by(self, share: float, descend: Callable[[Tensor], None], loss: Tensor) -> None:
+        descend(self._scaled(loss * share if share < 1 else loss))
+
+    def backward_by_hand(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
+        """What ``SAMMixin.sam_backward`` does."""
+        own = self.module.optimizers() if optimizer is None else optimizer
+        begin_run()
+        step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
+        loss = loss_of(closure())
+        weights = perturbed_weights(self.module, self.sam, own if isinstance(own, list) else [own])
+        self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
+        return loss.detach()
+
+    def step_by_hand(
+        self,
+        closure: Callable[[], Tensor],
+        optimizer: LightningOptimizer | None,
+        accumulate: int,
+        clip_norm: float | None,
+    ) -> Tensor:
+        """What ``SAMMixin.sam_step`` does."""
+        _check_step(accumulate, clip_norm)
+        own = self.module.optimizers() if optimizer is None else optimizer
+        if isinstance(own, list):
+            raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
+        if not isinstance(own, LightningOptimizer):
+            raise TypeError(f"sam_step needs an optimizer of self.optimizers(), got {type(own).__name__}.")
+        calls = self._calls.get(id(own), 0) + 1
+        ends = calls >= accumulate or self.module.trainer.is_last_batch
+        with nullcontext() if ends else self._unsynced():
+            loss = self.backward_by_hand(lambda: loss_of(closure()) / accumulate, own) * accumulate
+        assert self.norm is not None, "just measured"
+        self.norm *= accumulate
+        self._calls[id(own)] = 0 if ends else calls
+        if ends:
+            if clip_norm is not None:
+                limit = float(self._scaled(torch.tensor(clip_norm, device=self.module.device)))
+                self.module.clip_gradients(own.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+            own.step()
+            own.zero_grad()
+            step_schedules(self.module.trainer, own.optimizer)
+        return loss
+
+    def _run_twice(
+        self, loss: Tensor, step: RecordedStep, weights: dict[Tensor, str], descend: Callable[[Tensor], None]
+    ) -> Tensor:
+        """Perturb by the gradient of the loss, run the step again and descend from its loss; returns the norm."""
+        moved, gradients = self._gradients(loss, list(weights))
+        parts = [part for part in map(self.weights.local, moved) if part is not None]
+        with torch.no_grad():
+            before = [part.clone() for part in parts]
+        after = ModuleState(self.module)
+        try:
+            step.state.restore()
+            self.weights.reshard()
+            self.perturbed = parts, before
+            names = [weights[weight] for weight in moved]
+            norm = self.sam.perturb_(parts, gradients, names, partial(self.weights.norm, of=moved))
+            del gradients  # which take as much memory as the weights
+            with random_numbers_of(step.random, self.module.device):
+                again = self._loss_again(step.run)
+            descend(again)
+        finally:
+            self.weights.reshard()
+            copy_(parts, before)
+            after.restore()
+            self.perturbed = None
+        self.norm = norm / self._scaled(torch.ones_like(norm))
+        return self.norm
+
+    def _gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
+        gradients = self.weights.gradients(loss, trained) if trained else []
+        pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
+        if len(pairs) < len(trained) and find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
+            raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
+        if any(gradient.is_sparse for _, gradient in pairs):
+            raise MisconfigurationException("SAM works on dense gradients, got sparse ones: pass sparse=False.")
+        return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _loss_again(self, run: Callable[[], Any]) -> Tensor:
+        """The loss of the step run once more."""
+        with replaying():
+            return loss_of(run())
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """The loss divided and scaled as Lightning divides and scales that of the first run."""
+        trainer = self.module.trainer
+        if self.module.automatic_optimization:
+            loss = loss / trainer.accumulate_grad_batches
+        scaler = grad_scaler(trainer)
+        return loss if scaler is None else scaler.scale(loss)
+
+    def _unsynced(self) -> AbstractContextManager[None]:
+        """A context in which DDP does not average gradients over the ranks."""
+        return getattr(self.module.trainer.strategy, "block_backward_sync", nullcontext)()
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a step returns.
+
+    Raises:
+        MisconfigurationException: If there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise MisconfigurationException(
+            f"SAM needs a loss from both runs of a step, a tensor or 'loss' in a dictionary, got {loss!r}: return it at"
+            " the perturbed weights too."
+        )
+    return loss
+
+
+def _check_step(accumulate: int, clip_norm: float | None) -> None:
+    check_count("accumulate", accumulate)
+    if clip_norm is None:
+        return
+    check_range("clip_norm", clip_norm, 0.0)
+    if clip_norm == 0:  # which Lightning takes for no clipping
+        raise ValueError(f"clip_norm must be above 0, got {clip_norm}: leave it out for no clipping.")

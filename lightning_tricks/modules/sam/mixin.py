@@ -1,0 +1,156 @@
+"""Sharpness-aware minimization (SAM) for a LightningModule that one writes oneself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tricks.core.replay.rerun import is_replaying
+from lightning_tricks.core.replay.undone_fit import is_trial
+from lightning_tricks.modules.sam.engine import SAMEngine
+from lightning_tricks.modules.sam.rules import SAM
+from lightning_tricks.modules.sam.trainer_hooks import SAMHooks
+
+if TYPE_CHECKING:
+    _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
+else:
+    _Module = object
+
+__all__ = ["SAMMixin"]
+
+
+class SAMMixin(_Module):
+    """Sharpness-aware minimization for a LightningModule: the gradient is taken at ``w + rho * g/||g||``.
+
+    Every training batch is run twice: for g, the gradient at w, and again at the perturbed weights for the gradient
+    that the optimizer gets. This happens inside ``backward``, so accumulation, clipping, mixed precision, schedules and
+    checkpoints work by the Trainer's own arguments. Each micro-batch on each device has its own perturbation
+    (m-sharpness); under FSDP2 the devices have one together. Perturbed are the weights that the optimizer trains. The
+    module's own state is copied twice a step, so large tensors and lists belong into the data module.
+
+    The second run starts from the same batch, random numbers and state as the first and logs nothing; afterwards
+    buffers (BatchNorm statistics), metrics and plain attributes of the module are as the first run left them. What a
+    step does to objects outside the module (a file, an object of your own) it does twice.
+
+    In a module with ``automatic_optimization = False`` call ``sam_backward(closure)`` in place of
+    ``manual_backward(loss)``, or ``sam_step(closure)``, which also accumulates, clips and steps.
+
+    Write the mixin *before* ``LightningModule`` and set ``sam`` on the class or in ``__init__``. ``||g||`` is logged as
+    ``tricks/sam_grad_norm`` every ``log_every_n_steps``.
+
+    Raises:
+        TypeError: If the mixin comes after LightningModule.
+        MisconfigurationException: At fit start or in the first step, for what cannot be right: ``sam`` is not a
+            ``SAM``, ``dataloader_iter``, ``static_graph=True``, 16-bit weights, DeepSpeed, sparse gradients, reentrant
+            activation checkpointing, a ``backward`` or ``configure_callbacks`` that leaves out ``super()``, a step that
+            writes into its batch or into frozen parameters, manual optimization that never calls SAM.
+
+    Example:
+        >>> import lightning_tricks as lt
+        >>> class Net(lt.SAMMixin, pl.LightningModule):
+        ...     sam = lt.SAM(rho=0.05)
+
+    References:
+        Foret et al., arXiv 2010.01412.
+    """
+
+    sam: SAM = SAM()
+    _sam: SAMEngine | None = None  # while a fit runs
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if pl.LightningModule in order and order.index(pl.LightningModule) < order.index(SAMMixin):
+            raise TypeError(f"SAMMixin must come first: class {cls.__name__}(SAMMixin, LightningModule).")
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        inherited = super().configure_callbacks()
+        return [*([inherited] if isinstance(inherited, Callback) else inherited), SAMHooks(self)]
+
+    def sam_backward(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
+        """Put the gradient at the perturbed weights into ``.grad``, as ``manual_backward`` the gradient at w.
+
+        Args:
+            closure: Computes the loss, from the forward pass on; is called twice.
+            optimizer: Whose weights are perturbed; those of all optimizers if left out. Gradients are added to every
+                weight that the loss depends on, so toggle the optimizer as in any manual optimization.
+
+        Returns:
+            The loss at the weights themselves, detached.
+
+        Raises:
+            MisconfigurationException: Outside of a fit with manual optimization.
+        """
+        return self._sam_by_hand("sam_backward").backward_by_hand(closure, optimizer)
+
+    def sam_step(
+        self,
+        closure: Callable[[], Tensor],
+        optimizer: LightningOptimizer | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+    ) -> Tensor:
+        """``sam_backward``, and every so many calls one step: clip, optimizer, schedulers, ``zero_grad``.
+
+        Call it once a batch for an optimizer; an epoch's last batch steps in any case. Schedulers of the optimizer
+        follow their ``interval``: one that counts steps steps with the optimizer, one that counts epochs after the last
+        batch, one on a plateau is left to you.
+
+        Args:
+            closure: Computes the loss of a micro-batch (a mean), from the forward pass on; is called twice.
+            optimizer: The optimizer; may be left out if there is one only.
+            accumulate: Calls that make one optimizer step, at least 1.
+            clip_norm: Largest norm of the gradient, above 0; None for no clipping.
+
+        Returns:
+            The loss at the weights themselves, detached.
+
+        Raises:
+            TypeError: For a value of the wrong type, or a bare torch optimizer.
+            ValueError: For a value out of range, or if ``optimizer`` is left out though there are several.
+            MisconfigurationException: Outside of a fit with manual optimization.
+        """
+        return self._sam_by_hand("sam_step").step_by_hand(closure, optimizer, accumulate, clip_norm)
+
+    def _sam_by_hand(self, method: str) -> SAMEngine:
+        if self.automatic_optimization or self._sam is None:
+            raise MisconfigurationException(
+                f"{method} belongs into the training_step of a fit with automatic_optimization=False; with automatic"
+                " optimization SAM works by itself."
+            )
+        return self._sam
+
+    @override
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        descend = partial(super().backward, *args, **kwargs)
+        if self.automatic_optimization and self._sam is not None:
+            self._sam.backward(loss, descend)
+        elif self.automatic_optimization and not is_trial(self.trainer):
+            raise MisconfigurationException(
+                f"SAM works in a Trainer's fit, in which {type(self).__name__}.configure_callbacks must include that of"
+                " super()."
+            )
+        else:
+            descend(loss)
+
+    @override
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if not is_replaying():
+            super().log(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_sam": None}
+
+
+def is_sam(module: object) -> bool:
+    """Whether the training steps of a module run twice."""
+    return isinstance(module, SAMMixin)

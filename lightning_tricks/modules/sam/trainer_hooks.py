@@ -1,0 +1,147 @@
+"""What SAM needs of a Trainer: checks, recorded steps, checkpoints with unperturbed weights, a logged norm."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_tricks.core.lightning.engine import Engine, engine_of
+from lightning_tricks.core.lightning.trainer import is_fitting, log_every_n_steps
+from lightning_tricks.core.report import Row, settings
+from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.by_engine import local_weights, require_unsharded
+from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
+from lightning_tricks.modules.sam.engine import SAMEngine
+from lightning_tricks.modules.sam.rules import SAM, selected_names
+
+
+class SAMHooks(Trick):
+    """Checks the Trainer and records its training steps; ``SAMMixin`` brings it along."""
+
+    conflicts = (
+        Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Leave static_graph out"),
+    )
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._engine: SAMEngine | None = None
+        self._ran = self._batches = False  # whether SAM did, and whether there was anything to do it with
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if not is_fitting(trainer) or not self.is_active(trainer):
+            return
+        _check(trainer, pl_module)
+        self._engine = SAMEngine(pl_module, pl_module.sam, local_weights(trainer, pl_module, "SAM"))
+        pl_module._sam = self._engine
+        self._undo.callback(setattr, pl_module, "_sam", None)
+        self._undo.callback(setattr, self, "_engine", None)
+        if pl_module.automatic_optimization:
+            full = pl_module.sam.micro_batch_size is None
+            self._engine.recorder.start(trainer, pl_module, partial(_perturbs, trainer, pl_module.sam), gradients=full)
+            self._undo.callback(self._engine.recorder.stop)
+        self._wrap(trainer, "save_checkpoint", partial(_save, self._engine))
+
+    @override
+    def is_active(self, trainer: pl.Trainer) -> bool:
+        return trainer.lightning_module is self.module  # Lightning keeps the callbacks that an earlier module brought
+
+    @override
+    def row(self, trainer: pl.Trainer) -> Row:
+        return "SAM", settings(self.module.sam)
+
+    @override
+    def written(self) -> str:
+        return f"{type(self.module).__name__} with {self.module.sam}"
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._ran = self._batches = False
+        if self._engine is None:
+            return
+        for name, weight in pl_module.named_parameters():
+            if weight.requires_grad and weight.dtype not in (torch.float32, torch.float64):
+                raise MisconfigurationException(
+                    f"SAM needs fp32 weights, since 16-bit ones round its perturbation away; {name} is {weight.dtype}."
+                    " Use precision='bf16-mixed' or '16-mixed'."
+                )
+        if (patterns := self._engine.sam.parameters) is not None:
+            try:
+                selected_names(pl_module, patterns)
+            except ValueError as error:
+                raise MisconfigurationException(f"SAM(parameters={patterns!r}): {error}") from None
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._engine is not None and self._engine.recorder.step is not None:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__}.backward must call super().backward(loss): SAM works inside it."
+            )
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._batches = True
+        norm = None if self._engine is None else self._engine.norm
+        if norm is not None:
+            self._ran = True
+            log_every_n_steps(trainer, lambda: {"tricks/sam_grad_norm": float(norm)})
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        manual = self._engine is not None and not pl_module.automatic_optimization
+        if manual and self._batches and not self._ran:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__} optimizes manually and never called self.sam_backward(closure) or"
+                " self.sam_step(closure): call one of them in training_step, or leave SAMMixin out."
+            )
+
+
+def _perturbs(trainer: pl.Trainer, sam: SAM) -> bool:
+    """Whether the optimizer step that this batch belongs to is one with a perturbation."""
+    return trainer.global_step % sam.every_n_steps == 0
+
+
+def _save(engine: SAMEngine, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Save a checkpoint with the module's own weights, also when it is asked for at perturbed ones."""
+    if engine.perturbed is None:
+        return original(*args, **kwargs)
+    weights, before = engine.perturbed
+    moved = [weight.detach().clone() for weight in weights]
+    with hidden_from_autograd(weights):
+        try:
+            copy_(weights, before)
+            return original(*args, **kwargs)
+        finally:
+            copy_(weights, moved)
+
+
+def _check(trainer: pl.Trainer, pl_module: Any) -> None:
+    name, sam = type(pl_module).__name__, pl_module.sam
+    if not isinstance(sam, SAM):
+        raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {sam!r}.")
+    if pl_module.automatic_optimization:
+        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+            raise MisconfigurationException(f"SAM needs the batch: {name}.training_step must not take dataloader_iter.")
+    elif sam.every_n_steps > 1 or sam.micro_batch_size is not None:
+        raise MisconfigurationException(
+            f"With automatic_optimization=False {name} decides itself which steps and samples are perturbed, got {sam}:"
+            " leave out every_n_steps and micro_batch_size, and call manual_backward where SAM is not wanted."
+        )
+    if engine_of(trainer) is not Engine.FSDP2:
+        require_unsharded(trainer, "SAM")
+    elif not pl_module.automatic_optimization or sam.micro_batch_size is not None:
+        raise MisconfigurationException(
+            "Under ModelParallelStrategy SAM has one perturbation for the batches of all devices and works inside"
+            f" automatic optimization, got automatic_optimization={pl_module.automatic_optimization} and {sam}: leave"
+            " out micro_batch_size, or use another strategy."
+        )

@@ -1,0 +1,5 @@
+"""Optimizers for ``configure_optimizers``."""
+
+from lightning_tricks.optimizers.adamw import adamw
+
+__all__ = ["adamw"]

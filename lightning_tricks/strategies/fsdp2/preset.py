@@ -1,0 +1,265 @@
+"""Fully sharded data parallelism (FSDP2): weights, gradients and optimizer states in slices, one a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_bool, check_type
+from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.selection import check_patterns
+from lightning_tricks.strategies.atomic_folder import AtomicFolders
+from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
+from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
+from lightning_tricks.strategies.fsdp2.checkpoints import (
+    gathered,
+    load_module,
+    load_optimizer,
+    read_module,
+    read_optimizer,
+)
+from lightning_tricks.strategies.fsdp2.prepare import prepare, require_untied
+from lightning_tricks.strategies.fsdp2.root import Root
+
+__all__ = ["FSDP2Preset"]
+
+
+@final
+class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
+    """FSDP2 of an ordinary LightningModule: the presets ``fsdp2_bf16`` and ``fsdp2_offload_bf16``.
+
+    Each process keeps a slice of every weight, its gradient and its optimizer state, all in fp32. The weights of a
+    block are gathered when it runs and freed afterwards, forward and backward; those of the root, which is everything
+    outside of the blocks, are there for the whole step. Every process must run the same blocks in the same order.
+    Gradients are reduced after every batch, accumulated ones too: kept until later they would be whole on each device.
+
+    Args:
+        precision: What to train in: "bf16-mixed" or "32-true".
+        offload: Whether weights, gradients and optimizer states wait in host memory, where the optimizer steps.
+        modules: The submodules that are gathered one at a time: regular expressions searched in their names, or names
+            of classes, one or a sequence; found by themselves if left out.
+        activation_checkpointing: Whether each block is run again in the backward pass, which saves its activations.
+        save_distributed_checkpoint: Whether a checkpoint is a folder of slices, or one file as that of any strategy.
+        process_group_backend: Of ``torch.distributed``; chosen by the accelerator if left out.
+        timeout: Of its collectives.
+
+    Raises:
+        TypeError: If a switch is no bool.
+        MisconfigurationException: At setup, for what cannot be right: several optimizers, ``activation_checkpointing``
+            without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes; with torch
+            before 2.13, a module with a step that an exception has interrupted.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> pl.Trainer(strategy=FSDP2Preset(), accelerator="cpu", devices=1, logger=False).precision
+        'bf16-mixed'
+    """
+
+    precisions = ("bf16-mixed", "32-true")
+
+    def __init__(
+        self,
+        *,
+        precision: PresetPrecision = "bf16-mixed",
+        offload: bool = False,
+        modules: str | Sequence[str] | None = None,
+        activation_checkpointing: bool = False,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+    ) -> None:
+        check_bool("offload", offload)
+        check_bool("activation_checkpointing", activation_checkpointing)
+        check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
+        if modules is not None:
+            check_patterns("modules", modules)
+        check_type("process_group_backend", process_group_backend, str, NoneType)
+        check_type("timeout", timeout, timedelta)
+        self.offload = offload
+        self.modules = modules
+        self.activation_checkpointing = activation_checkpointing
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self._root: Root | None = None
+        self._loads_file = False
+        self._undo: list[Callable[[], None]] = []
+        super().__init__(
+            precision=precision,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            tensor_parallel_size=1,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    # -- setup --------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes  # "auto" is the number of nodes
+        if self.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of gradients are summed up in host memory
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self._module
+        if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} shards by fully_shard, found modules wrapped in"
+                " FullyShardedDataParallel: leave that out."
+            )
+        self._shard(module)
+        self._root = Root(module)
+        # Lightning's strategy insists on a configure_model, in which users shard; that of the user has run already
+        module.configure_model = self._shard
+        try:
+            super().setup(trainer)
+        finally:
+            del module.configure_model
+        if len(self.optimizers) > 1:  # toggle_optimizer freezes weights, of which gathered ones know nothing
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} trains with one optimizer, got {len(self.optimizers)}: put their"
+                " parameters into groups of one, or choose a DDP preset."
+            )
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        """Shard what the user has not sharded, one group after the other, so that a device never holds two whole."""
+        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+            self._layer_sync.apply(module)
+        offload = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
+        groups = sharding_groups(module, self.modules)
+        require_untied(module)
+        if self.activation_checkpointing:
+            self._undo += checkpoint_blocks(module, self.modules)
+        for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
+            prepare(group, self.root_device)
+            fully_shard(group, mesh=self.device_mesh["data_parallel"], offload_policy=offload)
+
+    @override
+    def model_to_device(self) -> None:
+        """Move what is left; sharded weights are where they belong."""
+        for each in self._module.modules():
+            if not any(True for _ in each.parameters()):
+                each.to(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._root is not None:
+            self._root.recover()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.root.run(partial(super().training_step, *args, **kwargs))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.root.run(partial(super().validation_step, *args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.root.run(partial(super().test_step, *args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.root.run(partial(super().predict_step, *args, **kwargs))
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if not self._module.automatic_optimization:
+            self.root.expect_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._module.automatic_optimization:
+            self.root.end()
+        else:
+            self.root.gather()
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if not self._module.automatic_optimization:
+            self.root.gather()
+        return output
+
+    @property
+    def root(self) -> Root:
+        """What steps run inside of."""
+        assert self._root is not None, "setup comes first"
+        return self._root
+
+    @property
+    def _module(self) -> Any:
+        """The LightningModule, an FSDPModule as well once it is set up."""
+        assert self.lightning_module is not None, "connected before anything is asked for"
+        return self.lightning_module
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.root.share_buffers()
+        if self.save_distributed_checkpoint:
+            return super().lightning_module_state_dict()
+        return gathered(self._module.state_dict(), keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        return gathered(optimizer.state_dict(), keep=self.is_global_zero)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        self.require_whole(path)
+        self._loads_file = path.is_file()
+        if self._loads_file:  # what is in it Lightning has loaded below, after its hooks
+            return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        rest = torch.load(path / "meta.pt", map_location="cpu", weights_only=weights_only)
+        read_module(path, self._module, strict=self._module.strict_loading)
+        for number, optimizer in enumerate(self.optimizers if is_fitting(self._module.trainer) else []):
+            read_optimizer(path, self._module, optimizer, number=number)
+        return rest
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return self._loads_file
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._loads_file:
+            load_module(self._module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer(optimizer, state)

@@ -1,0 +1,160 @@
+"""The tricks in the order of the README: their names, a line of yours, what they do and cost, in Markdown."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """Names that go together; what is ``beside`` them costs nothing."""
+
+    names: tuple[str, ...]
+    line: str
+    what: str
+    cost: str = ""
+    beside: tuple[str, ...] = ()
+
+
+CATALOGUE = (
+    Row(
+        ("EMA",),
+        "callbacks=[lt.EMA(decay=0.999)]",
+        "the exponential average of the weights is validated, saved and kept; `scale_ema_decay` for another batch size",
+        "an fp32 copy of the weights",
+        ("scale_ema_decay",),
+    ),
+    Row(
+        ("SWA",),
+        "callbacks=[lt.SWA(start=0.75)]",
+        "the mean of the late epochs' weights, with its own BatchNorm statistics",
+        "a copy; a pass over the data",
+    ),
+    Row(
+        ("SAMMixin", "SAM"),
+        "class Net(lt.SAMMixin, L.LightningModule): sam = lt.SAM(rho=0.3)",
+        "the gradient is taken where the loss is worst within `rho`: flatter minima, robust to wrong labels",
+        "twice a step's time, a copy of the weights",
+    ),
+    Row(
+        ("sharpness",),
+        "lt.sharpness(net,loader,loss).plot()",
+        "the Hessian's largest eigenvalue, the loss along the gradient",
+        "≤31 passes",
+        ("Sharpness",),
+    ),
+    Row(
+        ("Mixup", "CutMix", "mixup", "cutmix"),
+        "callbacks=[lt.Mixup(alpha=0.2,stop=0.9)]",
+        "mixes samples and losses, whatever the loss is",
+        "a copy of the inputs",
+    ),
+    Row(("HiddenMixup",), 'callbacks=[lt.HiddenMixup("model.classifier")]', "mixes representations, for text"),
+    Row(
+        ("HardExampleFilter", "ohem_loss"),
+        "callbacks=[lt.HardExampleFilter(keep=0.5,score_scale=0.5)]",
+        "trains on the samples with the largest losses",
+        "a scoring pass, half a backward pass",
+    ),
+    Row(("flat_cos",), "return lt.flat_cos(optimizer, self)", "warm-up, flat, then half a cosine to the floor"),
+    Row(
+        (
+            "one_cycle",
+            "cosine",
+            "cosine_restarts",
+            "linear",
+            "polynomial",
+            "inverse_sqrt",
+            "wsd",
+            "step_decay",
+            "constant",
+            "swa_tail",
+            "reduce_on_plateau",
+        ),
+        "return lt.one_cycle(optimizer,self)",
+        "other curves, in optimizer steps",
+        "",
+        ("CurveLR", "PlateauLR"),
+    ),
+    Row(("LRSchedule",), 'callbacks=[lt.LRSchedule("cosine",warmup=0.05)]', "the same curves for YAML"),
+    Row(
+        ("optimizer_steps",),
+        "lt.optimizer_steps(self.trainer)",
+        "the exact number of steps of this fit, or an error",
+        "",
+        ("UnknownTotalSteps",),
+    ),
+    Row(
+        ("find_lr",),
+        "lightning-tricks find-lr -c config.yaml",
+        "a sweep that leaves everything as it was; pictures",
+        "100 steps",
+        ("plot_schedule", "LRFinderResult"),
+    ),
+    Row(
+        ("layer_decay_groups", "discriminative_groups", "no_weight_decay_groups"),
+        "lt.layer_decay_groups(net,1e-3,0.75)",
+        "parameter groups",
+    ),
+    Row(
+        ("BatchSizeWarmup", "scale_lr", "scale_adam", "effective_batch_size"),
+        "callbacks=[lt.BatchSizeWarmup(final=8)]",
+        "batches that grow, learning rates to match",
+    ),
+    Row(
+        ("preset", "presets", "SinglePreset", "DDPPreset", "FSDP2Preset", "ZeROPreset"),
+        'L.Trainer(strategy="zero3_offload_bf16",devices=8)',
+        "[17 strings](docs/strategies.md) for strategy *and* precision",
+    ),
+    Row(
+        ("adamw", "ray_trainer"),
+        "return lt.adamw(self,lr=3e-4)",
+        "the strategy's fastest AdamW; presets under [torchrun, SLURM, Ray](docs/multi_node.md)",
+    ),
+    Row(
+        ("estimate_memory", "suggest_strategy", "find_batch_size", "environment_report"),
+        "lightning-tricks suggest 7B --device-memory 80GB",
+        "bytes per device, the preset that fits, the largest batch, what is missing here",
+        "",
+        ("MemoryEstimate", "Suggestion", "Hardware", "BatchSizeResult", "EnvironmentReport"),
+    ),
+    Row(
+        ("SkipNonFinite", "TerminateOnNonFinite", "RewindOnSpike"),
+        "callbacks=[lt.SkipNonFinite()]",
+        "leaves out steps that are not finite on all ranks; stops before them; goes back to a snapshot",
+        "a look at the gradients",
+    ),
+    Row(
+        ("AdaptiveClip", "AutoClip", "adaptive_clip_"),
+        "callbacks=[lt.AutoClip(percentile=10)]",
+        "clips by unit; by the history of norms",
+        "a pass over the gradients",
+    ),
+    Row(
+        ("GradualUnfreeze", "freeze"),
+        "callbacks=[lt.GradualUnfreeze(at=[0.2,0.5])]",
+        "head to stem, following the schedule",
+    ),
+    Row(
+        ("ActivationCheckpointing",),
+        "callbacks=[lt.ActivationCheckpointing()]",
+        "blocks run again backward, for less memory",
+        "a forward pass more",
+    ),
+    Row(
+        ("Compile",),
+        "callbacks=[lt.Compile()]",
+        "compiled modules, eager where that fails; faster layouts",
+        "a compilation first",
+        ("ChannelsLast", "speed_preset"),
+    ),
+    Row(
+        ("Doctor", "drop_bias_before_batchnorm", "add_stochastic_depth"),
+        "callbacks=[lt.Doctor()]",
+        "lints with remedies; networks changed before training",
+    ),
+    Row(
+        ("average_checkpoints", "greedy_soup", "consolidate", "export_weights"),
+        "lightning-tricks consolidate DIR -o net.safetensors",
+        "means of checkpoint files, one file from shards, weights for a bare `nn.Module`",
+    ),
+)

@@ -1,0 +1,131 @@
+"""The main job: train the digits experiment in every variant and report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import statistics
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.examples.digits import VARIANTS, run
+
+EPOCHS = 55
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0.4) -> Results:
+    """Run every variant with every seed; print the table; write report.png, results.json and digits.ckpt.
+
+    Args:
+        output: Folder for the files; made if needed.
+        seeds: Runs of each variant.
+        epochs: Epochs of each run.
+        noise: Share of wrong training labels, in [0, 1].
+
+    Returns:
+        The runs of each variant.
+
+    Raises:
+        ImportError: If scikit-learn, matplotlib or rich is missing.
+    """
+    check_count("seeds", seeds)
+    check_count("epochs", epochs)
+    check_range("noise", noise, 0.0, 1.0)
+    try:
+        import matplotlib  # noqa: F401  before the work, not after it
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError(f"the demo needs {error.name}: pip install 'lightning_tricks[demo]'") from error
+    output.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    console.print(f"scikit-learn's handwritten digits, {noise:.0%} of the training labels wrong, {epochs} epochs")
+    results: Results = {name: [] for name in VARIANTS}
+    jobs = [(name, seed) for seed in range(seeds) for name in VARIANTS]
+    with small_runs():
+        for name, seed in track(jobs, "training", console=console):
+            last = (name, seed) == jobs[-1]
+            checkpoint = output / "digits.ckpt" if last else None
+            results[name].append(run(VARIANTS[name], seed, epochs=epochs, noise=noise, checkpoint=checkpoint))
+    console.print(_table(results))
+    _picture(results, output / "report.png")
+    report = {"machine": machine(), "noise": noise, "epochs": epochs, "runs": results}
+    with atomic_write(output / "results.json") as file:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+    console.print(f"wrote {output}/report.png, {output}/results.json and {output}/digits.ckpt (the last run's weights)")
+    return results
+
+
+def _table(results: Results) -> Any:
+    from rich.table import Table
+
+    table = Table("training", "test accuracy", "seconds", title=f"mean and std of {len(results['plain'])} seeds")
+    for name, runs in results.items():
+        scores = [run["test_accuracy"] for run in runs]
+        seconds = statistics.fmean(run["seconds"] for run in runs)
+        table.add_row(name, f"{statistics.fmean(scores):.3f} ± {statistics.pstdev(scores):.3f}", f"{seconds:.1f}")
+    return table
+
+
+def _picture(results: Results, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name in ("plain", "SAM + EMA + flat_cos"):
+        _draw(left, [r["val_accuracy"] for r in results[name]], name)
+    for key, label in (("val_accuracy_raw", "raw weights"), ("val_accuracy", "averaged weights")):
+        _draw(right, [r[key] for r in results["EMA"]], label)
+    left.set(title="plain training, and three lines more", xlabel="epoch", ylabel="validation accuracy")
+    right.set(title="EMA(): raw and averaged weights", xlabel="epoch")
+    with atomic_write(path) as file:
+        figure.savefig(file, dpi=120)
+
+
+def _draw(axes: Any, curves: list[list[float]], label: str) -> None:
+    values = torch.tensor(curves)
+    mean, std = values.mean(0), values.std(0, correction=0)
+    epochs = range(1, values.shape[1] + 1)
+    axes.plot(epochs, mean, label=label)
+    axes.fill_between(epochs, mean - std, mean + std, alpha=0.2)
+    axes.legend(loc="lower right", frameon=False)
+    axes.grid(alpha=0.3)
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that figures belong to."""
+    return {
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+    }
+
+
+@contextmanager
+def small_runs() -> Iterator[None]:
+    """Without Lightning's notes on devices, workers and the end of training; one thread, which suits a tiny network."""
+    logger = logging.getLogger("lightning.pytorch")
+    level, threads = logger.level, torch.get_num_threads()
+    logger.setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            yield
+    finally:
+        logger.setLevel(level)
+        torch.set_num_threads(threads)

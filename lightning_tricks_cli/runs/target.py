@@ -1,0 +1,107 @@
+"""The model, batch and sizes that ``memory`` and ``suggest`` take from a command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e1?\d)?)([kmbt]?)", re.IGNORECASE)
+THOUSANDS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
+
+
+class Target(NamedTuple):
+    """A module or a plain count of parameters, and a batch of two samples; None: without one."""
+
+    model: nn.Module | int
+    batch: Any
+
+
+def read_target(options: argparse.Namespace) -> Target:
+    """The model that a command line names, without memory where that can be, and an example batch.
+
+    Raises:
+        ValueError: If it is nothing of what TARGET can be, or there is no such model.
+        FileNotFoundError: If there is no such file.
+        ImportError: If timm or transformers is missing.
+    """
+    name, path = options.target, Path(options.target)
+    if name.startswith("timm:"):
+        return _timm(name.removeprefix("timm:"))
+    if match := COUNT.fullmatch(name):
+        return Target(round(float(match[1]) * 10 ** THOUSANDS[match[2].lower()]), None)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ValueError(
+            f"{name!r} is no model: name a configuration of LightningCLI (.yaml), of transformers (.json), timm:NAME,"
+            " or a count of parameters such as 7B or 7e9."
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}.")
+    return _transformers(path, options.sequence_length) if path.suffix == ".json" else _lightning(path)
+
+
+def _lightning(path: Path) -> Target:
+    from lightning_tricks_cli.runs.find_lr import read_model
+
+    cli = read_model([path])
+    return Target(cli.model, _first_batch(cli))
+
+
+def _first_batch(cli: Any) -> Any:
+    source = cli.model if cli.datamodule is None else cli.datamodule
+    source.prepare_data()
+    source.setup("fit")
+    loader = source.train_dataloader()
+    return next(iter(loader))
+
+
+def _timm(name: str) -> Target:
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError(f"timm:{name} needs timm: pip install 'lightning-tricks[vision]'") from error
+    if not timm.is_model(name):
+        near = ", ".join(timm.list_models(f"*{name.split('_')[0]}*")[:5])
+        raise ValueError(f"timm has no model {name!r}." + (f" It has {near}." if near else ""))
+    with torch.device("meta"):
+        model = timm.create_model(name)
+        return Target(model, torch.empty(2, *timm.data.resolve_model_data_config(model)["input_size"]))
+
+
+def _transformers(path: Path, sequence_length: int | None) -> Target:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{path} needs transformers: pip install 'lightning-tricks[text]'") from error
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{path} is no configuration of transformers: it has no model_type.")
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+        return Target(model, _example(config, kind, sequence_length))
+
+
+def _example(config: Any, kind: type[nn.Module] | None, sequence_length: int | None) -> dict[str, Any]:
+    """Two samples, with labels if the model computes a loss from them."""
+    name = "" if kind is None else kind.__name__
+    if (size := getattr(config, "image_size", None)) is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        batch = {"pixel_values": torch.empty(2, getattr(config, "num_channels", 3), height, width)}
+        return {**batch, "labels": torch.empty(2, dtype=torch.long)} if name.endswith("Classification") else batch
+    length = sequence_length or min(getattr(config, "max_position_embeddings", 512), 512)
+    tokens = torch.empty(2, length, dtype=torch.long)
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")):
+        return {"input_ids": tokens, "labels": tokens}
+    if name.endswith("ForSequenceClassification"):
+        return {"input_ids": tokens, "labels": torch.empty(2, dtype=torch.long)}
+    return {"input_ids": tokens}

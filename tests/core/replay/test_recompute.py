@@ -1,0 +1,190 @@
+"""A block that runs again gives the same gradients, state and random numbers, and keeps less for the backward pass."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.replay.recompute import recompute
+from lightning_tricks.core.selection import select_blocks
+from tests.nets import assert_equal, weights
+
+policies = pytest.mark.parametrize("policy", ["full", "selective"])
+
+
+def wrapped(model: nn.Module, policy: Any) -> nn.Module:
+    """A copy of the model whose blocks are recomputed."""
+    model = copy.deepcopy(model)
+    for each in select_blocks(model).values():
+        wrap_method(each, "forward", partial(recompute, each, policy))
+    return model
+
+
+def resnet() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    timm = pytest.importorskip("timm")
+    x = torch.randn(4, 3, 32, 32)
+    return timm.create_model("resnet18", drop_path_rate=0.2), lambda model: model(x).square().mean()
+
+
+def bert() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, **sizes))
+    ids, mask = torch.randint(50, (4, 12)), torch.ones(4, 12).long()
+    mask[:, 9:] = 0
+    return model, lambda model: model(input_ids=ids, attention_mask=mask, labels=torch.arange(4) % 2).loss
+
+
+def descend(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """What a training step leaves: gradients, state and random numbers."""
+    model.train().zero_grad()
+    torch.manual_seed(5)
+    random.seed(5)
+    loss(model).backward()
+    gradients = {f"{name}.grad": weight.grad.clone() for name, weight in model.named_parameters()}
+    return {**gradients, **weights(model), "random": torch.get_rng_state()}
+
+
+@policies
+@pytest.mark.parametrize("made", [resnet, bert])
+def test_gradients_and_state_are_bit_equal(made: Any, policy: str) -> None:
+    torch.manual_seed(0)
+    model, loss = made()
+    again = wrapped(model, policy)
+    for _ in range(2):
+        assert_equal(descend(again, loss), descend(model, loss))
+
+
+@policies
+def test_gradients_are_equal_under_autocast(policy: str) -> None:
+    torch.manual_seed(0)
+    model, loss = resnet()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(descend(wrapped(model, policy), loss), descend(model, loss))
+
+
+class Odd(nn.Module):
+    """All that a forward may change or draw from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.seen = spectral_norm(nn.Linear(4, 4)), 0, []
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.scale *= 1.5
+        x = x * self.calls * self.scale.clone() * random.random()
+        return torch.tanh(self.linear(x)).sin()
+
+
+@policies
+def test_state_is_that_of_the_first_run(policy: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(Odd()), nn.Sequential(Odd())), torch.randn(3, 4)
+    again = wrapped(model, policy)
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(model(x)).square().sum()  # each block twice
+
+    for _ in range(2):
+        assert_equal(descend(again, loss), descend(model, loss))
+    assert [again[0][0].calls, again[0][0].seen] == [4, [1, 2, 3, 4]]
+
+
+def twice(model: nn.Module, x: Tensor) -> Tensor:
+    """A gradient penalty, after a backward pass of its own through the same graph."""
+    x = x.clone().requires_grad_()
+    value = model(x).square().sum()
+    value.backward(retain_graph=True)
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + slope.square().sum()
+
+
+def test_a_graph_is_used_several_times() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
+    model, x = nn.Sequential(*blocks), torch.randn(6, 4)
+    again = wrapped(model, "full")
+    for _ in range(2):
+        assert_equal(descend(again, lambda each: twice(each, x)), descend(model, lambda each: twice(each, x)))
+    with pytest.raises(RuntimeError, match="backward an extra time"):  # torch keeps what is selected for one
+        twice(wrapped(model, "selective"), x)
+
+
+@pytest.mark.parametrize(("made", "share"), [(resnet, 0.6), (bert, 0.6)])
+def test_fewer_bytes_are_kept_for_the_backward_pass(made: Any, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    from space import memory
+
+    model, loss = made()
+    kept = {}
+    for name, each in [("plain", model), *((policy, wrapped(model, policy)) for policy in ("selective", "full"))]:
+        figures, value = memory(lambda each=each: loss(each.train()), "cpu", 1)
+        kept[name] = figures["kept"]
+        assert isinstance(value, Tensor)
+        value.backward()
+    assert kept["full"] < share * kept["plain"]
+    assert kept["full"] < kept["selective"] < 0.95 * kept["plain"]
+
+
+def test_saved_tensors_are_fewer() -> None:
+    model, loss = bert()
+    bytes_saved = []
+    for each in (model, wrapped(model, "full")):
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.nbytes) or x, lambda x: x):
+            loss(each)
+        bytes_saved.append(sum(saved))
+    assert bytes_saved[1] < 0.4 * bytes_saved[0]
+
+
+def test_selective_runs_the_products_once() -> None:
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls = getattr(self, "calls", 0) + (function is torch.ops.aten.convolution.default)
+            return function(*args, **(kwargs or {}))
+
+    model, loss = resnet()
+    calls = []
+    for each in (model, wrapped(model, "selective"), wrapped(model, "full")):
+        with Count() as count:
+            loss(each).backward()
+        calls.append(count.calls)
+    assert calls[0] == calls[1] < calls[2]
+
+
+def test_a_kept_result_that_is_written_raises() -> None:
+    layers = [nn.Sequential(nn.Conv2d(2, 2, 3), nn.Hardtanh(inplace=True)) for _ in range(2)]
+    model = wrapped(nn.Sequential(*layers), "selective")
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        model(torch.randn(1, 2, 8, 8)).sum().backward()
+
+
+@pytest.mark.gpu
+@policies
+def test_a_gpu_keeps_fewer_bytes(policy: str) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet18").cuda()
+    x, peaks = torch.randn(32, 3, 128, 128, device="cuda"), []
+    for each in (model, wrapped(model, policy)):
+        F.cross_entropy(each(x), torch.zeros(32, device="cuda").long()).backward()  # workspaces are made
+        each.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        value = F.cross_entropy(each(x), torch.zeros(32, device="cuda").long())
+        peaks.append(torch.cuda.memory_allocated() - before)
+        value.backward()
+    assert peaks[1] < (0.5 if policy == "full" else 0.9) * peaks[0]

@@ -1,0 +1,150 @@
+"""A recorded step gives the same loss when it runs again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_tricks.core.replay.random_numbers import random_numbers_of
+from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, micro_batches, with_own_batch
+from lightning_tricks.core.replay.rerun import run_number
+from tests.nets import Net, PlainNet, build, fit
+
+
+class Again(Callback):
+    """Runs each step again in ``on_before_backward``; notes both losses."""
+
+    def __init__(self) -> None:
+        self.recorder = StepRecorder()
+        self.losses: list[tuple[float, float]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.recorder.start(trainer, pl_module, lambda: trainer.global_step != 3)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        step = self.recorder.take()
+        if step is None:
+            self.losses.append((0.0, 0.0))
+            return
+        with torch.no_grad(), random_numbers_of(step.random, pl_module.device):
+            self.losses.append((loss.item(), step.run().item()))
+        assert self.recorder.step is None
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.recorder.stop()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_step_run_again_gives_the_same_loss_under_dropout_and_autocast(precision: Any) -> None:
+    again = Again()
+    run = fit(build(Net), callbacks=[again], precision=precision)
+    assert len(again.losses) == 12
+    assert all(first == second for first, second in again.losses)
+    assert "training_step" not in vars(run.strategy)
+
+
+def test_a_step_that_is_not_wanted_is_not_recorded() -> None:
+    again = Again()
+    fit(build(Net), callbacks=[again])
+    assert [losses == (0.0, 0.0) for losses in again.losses] == [step == 3 for step in range(12)]
+
+
+class Records(Callback):
+    """Records each step; notes what was recorded, and the number of its run."""
+
+    def __init__(self, gradients: bool = True, before: Any = None) -> None:
+        self.recorder, self.gradients, self.before = StepRecorder(), gradients, before
+        self.steps: list[RecordedStep | None] = []
+        self.numbers: list[int] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.recorder.start(trainer, pl_module, lambda: True, gradients=self.gradients)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
+        if self.before is not None:
+            self.before(trainer, batch, number)
+            assert self.recorder.step is None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append(self.recorder.take())
+        self.numbers.append(run_number())
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.recorder.stop()
+
+
+def test_each_recorded_step_is_a_run_of_its_own_and_one_without_gradients_is_somebody_elses() -> None:
+    def score(trainer: pl.Trainer, batch: Any, number: int) -> None:
+        with torch.no_grad():
+            trainer.strategy.training_step(batch, number)
+
+    records = Records(before=score)
+    fit(build(Net), callbacks=[records], max_epochs=1)
+    assert None not in records.steps
+    assert len(set(records.numbers)) == len(records.numbers) == 6
+
+
+def test_without_gradients_a_step_makes_no_graph() -> None:
+    seen: list[bool] = []
+
+    class Seeing(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            seen.append(loss.requires_grad)
+            return loss.detach().requires_grad_()
+
+    fit(build(Seeing), callbacks=[Records(gradients=False)], max_epochs=1, limit_train_batches=2)
+    assert seen == [False, False]
+
+
+class Writes(PlainNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].mul_(2)
+        return super().training_step(batch, batch_idx)
+
+
+class Freezes(PlainNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].bias.requires_grad_(False).mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Writes, "writes into its batch"), (Freezes, r"the frozen parameter layers\.0\.bias")]
+)
+def test_a_step_that_cannot_be_run_again_is_refused(kind: type[Net], message: str) -> None:
+    module = build(kind)
+    module.layers[0].bias.requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, callbacks=[Records()])
+
+
+def test_a_run_again_has_a_batch_of_its_own() -> None:
+    batch = {"x": torch.ones(2), "deep": [1, 2]}
+    run = with_own_batch(partial(lambda b, *, more: (b, more), batch, more=batch))
+    batch["deep"].pop()
+    batch.clear()
+    for got in run():
+        assert torch.equal(got["x"], torch.ones(2))
+        assert got["deep"] == [1, 2]
+
+
+def test_micro_batches_have_every_sample_once() -> None:
+    batch = {"x": torch.arange(14).view(7, 2), "y": [torch.arange(7)], "for all": torch.ones(3), "text": "a"}
+    step = RecordedStep(partial(lambda b, number: (b, number), batch, 5), {}, None)
+    cut = micro_batches(step, 3)
+    assert [share for share, _ in cut] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
+    got = [run() for _, run in cut]
+    assert torch.equal(torch.cat([each["x"] for each, _ in got]), batch["x"])
+    assert torch.equal(torch.cat([each["y"][0] for each, _ in got]), batch["y"][0])
+    assert all((len(each["for all"]), each["text"], number) == (3, "a", 5) for each, number in got)
+    with pytest.raises(MisconfigurationException, match="micro_batch_size=3 needs a batch with tensors of samples"):
+        micro_batches(RecordedStep(partial(print, {"a": torch.tensor(1.0)}), {}, None), 3)

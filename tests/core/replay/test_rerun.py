@@ -1,0 +1,367 @@
+"""A step that runs again sees the same random numbers and leaves buffers and metrics alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+from lightning_tricks.core.replay.rerun import (
+    begin_run,
+    find_graph_node,
+    forbid_writes,
+    is_replaying,
+    rebuilt,
+    replaying,
+    run_number,
+    tensors_in,
+    versions,
+)
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def state_kept(module: nn.Module) -> Iterator[None]:
+    state = ModuleState(module)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+class Counters(nn.Module):
+    """Buffers of every sort, changed in place or assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("anew", torch.zeros(3))
+        self.register_buffer("grown", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_buffer("expanded", torch.ones(1).expand(5))
+        self.register_buffer("nan", torch.tensor([float("nan"), 1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.flag.fill_(True)
+        self.anew = self.anew + x.detach().mean()
+        self.grown = torch.cat([self.grown, self.grown])
+        self.nan.zero_()
+        return x
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "batchnorm": lambda: nn.BatchNorm1d(4),
+    "cumulative batchnorm": lambda: nn.BatchNorm1d(4, momentum=None),
+    "instancenorm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ),
+    "spectral_norm": lambda: spectral_norm(nn.Linear(4, 4)),
+    "counters": Counters,
+    "shared": lambda: nn.Sequential(*[nn.BatchNorm1d(4)] * 2),
+}
+
+
+def buffers(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    return {name: (id(buffer), buffer.clone()) for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "nan"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_buffers_are_the_same_objects_with_the_same_bits(kind: str, bad: bool) -> None:
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    module(torch.randn(8, 4))
+    before = buffers(module)
+    with state_kept(module):
+        loss = module(torch.randn(8, 4) * (float("nan") if bad else 3.0)).sum()
+        if loss.requires_grad:
+            loss.backward()
+        changed = buffers(module)
+    after = buffers(module)
+    assert after.keys() == before.keys()
+    assert any(
+        identity != before[name][0] or not same(value, before[name][1]) for name, (identity, value) in changed.items()
+    )
+    for name, (identity, value) in before.items():
+        assert after[name][0] == identity, name
+        assert same(after[name][1], value), name
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype and torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(a[~a.isnan()], b[~b.isnan()])
+    )
+
+
+def test_buffers_are_restored_after_an_exception() -> None:
+    module = nn.BatchNorm1d(4)
+    before = buffers(module)
+    with pytest.raises(KeyboardInterrupt), state_kept(module):
+        module(torch.randn(8, 4))
+        raise KeyboardInterrupt
+    for name, (_, value) in before.items():
+        assert same(dict(module.named_buffers())[name], value)
+
+
+METRICS: dict[str, Callable[[], Metric | MetricCollection]] = {
+    "tensor state": lambda: MulticlassAccuracy(3),
+    "list state": lambda: CatMetric(),
+    "mean": lambda: MeanMetric(),
+    "collection": lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3), MulticlassConfusionMatrix(3)]),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("seen_before", [0, 1, 2])
+@pytest.mark.parametrize("call", ["forward", "update"])
+# asked for the result before any update, torchmetrics warns
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_metrics_go_on_as_if_the_block_had_not_run(kind: str, seen_before: int, call: str) -> None:
+    batches = [metric_batch(kind, seed) for seed in range(4)]
+    module, reference = nn.ModuleDict({"metric": METRICS[kind]()}), METRICS[kind]()
+    for batch in batches[:seen_before]:
+        getattr(module["metric"], call)(*batch)
+        getattr(reference, call)(*batch)
+    with state_kept(module):
+        getattr(module["metric"], call)(*batches[3])
+        module["metric"].compute()
+    assert_same_metrics(module["metric"], reference)
+    getattr(module["metric"], call)(*batches[2])
+    getattr(reference, call)(*batches[2])
+    assert_same_metrics(module["metric"], reference)
+
+
+def metric_batch(kind: str, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(6, 3, generator=generator)
+    return (
+        (values.flatten(),) if kind in ("list state", "mean") else (values, torch.randint(3, (6,), generator=generator))
+    )
+
+
+def assert_same_metrics(metric: Any, reference: Any) -> None:
+    for mine, theirs in zip(
+        *(m.values() if isinstance(m, MetricCollection) else [m] for m in (metric, reference)), strict=True
+    ):
+        assert mine._update_count == theirs._update_count
+        torch.testing.assert_close(mine.metric_state, theirs.metric_state, atol=0, rtol=0)
+        torch.testing.assert_close(mine.compute(), theirs.compute(), atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_deep_copy_taken_before_equals_the_module_after() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), spectral_norm(nn.Linear(4, 4)))
+    twin = copy.deepcopy(module)
+    with state_kept(module):
+        module(torch.randn(8, 4))
+    for (name, mine), theirs in zip(module.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def test_the_same_numbers_are_drawn_again_and_the_generators_go_on() -> None:
+    state = random_state(CPU)
+    first = draw()
+    with random_numbers_of(state, CPU):
+        assert draw() == first
+        draw()
+    second = draw()
+    with random_numbers_of(state, CPU):
+        assert (draw(), draw()) == (first, second)
+
+
+def test_the_generators_go_on_after_an_exception() -> None:
+    state = random_state(CPU)
+    draw()
+    at = random_state(CPU)
+    expected = draw()
+    with random_numbers_of(at, CPU):
+        pass
+    with random_numbers_of(state, CPU), pytest.raises(KeyboardInterrupt), random_numbers_of(at, CPU):
+        raise KeyboardInterrupt
+    with random_numbers_of(at, CPU):
+        assert draw() == expected
+
+
+def test_a_state_drawn_from_stays_what_it_was() -> None:
+    state = random_state(CPU)
+    for _ in range(2):
+        with random_numbers_of(state, CPU):
+            values = draw()
+    with random_numbers_of(state, CPU):
+        assert draw() == values
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cudas_generator_is_among_them() -> None:
+    device = torch.device("cuda", 0)
+    state = random_state(device)
+    first = torch.rand(3, device=device)
+    with random_numbers_of(state, device):
+        assert torch.equal(torch.rand(3, device=device), first)
+
+
+class Carrier(nn.Module):
+    """Plain attributes of every sort that a step may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+        self.items = [1, 2]
+        self.table = {"a": 1}
+        self.names = {"x"}
+        self.recent = deque([1, 2], maxlen=2)
+        self.carried = torch.zeros(2)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def change(self) -> None:
+        self.number += 1
+        self.items.append(3)
+        self.table["b"] = self.table.pop("a")
+        self.names.clear()
+        self.recent.append(3)
+        self.carried.add_(1)
+        self.carried = self.carried + 1
+        torch.rand(1, generator=self.generator)
+        self.added = True
+
+    def state(self) -> list[Any]:
+        contents = [self.number, *self.items, *self.table.items(), *self.names, *self.recent, *self.carried.tolist()]
+        return [*contents, self.generator.get_state().tolist(), hasattr(self, "added")]
+
+
+def test_attributes_are_the_same_objects_with_the_same_contents() -> None:
+    module = nn.Sequential(Carrier(), nn.Linear(2, 2))
+    carrier = module[0]
+    before, objects = carrier.state(), [id(v) for v in carrier.__dict__.values()]
+    with state_kept(module):
+        carrier.change()
+        assert carrier.state() != before
+    assert carrier.state() == before
+    assert [id(v) for v in carrier.__dict__.values()] == objects
+
+
+def test_parameters_are_left_alone() -> None:
+    module = nn.Linear(2, 2)
+    with state_kept(module), torch.no_grad():
+        module.weight.fill_(7)
+    assert module.weight.eq(7).all()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    rest: list[Any]
+
+
+def test_a_batch_is_rebuilt_around_the_same_tensors() -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    batch = {"pair": Pair(x, [y, "text"]), "more": (x, None)}
+    again = rebuilt(batch)
+    batch["pair"].rest.pop()
+    batch.clear()
+    assert type(again["pair"]) is Pair
+    assert again["pair"].first is again["more"][0] is x
+    assert again["pair"].rest == [y, "text"]
+
+
+def test_a_write_into_a_tensor_of_the_batch_is_seen() -> None:
+    with torch.inference_mode():
+        fixed = torch.zeros(2)
+    batch = {"x": [torch.zeros(2), "text"], "y": (torch.ones(2), fixed)}
+    tensors = tensors_in(batch)
+    before = versions(tensors)
+    assert len(before) == 3
+    _ = batch["x"][0] + 1
+    assert versions(tensors) == before
+    batch["x"][0].mul_(2)
+    assert versions(tensors) != before
+
+
+def taught() -> nn.ModuleDict:
+    return nn.ModuleDict({"student": nn.Linear(2, 2), "teacher": nn.Linear(2, 2).requires_grad_(False)})
+
+
+def swap(tensor: Tensor) -> None:
+    tensor.data = tensor.data + 1
+
+
+@pytest.mark.parametrize("write", [lambda t: t.mul_(2), lambda t: t[:1].zero_(), swap, lambda t: t.data.resize_(100)])
+def test_writes_into_the_batch_and_into_frozen_weights_raise(write: Callable[[Tensor], Any]) -> None:
+    module, batch = taught(), {"deep": [(torch.ones(2), "text")], "none": None}
+    refused = partial(pytest.raises, MisconfigurationException)
+    with refused(match=r"training_step writes into its batch.*x = x \* 2"), forbid_writes(module, batch):
+        write(batch["deep"][0][0])
+    frozen = refused(match=r"frozen parameter teacher.bias, .* on_train_batch_end")
+    with frozen, forbid_writes(module, batch), torch.no_grad():
+        write(module["teacher"].bias)
+    with forbid_writes(module, batch):  # what was written before does not count
+        pass
+
+
+def test_reading_and_writing_elsewhere_is_no_write() -> None:
+    with torch.inference_mode():
+        fixed = torch.ones(2)
+    module, batch = taught(), {"x": torch.ones(2), "fixed": fixed}
+    with forbid_writes(module, batch):
+        loss = (module["student"](batch["x"]) - module["teacher"](batch["x"] * batch["fixed"])).sum()
+        loss.backward()
+        batch["x"].clone().mul_(2)
+        with torch.no_grad():
+            module["student"].weight.mul_(2)
+        batch.pop("fixed")
+
+
+def test_an_exception_in_a_step_that_writes_is_the_one_that_is_seen() -> None:
+    batch = torch.ones(2)
+    with pytest.raises(KeyError), forbid_writes(nn.Linear(2, 2), batch):
+        batch.zero_()
+        raise KeyError
+
+
+def test_runs_have_numbers_which_stay_when_they_are_run_again() -> None:
+    begin_run()
+    first = run_number()
+    with replaying():
+        assert run_number() == first
+    begin_run()
+    assert run_number() != first
+
+
+def test_a_node_of_the_graph_is_found_by_name() -> None:
+    x = torch.ones(2, requires_grad=True)
+    loss = (x.exp() * x).sum()
+    assert find_graph_node(loss, "ExpBackward0".__eq__) == "ExpBackward0"
+    assert find_graph_node(loss, "LogBackward0".__eq__) is None
+
+
+def test_a_step_knows_that_it_runs_again_until_the_end_of_an_exception() -> None:
+    assert not is_replaying()
+    with pytest.raises(KeyError), replaying():
+        assert is_replaying()
+        with replaying():
+            pass
+        assert is_replaying()
+        raise KeyError
+    assert not is_replaying()

@@ -1,0 +1,601 @@
+"""SAM against a naive loop, its no-op limit, the purity of its second run, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric, MinMaxMetric, RunningMean
+from torchmetrics.classification import MulticlassAccuracy
+
+import lightning_tricks as lt
+from lightning_tricks.core.replay.rerun import is_replaying
+from lightning_tricks.modules.sam.rules import sam_perturb_
+from tests.conformance.engines import cpu_deepspeed
+from tests.nets import (
+    Net,
+    NormNet,
+    PlainNet,
+    assert_close,
+    assert_equal,
+    build,
+    data,
+    fit,
+    loader,
+    rank_loader,
+    trainer,
+    weights,
+)
+from tests.ranks import run_ranks
+from tests.reference.sam import naive_sam
+
+
+class SAMNet(lt.SAMMixin, Net):
+    sam = lt.SAM(rho=0.1)
+
+
+class SAMNormNet(lt.SAMMixin, NormNet):
+    sam = lt.SAM(rho=0.1)
+
+
+class SAMPlainNet(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(rho=0.1)
+
+
+def windows(accumulate: int) -> list[list[Any]]:
+    """The 6 batches of an epoch in accumulation windows; the last may be ragged."""
+    batches = list(loader())
+    return [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
+
+
+# ---- equal to the naive loop
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])  # 6 batches: 4 leaves a ragged window
+@pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_equals_a_naive_loop(accumulate: int, clip: tuple[str, float] | None, precision: Any) -> None:
+    ours, theirs = build(SAMNormNet), build(NormNet)
+    clipping = {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]} if clip else {}
+    fit(ours, accumulate_grad_batches=accumulate, precision=precision, max_epochs=1, **clipping)
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+    naive_sam(theirs, windows(accumulate), rho=0.1, accumulate=accumulate, clip=clip, dtype=dtype)
+    assert_close(weights(ours), weights(theirs), 1e-6 if dtype is None else 2e-4)
+
+
+def test_the_grad_scaler_changes_nothing_but_the_scale() -> None:
+    scaled, plain = build(SAMPlainNet), build(SAMPlainNet)
+    # fp16 autocast with a scale that is a power of two: equal to the same without scaling
+    for module, scale in ((scaled, 64.0), (plain, 1.0)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], accumulate_grad_batches=2, max_epochs=1)
+    assert_close(weights(scaled), weights(plain), 1e-3)
+
+
+@pytest.mark.parametrize("when", ["first run", "second run"])
+def test_an_overflow_in_either_run_skips_the_step_and_leaves_everything_finite(when: str) -> None:
+    class Overflow(SAMNormNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hit = is_replaying() == (when == "second run")
+            return super().training_step(batch, batch_idx) * (float("inf") if hit else 1.0)
+
+    module, start = build(Overflow), weights(build(Overflow))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], max_steps=1)
+    assert scaler.get_scale() == 32.0
+    ended = weights(module)
+    assert all(torch.isfinite(value).all() for value in ended.values())
+    assert_equal(
+        {n: ended[n] for n, _ in module.named_parameters()}, {n: start[n] for n, _ in module.named_parameters()}
+    )
+
+
+def test_the_perturbation_has_length_rho() -> None:
+    torch.manual_seed(0)
+    before = [torch.randn(300, 7), torch.randn(5), torch.randn(())]
+    for scale in (1e-6, 1.0, 1e6):
+        after = [w.clone() for w in before]
+        gradients = [torch.randn_like(w) * scale for w in before]
+        norm = sam_perturb_(after, gradients, rho=0.5)
+        moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+        torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients]).norm())
+
+
+def test_a_zero_gradient_moves_nothing() -> None:
+    weight = torch.ones(3)
+    assert sam_perturb_([weight], [torch.zeros(3)], rho=0.5) == 0
+    assert torch.equal(weight, torch.ones(3))
+
+
+# ---- the no-op limit
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
+    ids=str,
+)
+def test_rho_zero_is_bit_equal_to_no_mixin(settings: dict[str, Any]) -> None:
+    class Still(SAMNet):
+        sam = lt.SAM(rho=0)
+
+    plain, still = build(Net), build(Still)
+    plain_run, run = fit(plain, **settings), fit(still, **settings)
+    assert_equal(weights(plain), weights(still))
+    assert run.callback_metrics == plain_run.callback_metrics
+    assert run.global_step == plain_run.global_step
+
+
+def test_learning_rate_zero_leaves_the_weights_bit_equal() -> None:
+    module, start = build(SAMPlainNet, lr=0.0), weights(build(SAMPlainNet))
+    fit(module)
+    assert_equal(weights(module), start)
+
+
+# ---- the second run
+
+
+class Runs:
+    """An object of the user's own, which SAM does not look into."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.draws: list[tuple[float, float, float]] = []
+
+
+class Watched(SAMNet):
+    """Counts what a user could notice twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(num_classes=2)
+        self.steps = 0
+        self.runs = Runs()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.steps += 1
+        self.runs.draws.append((torch.rand(()).item(), numpy.random.rand(), random.random()))
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        loss = F.cross_entropy(logits, y)
+        self.runs.losses.append(loss.item())
+        self.log_dict({"loss": loss}, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_the_second_run_is_not_seen_in_logs_metrics_and_random_numbers() -> None:
+    module = build(Watched)
+    run = fit(module, max_epochs=1)
+    runs = module.runs
+    assert len(runs.losses) == 12
+    assert module.steps == 6
+    assert runs.draws[0::2] == runs.draws[1::2]
+    assert len(set(runs.draws)) == 6
+    sizes = [8, 8, 8, 8, 8, 4]
+    mean = sum(loss * size for loss, size in zip(runs.losses[0::2], sizes, strict=True)) / 44
+    assert run.callback_metrics["loss"].item() == pytest.approx(mean, abs=1e-6)
+    assert runs.losses[0::2] != runs.losses[1::2]
+
+
+def test_metrics_and_batchnorm_count_each_sample_once() -> None:
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append(int(sum(pl_module.accuracy.metric_state[name].sum() for name in ("tp", "fp"))))
+
+    seen: list[int] = []
+    module = build(Watched)
+    fit(module, max_epochs=1, callbacks=[Count()])
+    assert seen == [44]
+    assert module.layers[1].num_batches_tracked == 6
+
+
+def test_a_module_may_use_the_hooks_itself_and_return_a_dictionary() -> None:
+    class Busy(SAMPlainNet):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            return {"loss": super().training_step(batch, batch_idx), "other": torch.ones(())}
+
+    ours, theirs = build(Busy), build(PlainNet)
+    fit(ours, max_epochs=1)
+    naive_sam(theirs, windows(1), rho=0.1, accumulate=1)
+    assert_close(weights(ours), weights(theirs))
+
+
+class Stateful(Net):
+    """Everything that a step may carry over to the next, so that a second run could do harm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(8, 16)),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 2),
+        )
+        self.register_buffer("center", torch.zeros(2))
+        self.carried = torch.zeros(2)
+        self.generator = torch.Generator().manual_seed(0)
+        self.running = RunningMean(window=4)
+        self.range = MinMaxMetric(MeanMetric())
+        self.losses: list[Tensor] = []
+        self.seen = {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = {"x": batch[0], "y": batch[1]} if isinstance(batch, list) else batch
+        logits = self(batch.pop("x")) - self.center + 0.1 * self.carried
+        loss = F.cross_entropy(logits + 0.1 * torch.randn(2, generator=self.generator), batch["y"])
+        self.center.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+        self.carried = logits.detach().mean(0)
+        self.losses.append(loss.detach())
+        self.seen["steps"] += 1
+        self.running(loss)
+        self.range(loss)
+        return loss
+
+
+def test_rho_zero_is_bit_equal_for_a_module_that_carries_state_from_step_to_step() -> None:
+    class Still(lt.SAMMixin, Stateful):
+        sam = lt.SAM(rho=0)
+
+    class Dictionaries(Dataset):
+        def __len__(self) -> int:
+            return 44
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return dict(zip("xy", data()[index], strict=True))
+
+    plain, still = build(Stateful), build(Still)
+    for module in (plain, still):
+        fit(module, train=DataLoader(Dictionaries(), batch_size=8), max_epochs=1)
+    assert_equal(weights(plain), weights(still))
+    assert torch.equal(torch.stack(plain.losses), torch.stack(still.losses))
+    assert still.seen == {"steps": 6}
+    assert plain.running.compute() == still.running.compute()
+    assert plain.range.compute() == still.range.compute()
+
+
+def test_only_weights_of_the_optimizer_are_perturbed() -> None:
+    class Head(SAMPlainNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.layers[2].parameters(), lr=0.1)
+
+    class Frozen(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0].requires_grad_(False)
+
+    head, frozen = build(Head), build(Frozen)
+    fit(head), fit(frozen)
+    assert_equal(weights(head), weights(frozen))
+
+
+def test_non_reentrant_checkpointing_changes_nothing() -> None:
+    class Checkpointed(SAMPlainNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[2](checkpoint(self.layers[:2], x, use_reentrant=False))
+
+    plain, checkpointed = build(SAMPlainNet), build(Checkpointed)
+    fit(plain), fit(checkpointed)
+    assert_equal(weights(plain), weights(checkpointed))
+
+
+def test_a_learning_rate_search_works() -> None:
+    run, module = trainer(), build(SAMPlainNet)
+    found = Tuner(run).lr_find(module, loader(400), loader(24), num_training=20, attr_name="lr")
+    assert found is not None
+    assert len(found.results["lr"]) >= 10
+
+
+def test_hyperparameters_with_sam_load_with_weights_only(tmp_path: Any) -> None:
+    class Saved(SAMPlainNet):
+        def __init__(self, sam: lt.SAM) -> None:
+            super().__init__()
+            self.sam = sam
+            self.save_hyperparameters()
+
+    fit(build(Saved, sam=lt.SAM(0.2))).save_checkpoint(tmp_path / "x.ckpt")
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"]["sam"] == lt.SAM(0.2)
+
+
+def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None:
+    class Failing(SAMNormNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if is_replaying():
+                raise RuntimeError("planned")
+            return super().training_step(batch, batch_idx)
+
+    module, start = build(Failing), weights(build(Failing))
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(module)
+    ended = weights(module)
+    assert_equal(
+        {n: ended[n] for n, _ in module.named_parameters()}, {n: start[n] for n, _ in module.named_parameters()}
+    )
+    assert not is_replaying()
+
+
+def test_frozen_and_unused_weights_are_left_alone() -> None:
+    class Partial(SAMPlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = torch.nn.Linear(2, 2)
+            self.layers[0].weight.requires_grad_(False)
+
+    module, start = build(Partial), weights(build(Partial))
+    fit(module)
+    ended = weights(module)
+    for name in ("unused.weight", "layers.0.weight"):
+        assert torch.equal(ended[name], start[name])
+    assert not torch.equal(ended["layers.0.bias"], start["layers.0.bias"])
+
+
+def test_resume_is_bit_exact_and_the_checkpoint_holds_no_copy(tmp_path: Any) -> None:
+    whole, half, rest = build(SAMNormNet), build(SAMNormNet), build(SAMNormNet)
+    fit(whole, max_epochs=4)
+    fit(half, max_epochs=2).save_checkpoint(tmp_path / "x.ckpt")
+    fit(rest, max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    assert_equal(weights(whole), weights(rest))
+    assert not torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]
+
+
+def test_a_second_fit_and_a_plain_module_in_the_same_trainer_work() -> None:
+    run = fit(build(SAMPlainNet), max_epochs=1)
+    assert "training_step" not in vars(run.strategy)
+    plain, reference = build(PlainNet), build(PlainNet)
+    run.fit_loop.epoch_progress.reset()
+    run.fit_loop.max_epochs = 1
+    run.fit(plain, loader(), loader(24))
+    fit(reference, max_epochs=1)
+    assert_equal(weights(plain), weights(reference))
+
+
+# ---- two processes
+
+
+def fit_rank(kind: type[Net], rho: float, settings: dict[str, Any]) -> dict[str, Any]:
+    module = build(kind)
+    module.sam = lt.SAM(rho)
+    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, "max_epochs": 2, **settings}
+    fit(module, train=rank_loader(), **settings)
+    return {name: value.numpy() for name, value in weights(module).items()}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"strategy": "ddp_find_unused_parameters_true"}, {"strategy": "ddp_bf16"}], ids=str
+)
+def test_two_ranks_equal_one_rank_with_two_micro_batches(settings: dict[str, Any]) -> None:
+    first, second = run_ranks(fit_rank, SAMPlainNet, 0.1, settings)
+    assert all((first[name] == second[name]).all() for name in first)
+    module = build(SAMPlainNet)
+    precision = "bf16-mixed" if settings.get("strategy") == "ddp_bf16" else "32-true"
+    fit(module, train=loader(48), accumulate_grad_batches=2, max_epochs=2, precision=precision)
+    for name, value in weights(module).items():
+        torch.testing.assert_close(torch.from_numpy(first[name]), value, atol=1e-6, rtol=1e-5)
+
+
+def fit_ranks_accumulating() -> list[dict[str, Any]]:
+    return [fit_rank(SAMNet, rho, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}) for rho in (0.0, 0.1)]
+
+
+def test_ranks_agree_bit_for_bit_with_accumulation_and_clipping() -> None:
+    first, second = run_ranks(fit_ranks_accumulating)
+    for a, b in zip(first, second, strict=True):
+        for name in a:
+            if "running" not in name:
+                assert (a[name] == b[name]).all(), name
+
+
+# ---- refusals
+
+
+def refused(strategy: Callable[..., Strategy], arguments: dict[str, Any]) -> str:
+    module = build(SAMPlainNet)
+    module.configure_model = lambda: None
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(module, strategy=strategy(**arguments))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "message"),
+    [
+        (DDPStrategy, {"static_graph": True}, "Leave static_graph out"),
+        (cpu_deepspeed, {"stage": 2}, "got CPUDeepSpeedStrategy"),
+    ],
+)
+def test_a_strategy_that_cannot_be_right_is_refused_by_name(
+    strategy: Callable[..., Strategy], arguments: dict[str, Any], message: str
+) -> None:
+    assert message in run_ranks(refused, strategy, arguments, nprocs=1)[0]
+
+
+def test_the_mixin_after_lightning_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"class Wrong\(SAMMixin, LightningModule\)"):
+
+        class Wrong(Net, lt.SAMMixin):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({"sam": 0.05}, {}, r"SAMPlainNet.sam must be a SAM\(rho=...\), got 0.05"),
+        ({"automatic_optimization": False}, {}, "never called self.sam_backward"),
+        ({}, {"precision": "bf16-true"}, "layers.0.weight is torch.bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_right_is_refused_by_name(change: dict[str, Any], settings: Any, message: str) -> None:
+    module = build(SAMPlainNet)
+    for name, value in change.items():
+        setattr(module, name, value)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, **settings)
+
+
+class Reentrant(SAMPlainNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[2](checkpoint(self.layers[:2], x.requires_grad_(), use_reentrant=True))
+
+
+class Sparse(SAMPlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(2, 2, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.embedding((x[:, 0] > 0).long())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Inplace(SAMPlainNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].mul_(2)
+        return super().training_step(batch, batch_idx)
+
+
+class OwnBackward(SAMPlainNet):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Iterates(SAMPlainNet):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")  # which is what is refused
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Reentrant, "pass use_reentrant=False"),
+        (Sparse, "pass sparse=False"),
+        (Inplace, "Inplace.training_step writes into its batch"),
+        (OwnBackward, r"OwnBackward.backward must call super\(\).backward\(loss\)"),
+        (Iterates, "Iterates.training_step must not take dataloader_iter"),
+    ],
+)
+def test_a_step_that_cannot_be_run_twice_is_refused_by_name(kind: type[Net], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(build(kind))
+
+
+def test_a_configure_callbacks_that_forgets_super_is_refused() -> None:
+    class Forgetful(SAMPlainNet):
+        def configure_callbacks(self) -> list[Callback]:
+            return []
+
+    with pytest.raises(MisconfigurationException, match="super"):
+        fit(build(Forgetful))
+
+
+@pytest.mark.parametrize(
+    ("rho", "error", "message"),
+    [
+        (-1, ValueError, r"rho must be in \[0.0, inf\), got -1"),
+        (float("inf"), ValueError, r"rho must be in \[0.0, inf\), got inf"),
+        ("0.1", TypeError, "rho must be a number"),
+    ],
+)
+def test_a_bad_radius_is_named(rho: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        lt.SAM(rho=rho)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_cuda_rho_zero_is_bit_equal_to_no_mixin(precision: Any) -> None:
+    class Still(SAMNet):
+        sam = lt.SAM(rho=0)
+
+    plain, still = build(Net), build(Still)
+    fit(plain, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
+    fit(still, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
+    assert_equal(weights(plain), weights(still))
+
+
+def test_nested_containers_are_changed_once() -> None:
+    class Nested(SAMPlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outs: dict[str, list[Tensor]] = defaultdict(list)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.outs["train"].append(loss.detach())
+            return loss
+
+    module = build(Nested)
+    fit(module)
+    assert len(module.outs["train"]) == 12
+
+
+def test_layers_made_in_the_first_step_are_made_again_in_its_second_run() -> None:
+    class Lazy(SAMPlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if not hasattr(self, "scale"):
+                self.head, self.scale = torch.nn.Identity(), 1.0
+            return super().training_step((self.head(batch[0]) * self.scale, batch[1]), batch_idx)
+
+    lazy, plain = build(Lazy), build(SAMPlainNet)
+    fit(lazy), fit(plain)
+    assert_equal(weights(lazy), weights(plain))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_teacher_updated_in_the_step_is_refused_with_the_remedy(assign: bool) -> None:
+    class Teacher(SAMPlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = torch.nn.Linear(2, 2).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if assign:
+                self.teacher.weight.data = self.teacher.weight.data * 0.9
+            else:
+                self.teacher.weight.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"frozen parameter teacher\.weight.*on_train_batch_end"):
+        fit(build(Teacher))
+
+
+def test_a_checkpoint_saved_inside_a_step_holds_the_weights_themselves_and_disturbs_nothing(tmp_path: Any) -> None:
+    class Saving(SAMPlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.trainer.save_checkpoint(tmp_path / f"{self.trainer.global_step}.ckpt")  # in the second run too
+            return loss
+
+    class Steps(Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            own.append(weights(pl_module))
+
+    own: list[dict[str, Tensor]] = []
+    saving, plain = build(Saving), build(SAMPlainNet)
+    fit(plain, max_epochs=1)
+    fit(saving, max_epochs=1, callbacks=[Steps()])
+    assert_equal(weights(saving), weights(plain))
+    for step, expected in enumerate(own):
+        assert_equal(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["state_dict"], expected)

@@ -1,0 +1,126 @@
+"""The second run of a step: what is alive in it, and what everybody finds after it."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+import lightning_tricks as lt
+from lightning_tricks.core.replay.rerun import is_replaying
+from tests.nets import NormNet, PlainNet, build, fit, loader
+
+
+class Counting(PlainNet):
+    """Counts the tensors of the shape of its first weight in each run of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: tuple[tuple[bool, int], ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        shape = self.layers[0].weight.shape
+        count = sum(type(each) in (Tensor, torch.nn.Parameter) and each.shape == shape for each in gc.get_objects())
+        if not is_replaying():
+            self.alive = (*self.alive, (False, count))
+        else:
+            Sharp.again.append(count)
+        return super().training_step(batch, batch_idx)
+
+
+class Sharp(lt.SAMMixin, Counting):
+    again: list[int] = []  # noqa: RUF012  # outside of the module's state, which the second run does not change
+
+
+def test_the_second_run_holds_one_copy_of_the_weights_and_no_gradients_of_the_first() -> None:
+    module, Sharp.again = build(Sharp), []
+    fit(module, max_epochs=1)
+    first = [count for _, count in module.alive]
+    assert len(first) == len(Sharp.again) == 6
+    # from the second step on the first run has the .grad of the step before, which is gone in the second run
+    assert [again - count for again, count in zip(Sharp.again, first, strict=True)] == [1, 0, 0, 0, 0, 0]
+
+
+def test_the_state_of_a_run_that_fails_is_put_back() -> None:
+    class Fails(Sharp):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if is_replaying():
+                raise RuntimeError("planned")
+            self.note = batch_idx
+            return super().training_step(batch, batch_idx)
+
+    module, plain = build(Fails), build(Sharp)
+    try:
+        fit(module)
+    except RuntimeError:
+        assert module._sam is None
+        assert not is_replaying()
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert module.note == 0
+
+
+class Tallying(lt.SAMMixin, PlainNet):
+    """Counts labels in a dictionary whose ``update`` adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[int] = Counter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.update(batch[1].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_counter_counts_each_sample_once() -> None:
+    module = build(Tallying)
+    fit(module, max_epochs=1)
+    assert module.seen == Counter(y for _, labels in loader() for y in labels.tolist())
+
+
+def test_a_step_that_has_no_loss_at_the_perturbed_weights_is_named() -> None:
+    class Guarded(Sharp):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if is_replaying() else super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"SAM needs a loss from both runs of a step, .* got None"):
+        fit(build(Guarded))
+
+
+class SharpNorm(lt.SAMMixin, NormNet):
+    grads: list[bool] = []  # noqa: RUF012  # outside of the module's state
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        SharpNorm.grads.append(torch.is_grad_enabled())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_pass_without_gradients_is_left_without() -> None:
+    SharpNorm.grads = []
+    fit(build(SharpNorm), callbacks=[lt.SWA(start=0.5)], max_epochs=2)
+    assert SharpNorm.grads.count(False) == 6  # of the statistics' pass
+    assert SharpNorm.grads.count(True) == 24
+
+
+def test_an_average_that_is_set_up_later_keeps_its_hold_on_checkpoints(tmp_path: Any) -> None:
+    class WithAverage(lt.SAMMixin, NormNet):
+        def configure_callbacks(self) -> list[Any]:
+            return [*super().configure_callbacks(), lt.EMA(0.9)]
+
+    module = build(WithAverage)
+    run = fit(module)
+    run.fit_loop.max_epochs = 4
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    run.callbacks.append(Save())
+    run.fit(module, loader(), loader(24))
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["EMA(decay=0.9)"]["raw"]

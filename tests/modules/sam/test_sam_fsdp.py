@@ -1,0 +1,139 @@
+"""SAM under FSDP2 on two ranks: one perturbation by the global norm, so that it equals SAM on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import lightning_tricks as lt
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader
+from tests.ranks import run_ranks
+
+
+class Sharded(lt.SAMMixin, PlainNet):
+    """A layer may be sharded by itself, a weight may be frozen."""
+
+    nested = frozen = False
+
+    def configure_model(self) -> None:
+        if isinstance(self.layers[0].weight, DTensor):
+            return
+        self.layers[0].bias.requires_grad_(not self.frozen)
+        if self.nested:
+            fully_shard(self.layers[2], mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])  # stays gathered after the forward pass
+
+
+class Alone(lt.SAMMixin, PlainNet):
+    pass
+
+
+class Whole(Callback):
+    """The whole weights when training ends."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.layers.reshard() if hasattr(pl_module.layers, "reshard") else None
+        named = dict(pl_module.named_parameters())
+        self.weights = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named.items()}
+
+
+def two_ranks(sam: lt.SAM, nested: bool, frozen: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    whole, module = Whole(), build(Sharded)
+    module.sam, module.nested, module.frozen = sam, nested, frozen
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    fit(
+        module,
+        train=rank_loader(),
+        callbacks=[whole],
+        strategy=strategy,
+        devices=2,
+        use_distributed_sampler=False,
+        **settings,
+    )
+    return {name: value.numpy() for name, value in whole.weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("sam", "settings"),
+    [
+        (lt.SAM(0.1), {}),
+        (lt.SAM(0.1), {"accumulate_grad_batches": 2}),
+        (lt.SAM(0.1), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (lt.SAM(0.1, every_n_steps=2), {}),
+        (lt.SAM(0.5, adaptive=True), {}),
+        (lt.SAM(0.1, parameters="weight"), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_ranks_equal_one_process_on_the_whole_batch(sam: lt.SAM, settings: dict[str, Any], nested: bool) -> None:
+    module = build(Alone)
+    module.sam = sam
+    fit(module, train=loader(48, batch_size=16), **settings)
+    first, second = run_ranks(two_ranks, sam, nested, False, settings)
+    for weights in (first, second):
+        assert_close({n: torch.from_numpy(w) for n, w in weights.items()}, module.state_dict(), 1e-6)
+
+
+def test_a_frozen_weight_is_left_alone() -> None:
+    module = build(Alone)
+    module.sam = lt.SAM(0.1)
+    module.layers[0].bias.requires_grad_(False)
+    fit(module, train=loader(48, batch_size=16))
+    first, _ = run_ranks(two_ranks, lt.SAM(0.1), True, True, {})
+    assert_close({n: torch.from_numpy(w) for n, w in first.items()}, module.state_dict(), 1e-6)
+
+
+def interrupted() -> None:
+    class Fails(Sharded):
+        runs = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.sam_runs = getattr(type(self), "total", 0) + 1
+            type(self).total = self.sam_runs
+            if self.sam_runs == 4:  # the second run of the second batch
+                raise RuntimeError("planned")
+            return loss
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    settings = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+    module, plain, whole = build(Fails), build(Sharded), Whole()
+    module.sam = plain.sam = lt.SAM(0.1)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(module, strategy=strategy, **settings)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    fit(plain, strategy=strategy, callbacks=[whole], max_steps=1, **settings)
+    module.layers.reshard()
+    assert_equal({n: p.full_tensor().detach() for n, p in module.named_parameters()}, whole.weights)
+
+
+def test_an_exception_in_the_second_run_leaves_the_weights_unperturbed() -> None:
+    run_ranks(interrupted)
+
+
+def resume(folder: str) -> None:
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(f"{folder}/x.ckpt")
+
+    ended = []
+    for callbacks, path in (([Save()], None), ([], f"{folder}/x.ckpt")):
+        module, whole = build(Sharded), Whole()
+        module.sam = lt.SAM(0.1)
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        settings = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False, "max_epochs": 4}
+        fit(module, strategy=strategy, callbacks=[*callbacks, whole], ckpt_path=path, **settings)
+        ended.append(whole.weights)
+    assert_equal(*ended)
+
+
+def test_resume_is_exact(tmp_path: Any) -> None:
+    run_ranks(resume, str(tmp_path))
