@@ -1,1 +1,1 @@
-"""The parsers of the ``lightning-tricks`` command: apart from ``lightning_tricks``, whose import takes seconds."""
+"""The ``lightning-tricks`` command. Its parsers do not import ``lightning_tricks``, which takes seconds."""

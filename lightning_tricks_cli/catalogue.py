@@ -1,4 +1,4 @@
-"""The tricks in the order of the README: their names, a line of yours, what they do and cost, in Markdown."""
+"""The tricks in the order of the README: their names, the line to add, what they do and cost, in Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """Names that go together; what is ``beside`` them costs nothing."""
+    """A row of the README's table of tricks.
+
+    Args:
+        names: Public names that belong together.
+        line: The line of code to add to a training script.
+        what: Their effect.
+        cost: Their cost in time and memory.
+        beside: Further public names of the row, which cost nothing.
+    """
 
     names: tuple[str, ...]
     line: str
@@ -86,7 +94,7 @@ CATALOGUE = (
     Row(
         ("find_lr",),
         "lightning-tricks find-lr -c config.yaml",
-        "a sweep that leaves everything as it was; pictures",
+        "a learning-rate sweep that leaves everything unchanged; plots",
         "100 steps",
         ("plot_schedule", "LRFinderResult"),
     ),
@@ -98,7 +106,7 @@ CATALOGUE = (
     Row(
         ("BatchSizeWarmup", "scale_lr", "scale_adam", "effective_batch_size"),
         "callbacks=[lt.BatchSizeWarmup(final=8)]",
-        "batches that grow, learning rates to match",
+        "growing batches with matching learning rates",
     ),
     Row(
         ("preset", "presets", "SinglePreset", "DDPPreset", "FSDP2Preset", "ZeROPreset"),
@@ -113,15 +121,15 @@ CATALOGUE = (
     Row(
         ("estimate_memory", "suggest_strategy", "find_batch_size", "environment_report"),
         "lightning-tricks suggest 7B --device-memory 80GB",
-        "bytes per device, the preset that fits, the largest batch, what is missing here",
+        "bytes per device, the preset that fits, the largest batch, what this machine lacks",
         "",
         ("MemoryEstimate", "Suggestion", "Hardware", "BatchSizeResult", "EnvironmentReport"),
     ),
     Row(
         ("SkipNonFinite", "TerminateOnNonFinite", "RewindOnSpike"),
         "callbacks=[lt.SkipNonFinite()]",
-        "leaves out steps that are not finite on all ranks; stops before them; goes back to a snapshot",
-        "a look at the gradients",
+        "skips non-finite steps on all ranks; stops before them; goes back to a snapshot",
+        "a check of the gradients",
     ),
     Row(
         ("AdaptiveClip", "AutoClip", "adaptive_clip_"),
@@ -132,13 +140,13 @@ CATALOGUE = (
     Row(
         ("GradualUnfreeze", "freeze"),
         "callbacks=[lt.GradualUnfreeze(at=[0.2,0.5])]",
-        "head to stem, following the schedule",
+        "unfreezes from head to stem, following the schedule",
     ),
     Row(
         ("ActivationCheckpointing",),
         "callbacks=[lt.ActivationCheckpointing()]",
-        "blocks run again backward, for less memory",
-        "a forward pass more",
+        "recomputes blocks in the backward pass, for less memory",
+        "another forward pass",
     ),
     Row(
         ("Compile",),
@@ -150,7 +158,7 @@ CATALOGUE = (
     Row(
         ("Doctor", "drop_bias_before_batchnorm", "add_stochastic_depth"),
         "callbacks=[lt.Doctor()]",
-        "lints with remedies; networks changed before training",
+        "checks with remedies; networks changed before training",
     ),
     Row(
         ("average_checkpoints", "greedy_soup", "consolidate", "export_weights"),

@@ -1,4 +1,4 @@
-"""Entry point of the ``lightning-tricks`` command."""
+"""The entry point of the ``lightning-tricks`` command."""
 
 from __future__ import annotations
 
@@ -29,28 +29,32 @@ COMMANDS = (
     *(tricks, presets, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )
-GROUPS = {"fit": "training", "tricks": "looking", "average": "files"}  # of the help, by their first commands
+GROUPS = {
+    "fit": "training",
+    "tricks": "looking",
+    "average": "files",
+}  # Headings in the help, by the first command below each.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 done, 1 an error, 2 wrong usage, 130 Ctrl-C.
+    """Run the command and return its exit code: 0 success, 1 an error, 2 wrong usage, 130 Ctrl-C.
 
-    What the user can mend is printed on one line; other errors keep their traceback.
+    An error that the user can fix is printed on one line; other errors keep their traceback.
     """
-    options = _options(arguments)
+    options = _parse(arguments)
     try:
         options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except SystemExit as stop:  # which Lightning makes of Ctrl-C
-        if isinstance(stop.__context__, KeyboardInterrupt):
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into SystemExit.
             return 130
         raise
     except Exception as error:
-        if options.debug or not _can_be_mended(error):
+        if options.debug or not _is_user_error(error):
             raise
-        if isinstance(error, BrokenPipeError):  # of `| head`, which has read enough
+        if isinstance(error, BrokenPipeError):  # A reader such as `| head` has read enough.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         print(f"lightning-tricks: {' '.join(str(error).split())}", file=sys.stderr)
@@ -59,25 +63,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
-    whole = _Parser(
+    """Make the parser of the complete command line."""
+    main_parser = _Parser(
         prog="lightning-tricks",
         description="Training tricks for a stock Lightning Trainer.",
-        epilog="lightning-tricks COMMAND --help explains one, with examples. Exit codes: 0 done, 1 an error, 2 wrong"
-        " usage, 130 Ctrl-C.",
+        epilog="lightning-tricks COMMAND --help explains a command, with examples. Exit codes: 0 success, 1 an error, 2"
+        " wrong usage, 130 Ctrl-C.",
     )
-    about = "show the traceback of an error"
-    whole.add_argument("--debug", action="store_true", help=about)
-    commands = whole.add_subparsers(
+    debug_help = "show the traceback of an error"
+    main_parser.add_argument("--debug", action="store_true", help=debug_help)
+    commands = main_parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser
     )
     for command in COMMANDS:
         command.add(commands)
-    for each in commands.choices.values():
-        each.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=about)
-        each.formatter_class = argparse.RawDescriptionHelpFormatter  # examples on one line can be copied
-        each.description = textwrap.fill(each.description or "", 80)
-    return whole
+    for command_parser in commands.choices.values():
+        command_parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug_help)
+        command_parser.formatter_class = argparse.RawDescriptionHelpFormatter  # Does not wrap examples.
+        command_parser.description = textwrap.fill(command_parser.description or "", 80)
+    return main_parser
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,16 +92,18 @@ class _Parser(argparse.ArgumentParser):
         return text
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    whole = parser()
-    options, others = whole.parse_known_args(arguments)
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    main_parser = parser()
+    options, others = main_parser.parse_known_args(arguments)
     if others and options.run is not trainer.run:
-        whole.error(f"{options.command} has no argument {' '.join(others)}: see lightning-tricks {options.command} -h")
+        main_parser.error(
+            f"{options.command} has no argument {' '.join(others)}: see lightning-tricks {options.command} -h"
+        )
     options.others = others
     return options
 
 
-def _can_be_mended(error: Exception) -> bool:
+def _is_user_error(error: Exception) -> bool:
     if isinstance(error, ValueError | TypeError | ImportError | OSError | argparse.ArgumentError):
         return True
     from lightning.pytorch.utilities.exceptions import MisconfigurationException

@@ -2,14 +2,20 @@
 
 import logging
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.speed import cache_entry_points, freeze
+
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that a test starts
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI's use of it, not ours
+collect_ignore = ["ranks_preload.py"]  # has no tests, and imports what is imported for other processes
 torch.set_num_threads(1)
+cache_entry_points()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
@@ -18,6 +24,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """The values of a parameter in the tests of this module that are to run: ``selected("name", engine="FSDP2")``.
+
+    A fixture that prepares something for many tests at once prepares no more than these need.
+    """
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+
+    def values(name: str, **others: Any) -> list[Any]:
+        calls = [item.callspec.params for item in mine]
+        return list(dict.fromkeys(call[name] for call in calls if name in call and others.items() <= call.items()))
+
+    return values
 
 
 @pytest.fixture(autouse=True)

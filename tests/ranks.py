@@ -1,5 +1,7 @@
 """Real processes for tests: ``run_ranks(function, *args, nprocs=2)`` gives what the function returned on each rank.
 
+``run_cases(function, cases, *args)`` does so for many cases in one set of processes, which costs much less.
+
 A forkserver that has imported torch and Lightning forks one child a rank with the variables of torchrun, so that a
 strategy meets what it meets under torchrun. ``function`` must be importable from a test module.
 """
@@ -12,7 +14,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from random import SystemRandom
@@ -39,9 +41,62 @@ def run_ranks(
             process.join(max(1.0, deadline - time.monotonic()) if process.exitcode is None else 0)
             if process.is_alive():
                 process.kill()
-    failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
+    return _values(results)
+
+
+class Cases:
+    """What a function returned on each rank, by its case; ``cases[case]`` raises the errors of one that failed."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[Any, list[tuple[bool, Any]]] = {}
+
+    def add(self, case: Any, ranks: list[tuple[bool, Any]]) -> None:
+        self._ranks[case] = ranks
+
+    def __getitem__(self, case: Any) -> list[Any]:
+        return _values(self._ranks[case])
+
+
+def run_cases(
+    function: Callable[..., Any], cases: Iterable[Any], *args: Any, nprocs: int = 2, timeout: float = 300
+) -> Cases:
+    """Run ``function(case, *args)`` for every case, one after the other in the same processes.
+
+    A case that fails hides no other: those behind it run in new processes.
+    """
+    found, left = Cases(), list(cases)
+    while left:
+        try:
+            ranks = run_ranks(_in_turn, function, left, args, nprocs=nprocs, timeout=timeout)
+        except AssertionError as error:  # A rank died or hung, in a case that it cannot name: each one by itself.
+            if len(left) == 1:
+                found.add(left[0], [(False, str(error))])
+                break
+            for case in left:
+                found.add(case, run_cases(function, [case], *args, nprocs=nprocs, timeout=timeout)._ranks[case])
+            break
+        told = list(zip(*ranks, strict=False))  # Of a rank that failed there is no more; others wait for it in vain.
+        for case, values in zip(left, told, strict=False):
+            found.add(case, list(values))
+        left = left[len(told) :]
+    return found
+
+
+def _in_turn(function: Callable[..., Any], cases: list[Any], args: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+    """What the function returns for each case, or the traceback of the first one that fails, which is the last."""
+    told: list[tuple[bool, Any]] = []
+    for case in cases:
+        try:
+            told.append((True, function(case, *args)))
+        except BaseException:  # whatever happens, the parent is told
+            return [*told, (False, traceback.format_exc())]
+    return told
+
+
+def _values(ranks: list[tuple[bool, Any]]) -> list[Any]:
+    failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(ranks) if not ok]
     assert not failed, "\n".join(failed)
-    return [value for _, value in results]
+    return [value for _, value in ranks]
 
 
 def _free_port() -> int:

@@ -1,23 +1,26 @@
-"""notebooks/: executed, clean, equal to their scripts; here their scripts run in Jupyter, in their fast mode."""
+"""notebooks/: executed, clean, equal to their scripts; here their scripts run, too, in their fast mode."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import jupytext
+import matplotlib
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-from tests.ranks import _free_port
+from tests.ranks import _free_port, run_ranks
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 STEMS = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+INTERACTIVE = "6_scaling_out"  # what it shows depends on the process being a notebook's
 each = pytest.mark.parametrize("stem", STEMS)
 
 
@@ -32,20 +35,46 @@ def test_every_script_has_its_notebook() -> None:
 
 @each
 def test_it_is_equal_to_its_script(stem: str) -> None:
-    script = jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
+    script = script_of(stem)
     sources = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (notebook(stem), script)]
     assert sources[0] == sources[1], f"make notebooks executes {stem}.py again"
 
 
-@each
-def test_it_runs(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def script_of(stem: str) -> nbformat.NotebookNode:
+    return jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
+
+
+@pytest.mark.parametrize(
+    "stem", [stem if stem == INTERACTIVE else pytest.param(stem, marks=pytest.mark.slow) for stem in STEMS]
+)
+def test_it_runs_in_jupyter(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_TRICKS_FAST", "1")
     monkeypatch.setenv("MASTER_PORT", str(_free_port()))
-    script = jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
+    script = script_of(stem)
     place = {"metadata": {"path": str(NOTEBOOKS)}}
     with TemporaryDirectory() as folder:  # of sockets: a free port may be another's before the kernel listens on it
         sockets = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
         NotebookClient(script, timeout=600, resources=place, config=sockets).execute()
+
+
+def run_cells(stem: str) -> int:
+    """Run the cells in IPython's own shell, as the kernel of a notebook does."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    matplotlib.use("module://matplotlib_inline.backend_inline")
+    os.environ["LIGHTNING_TRICKS_FAST"] = "1"
+    os.chdir(NOTEBOOKS)
+    shell = InteractiveShell.instance()
+    cells = [cell.source for cell in script_of(stem).cells if cell.cell_type == "code"]
+    for source in cells:
+        shell.run_cell(source, store_history=True).raise_error()
+    return len(cells)
+
+
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem != INTERACTIVE])
+def test_its_cells_run_in_a_process_of_their_own(stem: str) -> None:
+    (ran,) = run_ranks(run_cells, stem, nprocs=1)
+    assert ran == sum(cell.cell_type == "code" for cell in notebook(stem).cells)
 
 
 @each

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.nets import PlainNet, build, fit
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 
 
 def where(word: str) -> tuple[str, int, int, int]:
@@ -88,3 +88,37 @@ def waiting_for_another() -> None:
 def test_a_rank_that_waits_for_a_failed_one_does_not_hang() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1:.*ValueError: gone"):
         run_ranks(waiting_for_another, timeout=20)
+
+
+def of_a_case(case: str, folder: str) -> tuple[str, int]:
+    if os.environ["RANK"] == "0" and case.startswith("fails"):
+        raise ValueError(case)
+    if case == "dies":
+        die()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dist.barrier()
+    return f"{case} {folder}", os.getpid()
+
+
+def test_cases_share_their_processes() -> None:
+    cases = run_cases(of_a_case, ["a", "b"], "x")
+    assert [[name for name, _ in cases[case]] for case in "ab"] == [["a x", "a x"], ["b x", "b x"]]
+    assert [process for _, process in cases["a"]] == [process for _, process in cases["b"]]
+
+
+def test_a_case_that_fails_hides_no_other() -> None:
+    cases = run_cases(of_a_case, ["a", "fails 1", "b", "fails 2", "c"], "x", timeout=60)
+    for case in "abc":
+        assert [name for name, _ in cases[case]] == [f"{case} x"] * 2
+    for case in ("fails 1", "fails 2"):
+        with pytest.raises(AssertionError, match=rf"(?s)^rank 0:\nTraceback .*ValueError: {case}"):
+            cases[case]
+
+
+def test_nor_does_one_that_dies() -> None:
+    cases = run_cases(of_a_case, ["a", "dies", "b"], "x")
+    assert cases["a"][0][0] == "a x"
+    assert cases["b"][1][0] == "b x"
+    with pytest.raises(AssertionError, match="rank 1:\ndied with exit code -9"):
+        cases["dies"]

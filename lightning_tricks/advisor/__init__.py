@@ -1,4 +1,4 @@
-"""What fits where, what there is: memory, strategy and batch size, found without or before training."""
+"""Advice before training: memory, strategy, batch size, this machine, and probable mistakes."""
 
 from lightning_tricks.advisor.batch_size import BatchSizeResult, find_batch_size
 from lightning_tricks.advisor.choose import Hardware, Suggestion, suggest_strategy

@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory, and how many of them make the batch that is wanted."""
+"""Finding the largest batch size that fits into memory, and the accumulation for an effective batch size."""
 
 from __future__ import annotations
 
@@ -31,12 +31,18 @@ from lightning_tricks.modules.sam.trainer_hooks import SAMHooks
 
 __all__ = ["BatchSizeResult", "find_batch_size"]
 
-_FITS, _FULL, _FAILED = range(3)  # what a rank tells the others
-_SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "ALLOC_FAILED")
+_FITS, _OUT_OF_MEMORY, _FAILED = range(3)  # Outcomes of a trial, from the best to the worst.
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "std::bad_alloc",
+    "ALLOC_FAILED",
+)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is used up: of a device, of the host, of cuDNN or of cuBLAS.
+    """Whether an exception says that a device, the host, cuDNN or cuBLAS has run out of memory.
 
     >>> out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     True
@@ -45,67 +51,68 @@ def out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_oom_error(error):
         return True
-    return isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def require_trials(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise if ranks would wait for one that runs out of memory, or a callback sizes the batches."""
-    strategy = trainer.strategy
+    """Raise if ranks would wait for one that runs out of memory, or if a callback sets the batch size."""
+    strategy, devices = trainer.strategy, f"{trainer.world_size} devices, which wait for one that runs out of memory"
     if trainer.world_size > 1 and engine_of(trainer) is Engine.FSDP2:
-        found = f"{type(strategy).__name__} on {trainer.world_size} devices, which wait for one that runs out of memory"
+        problem = f"{type(strategy).__name__} on {devices}: call it on one device"
     elif trainer.world_size > 1 and getattr(strategy, "compression", None) == "local_sgd":
-        found = "local SGD, whose devices wait for one that runs out of memory: find it with another compression"
+        problem = f"local SGD on {devices}: call it with another compression"
     elif trainer.world_size > 1 and not module.automatic_optimization:
-        found = (
-            f"{type(module).__name__}.automatic_optimization=False on {trainer.world_size} devices, which wait for one"
-            " that runs out of memory: find it on one device"
-        )
-    elif plans := [each for each in callbacks_of(trainer, Callback) if isinstance(each, EpochPlan)]:
-        found = f"{type(plans[0]).__name__}, which sizes the batches: find it without"
+        problem = f"{type(module).__name__}.automatic_optimization=False on {devices}: call it on one device"
+    elif plans := [callback for callback in callbacks_of(trainer, Callback) if isinstance(callback, EpochPlan)]:
+        problem = f"{type(plans[0]).__name__}, which sets the batch size: leave it out for find_batch_size"
     else:
         return
-    raise MisconfigurationException(f"find_batch_size cannot work with {found}.")
+    raise MisconfigurationException(f"find_batch_size cannot work with {problem}.")
 
 
 class BatchTrial(UndoneFit):
-    """Tries one batch size; to be used once.
+    """Tries one batch size; an instance is used once.
 
-    No rank waits inside a step for another that has run out of memory: gradients are not averaged, which takes no less
-    memory, and after each batch, and after an error, the ranks tell each other how it went.
+    No rank waits inside a step for another one that has run out of memory. Gradients are not averaged, which takes the
+    same memory, and the ranks exchange the outcome after each batch and after an error.
 
     Args:
-        size: Samples of a batch on each device; all that there are if it is more.
-        steps: Optimizer steps.
-        accumulation: Batches of each.
-        margin: Share of a CUDA device's memory to leave free.
+        size: The number of samples of a batch on each device, limited by the data.
+        steps: The number of optimizer steps.
+        accumulation: The number of batches per optimizer step.
+        margin: The fraction of a CUDA device's memory to leave free, in [0, 1).
     """
 
     def __init__(self, size: int, *, steps: int, accumulation: int, margin: float) -> None:
         super().__init__()
         self._size, self._accumulation, self._margin = size, accumulation, margin
-        self._left = steps * accumulation  # batches
-        self._available = 0  # samples
-        self._verdict = _FITS
-        self._begun = False
+        self._batches_left = steps * accumulation
+        self._available = 0  # Samples of the rank with the fewest.
+        self._outcome = _FITS  # The worst of all ranks.
+        self._has_begun = False
 
     def run(self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any) -> tuple[bool, int]:
-        """Whether the size fits on every rank, and the samples that the rank with the fewest has."""
-        beside = [SAMHooks(module)] if is_sam(module) else []  # the second run of a step takes memory, too
+        """Try the size.
+
+        Returns:
+            Whether it fits on every rank, and the number of samples of the rank with the fewest.
+        """
+        callbacks = [SAMHooks(module)] if is_sam(module) else []  # The second run of a SAM step takes memory, too.
         try:
-            self.fit(trainer, module, loaders, datamodule, beside)
+            self.fit(trainer, module, loaders, datamodule, callbacks)
         except Exception:
-            if self._verdict != _FULL:
+            if self._outcome != _OUT_OF_MEMORY:
                 raise
-            self.exception = None  # with it go the tensors of its frames
-        if self._verdict == _FULL:
+            self.exception = None  # Releases the tensors in its frames.
+        if self._outcome == _OUT_OF_MEMORY:
             garbage_collection_cuda()
-        return self._verdict == _FITS, self._available
+        return self._outcome == _FITS, self._available
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # undone with what the strategy and the module are
+        # UndoneFit restores all attributes of the strategy and the module, and with them these methods.
         wrap_method(trainer.strategy, "process_dataloader", _resizable)
-        wrap_method(pl_module, "log", lambda *_, **__: None)  # which may wait for other ranks
+        wrap_method(pl_module, "log", lambda *_, **__: None)  # Logging may wait for other ranks.
         if trainer.world_size > 1:
             wrap_method(pl_module, "all_gather", _refuse_all_gather)
 
@@ -117,7 +124,7 @@ class BatchTrial(UndoneFit):
         if pl_module.automatic_optimization:
             trainer.accumulate_grad_batches = self._accumulation
         scaler = grad_scaler(trainer)
-        if scaler is not None:  # from 65536 it skips the first steps, which then make no optimizer states
+        if scaler is not None:  # With the default of 65536 the first steps may be skipped and make no optimizer states.
             scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
 
     @override
@@ -125,30 +132,31 @@ class BatchTrial(UndoneFit):
         loaders = train_loader(trainer).flattened
         samples = sized_len(loaders[0].batch_sampler.sampler)
         if len(loaders) != 1 or samples is None:
-            found = f"{len(loaders)} loaders" if len(loaders) != 1 else "a sampler without a length"
-            raise MisconfigurationException(f"find_batch_size sizes the batches of one DataLoader, got {found}.")
+            problem = f"{len(loaders)} loaders" if len(loaders) != 1 else "a sampler without a length"
+            raise MisconfigurationException(f"find_batch_size needs one DataLoader of known length, got {problem}.")
         self._available, _ = extremes(trainer, samples)
         size = min(self._size, self._available)
-        trainer.limit_train_batches = self._available // size  # epochs that end at once on all ranks
+        trainer.limit_train_batches = self._available // size  # Ends epochs on all ranks at the same batch.
         batches = loaders[0].batch_sampler
-        batches.batch_size, batches.base, batches.drop_last = 0, 1, True  # to be sized anew; full batches only
+        batches.batch_size, batches.base, batches.drop_last = 0, 1, True  # Forces a resize, and full batches only.
         resize_batches(trainer, size)
-        _let_ranks_be(trainer.strategy.model)
+        _disable_synchronization(trainer.strategy.model)
         if (device := trainer.strategy.root_device).type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._begun = True
+        self._has_begun = True
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._tell(trainer, _FULL if self._over_margin(trainer.strategy.root_device) else _FITS)
-        if self._verdict != _FITS:
+        over_margin = self._is_over_margin(trainer.strategy.root_device)
+        self._share_outcome(trainer, _OUT_OF_MEMORY if over_margin else _FITS)
+        if self._outcome != _FITS:
             raise RuntimeError("find_batch_size: another rank has failed, see its error.")
-        self._left -= 1
-        trainer.should_stop = self._left <= 0
+        self._batches_left -= 1
+        trainer.should_stop = self._batches_left <= 0
 
-    def _over_margin(self, device: torch.device) -> bool:
+    def _is_over_margin(self, device: torch.device) -> bool:
         if device.type != "cuda":
             return False
         total = torch.cuda.get_device_properties(device).total_memory
@@ -157,16 +165,17 @@ class BatchTrial(UndoneFit):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        if not self._begun or self._verdict != _FITS or not isinstance(exception, Exception):
+        if not self._has_begun or self._outcome != _FITS or not isinstance(exception, Exception):
             return
-        full = out_of_memory(exception)
-        if full:
-            traceback.clear_frames(exception.__traceback__)  # which hold the batch and its activations
+        outcome = _OUT_OF_MEMORY if out_of_memory(exception) else _FAILED
+        if outcome == _OUT_OF_MEMORY:
+            traceback.clear_frames(exception.__traceback__)  # Releases the batch and its activations.
             garbage_collection_cuda()
-        self._tell(trainer, _FULL if full else _FAILED)
+        self._share_outcome(trainer, outcome)
 
-    def _tell(self, trainer: pl.Trainer, state: int) -> None:
-        _, self._verdict = extremes(trainer, state)
+    def _share_outcome(self, trainer: pl.Trainer, outcome: int) -> None:
+        """Set the outcome to the worst of all ranks."""
+        _, self._outcome = extremes(trainer, outcome)
 
 
 def _resizable(process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
@@ -175,61 +184,67 @@ def _resizable(process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
 
 def _refuse_all_gather(*_: Any, **__: Any) -> None:
     raise MisconfigurationException(
-        "find_batch_size cannot work with all_gather in training_step, at which devices wait for one that runs out of"
-        " memory: find it on one device."
+        "find_batch_size cannot work with all_gather in training_step, where devices wait for one that runs out of"
+        " memory: call it on one device."
     )
 
 
-def _let_ranks_be(model: nn.Module | None) -> None:
-    """Average neither gradients nor buffers, nor the statistics of SyncBatchNorm, over the ranks."""
+def _disable_synchronization(model: nn.Module | None) -> None:
+    """Stop DDP and SyncBatchNorm from averaging gradients, buffers and statistics over the ranks."""
     if not isinstance(model, DistributedDataParallel):
         return
     model.require_backward_grad_sync = model.require_forward_param_sync = False
-    model.static_graph = False  # whose first backward averages gradients in any case
-    norms = [each for each in model.modules() if isinstance(each, nn.SyncBatchNorm)]
+    model.static_graph = False  # With a static graph the first backward pass averages gradients anyway.
+    norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
     if norms:
-        alone, _ = torch.distributed.new_subgroups(1)
+        own_group, _ = torch.distributed.new_subgroups(1)
         for norm in norms:
-            norm.process_group = alone
+            norm.process_group = own_group
 
 
-def sizes_tried(fits: Callable[[int], tuple[bool, int]], initial: int, most: float) -> dict[int, bool]:
-    """Search the largest size that fits by doubling, then by bisection.
+def search_sizes(fits: Callable[[int], tuple[bool, int]], initial: int, limit: float) -> dict[int, bool]:
+    """Search for the largest size that fits, by doubling and then by bisection.
 
     Args:
-        fits: Whether a size fits, and the largest size that there is data for; a larger one stands for that.
-        initial: The first size.
-        most: The largest size worth trying.
+        fits: A function that tries a size. It returns whether the size fits, and the number of samples in the data; a
+            larger size is tried as this number.
+        initial: The first size, at least 1.
+        limit: The largest size to try.
 
     Returns:
-        Whether each size that was tried fits, in their order.
+        Whether each tried size fits, in the order of the trials.
 
-    >>> sizes_tried(lambda size: (size <= 11, 100), initial=2, most=64)
+    >>> search_sizes(lambda size: (size <= 11, 100), initial=2, limit=64)
     {2: True, 4: True, 8: True, 16: False, 12: False, 10: True, 11: True}
-    >>> sizes_tried(lambda size: (True, 6), initial=2, most=64)
+    >>> search_sizes(lambda size: (True, 6), initial=2, limit=64)
     {2: True, 4: True, 6: True}
     """
     tried: dict[int, bool] = {}
-    low, high, size = 0, math.inf, min(initial, most)
+    low, high, size = 0, math.inf, min(initial, limit)
     while low < size < high:
         fit, available = fits(int(size))
-        most = min(most, available)
-        size = int(min(size, most))
+        limit = min(limit, available)
+        size = int(min(size, limit))
         tried[size] = fit
         low, high = (size, high) if fit else (low, size)
-        size = min(2 * low, most) if high == math.inf else (low + high) // 2
+        size = min(2 * low, limit) if high == math.inf else (low + high) // 2
     return tried
 
 
 def accumulation_for(effective: int, devices: int, largest: int) -> tuple[int, int]:
-    """Batch size and accumulation with ``batch * devices * accumulation = effective``, or as near as can be.
+    """Choose batch size and accumulation with ``batch * devices * accumulation = effective``, or as near as possible.
 
-    The fewest batches that are equal and not above ``largest``; if there are none with at most twice as many batches as
-    needed, then as few as can be, of the nearest size.
+    These are the fewest equal batches of at most ``largest`` samples. If that needs more than twice as many batches as
+    the smallest possible number, it is the smallest number, with the nearest batch size.
 
-    >>> accumulation_for(1024, 4, largest=100)  # of 64: 3 batches of 85 would be 1020
+    Args:
+        effective: The number of samples of an optimizer step.
+        devices: The number of devices that take a batch each.
+        largest: The largest batch size on a device.
+
+    >>> accumulation_for(1024, 4, largest=100)  # 3 batches of 85 would give 1020
     (64, 4)
-    >>> accumulation_for(127, 1, largest=64)  # a prime: 128
+    >>> accumulation_for(127, 1, largest=64)  # a prime number: gives 128
     (64, 2)
     """
     share = effective / devices
@@ -242,13 +257,13 @@ def accumulation_for(effective: int, devices: int, largest: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class BatchSizeResult:
-    """What ``find_batch_size`` has found.
+    """The result of ``find_batch_size``.
 
     Args:
-        batch_size: Samples of a batch on each device.
-        accumulate_grad_batches: Batches of an optimizer step.
-        devices: Devices that take a batch each.
-        tried: Whether each size that was tried fits, in the order of the trials.
+        batch_size: The number of samples of a batch on each device.
+        accumulate_grad_batches: The number of batches of an optimizer step.
+        devices: The number of devices that take a batch each.
+        tried: Whether each tried size fits, in the order of the trials.
 
     Example:
         >>> result = BatchSizeResult(batch_size=48, accumulate_grad_batches=2, devices=4, tried={32: True, 64: False})
@@ -263,7 +278,7 @@ class BatchSizeResult:
 
     @property
     def effective(self) -> int:
-        """Samples of an optimizer step: ``batch_size * devices * accumulate_grad_batches``."""
+        """The number of samples of an optimizer step: ``batch_size * devices * accumulate_grad_batches``."""
         return self.batch_size * self.devices * self.accumulate_grad_batches
 
 
@@ -279,44 +294,44 @@ def find_batch_size(
     max_size: int | None = None,
     steps: int = 3,
 ) -> BatchSizeResult:
-    """Find the largest batch size with which training does not run out of memory, and the accumulation to go with it.
+    """Find the largest batch size with which training does not run out of memory, and the accumulation for it.
 
-    Each size, doubled and then bisected, is tried in a fit of a few real training steps (transfer, forward, backward,
-    optimizer) by the Trainer's own strategy and precision, with nothing else: no callbacks, loggers or validation.
-    On several devices a size fits if it fits on all of them. On CUDA it fits if the most that is allocated is at most
-    ``(1 - margin) * total memory``; elsewhere, if memory ran out, the largest size is made that much smaller.
+    Sizes are doubled and then bisected. Each one is tried in a fit of a few real training steps (transfer, forward,
+    backward, optimizer) with the Trainer's own strategy and precision, but without callbacks, loggers and validation.
+    On several devices a size fits if it fits on all of them. On CUDA it fits if at most ``(1 - margin) * total memory``
+    is allocated at the peak; elsewhere, if memory ran out, the largest size is multiplied by ``1 - margin``.
 
-    Afterwards everything is bit for bit as before, as after ``find_lr``; except that, with ``effective``,
-    ``trainer.accumulate_grad_batches`` is set, and without ``train_dataloaders`` the ``batch_size`` of the data module
-    (or of the module, if there is none), as attribute and as hyperparameter, where it has one. Otherwise write
+    Afterwards everything is bit for bit as before, as after ``find_lr``, with two exceptions. With ``effective``,
+    ``trainer.accumulate_grad_batches`` is set. Without ``train_dataloaders``, the ``batch_size`` of the data module (or
+    of the module, if there is none) is set, as attribute and as hyperparameter, if it has one. Otherwise write
     ``DataLoader(dataset, batch_size=result.batch_size)``.
 
-    What is tried are the first full batches of an epoch: where samples differ in size (texts), begin with the longest.
-    Leave a margin for what callbacks hold: the averages of EMA are one more copy of the weights.
+    The trials use the first full batches of an epoch. If samples differ in size (texts), start with the longest. Leave
+    a margin for the memory of callbacks: the averages of EMA are another copy of the weights.
 
     Args:
-        trainer: The Trainer that is to fit.
+        trainer: The Trainer that will fit.
         module: The module.
-        train_dataloaders: As for ``trainer.fit``, one DataLoader; its batch size does not matter.
-        datamodule: As for ``trainer.fit``.
-        effective: Samples of an optimizer step, over all devices and accumulated batches. If no batch size gives
-            exactly that, the nearest is taken: see ``result.effective``.
-        margin: Share of the memory to leave free, in [0, 1).
-        initial: The first size to try, at least 1, which does not suit BatchNorm.
-        max_size: The largest size to try; the data set is a limit too. Must be given on a CPU, where the system may
-            kill a process that takes too much instead of refusing memory.
-        steps: Optimizer steps of a trial, at least 2: the states of the optimizer come into being in the first.
+        train_dataloaders: One DataLoader, as for ``trainer.fit``; its batch size does not matter.
+        datamodule: The data module, as for ``trainer.fit``.
+        effective: The number of samples of an optimizer step, over all devices and accumulated batches. If no batch
+            size gives exactly this number, the nearest one is used: see ``result.effective``.
+        margin: The fraction of the memory to leave free, in [0, 1).
+        initial: The first size to try, at least 1; BatchNorm needs at least 2.
+        max_size: The largest size to try; the size of the data set is a limit, too. Required on a CPU, where the system
+            may kill a process that takes too much memory.
+        steps: The number of optimizer steps of a trial, at least 2: the first one makes the optimizer states.
 
     Returns:
-        Batch size and accumulation, and which sizes were tried.
+        Batch size and accumulation, and the tried sizes.
 
     Raises:
-        TypeError: For a value of the wrong type, or loaders that can be read only once.
-        ValueError: For a value out of range.
-        MisconfigurationException: If not even one sample fits; for loaders whose batches cannot be resized, lazy
-            layers, callbacks that decide on accumulation, inside of a fit, and under strategies that share a model
-            among devices (FSDP, DeepSpeed), spawn or fork; on several devices, for manual optimization, and for an
-            ``all_gather`` in ``training_step``.
+        TypeError: If a value has the wrong type, or the loaders can be read only once.
+        ValueError: If a value is out of range.
+        MisconfigurationException: If not even one sample fits; if batches cannot be resized; for lazy layers; for
+            callbacks that set the accumulation; if it is called inside a fit; under strategies that shard the model
+            (FSDP, DeepSpeed), spawn or fork; and on several devices, for manual optimization or an ``all_gather`` in
+            ``training_step``.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -333,32 +348,32 @@ def find_batch_size(
         if value is not None or name in ("initial", "steps"):
             check_count(name, value)  # type: ignore[arg-type]
     if steps < 2:
-        raise ValueError(f"steps must be at least 2, got {steps}: optimizer states come into being in the first.")
+        raise ValueError(f"steps must be at least 2, got {steps}: the first one makes the optimizer states.")
     require_undoable(trainer, module, train_dataloaders, "find_batch_size")
     require_trials(trainer, module)
     _require_effective(trainer, module, effective)
     device = trainer.strategy.root_device
     if max_size is None and device.type == "cpu":
-        raise ValueError("max_size must be given on a CPU, which may kill a process that takes too much memory.")
-    accumulates = effective is not None or accumulation_of(trainer) > 1
+        raise ValueError("max_size must be given on a CPU: the system may kill a process that takes too much memory.")
+    accumulates = effective is not None or initial_accumulation(trainer) > 1
 
     def fits(size: int) -> tuple[bool, int]:
         trial = BatchTrial(size, steps=steps, accumulation=2 if accumulates else 1, margin=margin)
         return trial.run(trainer, module, train_dataloaders, datamodule)
 
     share = math.inf if effective is None else math.ceil(effective / trainer.world_size)
-    tried = sizes_tried(fits, initial, min(share, max_size or math.inf))
+    tried = search_sizes(fits, initial, min(share, max_size or math.inf))
     largest = max((size for size, fit in tried.items() if fit), default=0)
     if 0 in tried:
-        raise MisconfigurationException("find_batch_size needs samples to train on, and a device has none.")
+        raise MisconfigurationException("find_batch_size needs samples to train on, got none on one of the devices.")
     if not largest:
         raise MisconfigurationException(
-            f"find_batch_size found that one sample does not fit into the memory of {device}, {margin:.0%} of it left"
-            " free. See suggest_strategy, or use a smaller model."
+            f"find_batch_size found that one sample does not fit into the memory of {device} with {margin:.0%} of it"
+            " left free. See suggest_strategy, or use a smaller model."
         )
     if device.type != "cuda" and not all(tried.values()):
         largest = max(1, math.floor(largest * (1 - margin)))
-    batch_size, accumulation = largest, accumulation_of(trainer)
+    batch_size, accumulation = largest, initial_accumulation(trainer)
     if effective is not None:
         batch_size, accumulation = accumulation_for(effective, trainer.world_size, largest)
         trainer.accumulate_grad_batches = accumulation
@@ -367,8 +382,8 @@ def find_batch_size(
     return BatchSizeResult(batch_size, accumulation, trainer.world_size, tried)
 
 
-def accumulation_of(trainer: pl.Trainer) -> int:
-    """The batches of an optimizer step with which the Trainer's fit begins."""
+def initial_accumulation(trainer: pl.Trainer) -> int:
+    """The number of batches of an optimizer step at the beginning of the Trainer's fit."""
     schedulers = callbacks_of(trainer, GradientAccumulationScheduler)
     return schedulers[-1].get_accumulate_grad_batches(0) if schedulers else trainer.accumulate_grad_batches
 
@@ -378,15 +393,15 @@ def _require_effective(trainer: pl.Trainer, module: pl.LightningModule, effectiv
         return
     if effective < trainer.world_size:
         raise ValueError(
-            f"effective must be at least {trainer.world_size}, one a device, got {effective}: use fewer devices."
+            f"effective must be at least {trainer.world_size}, one per device, got {effective}: use fewer devices."
         )
     if callbacks_of(trainer, GradientAccumulationScheduler):
-        found = "GradientAccumulationScheduler, which sets the accumulation, too: leave that out"
+        problem = "GradientAccumulationScheduler, which sets the accumulation, too: leave one out"
     elif not module.automatic_optimization:
-        found = f"{type(module).__name__}.automatic_optimization=False, in which training_step accumulates"
+        problem = f"{type(module).__name__}.automatic_optimization=False: leave effective= out"
     else:
         return
-    raise MisconfigurationException(f"find_batch_size(effective={effective}) cannot work with {found}, or effective.")
+    raise MisconfigurationException(f"find_batch_size(effective={effective}) cannot work with {problem}.")
 
 
 def _set_batch_size(owner: Any, size: int) -> None:

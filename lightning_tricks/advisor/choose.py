@@ -1,4 +1,4 @@
-"""Which strategy: the fastest that fits."""
+"""Choosing the fastest strategy preset that fits into memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ __all__ = ["Hardware", "Suggestion", "suggest_strategy"]
 @final
 @dataclass(frozen=True)
 class Hardware:
-    """Devices, nodes and the links between them.
+    """The devices and nodes to train on, and the links between them.
 
     Args:
-        device_memory: Bytes of each device.
-        devices: Of each node.
-        nodes: Machines.
-        links: "fast" (NVLink in a node, InfiniBand between nodes) or "slow" (PCIe, Ethernet); torch does not tell.
-        host_memory: Bytes of each node's memory; 0: nothing can be offloaded.
-        nvme: Bytes of each node's NVMe disk; 0: none.
-        bf16: Whether the devices compute in bf16 (Ampere and later do).
+        device_memory: The memory of each device, in bytes.
+        devices: The number of devices per node, at least 1.
+        nodes: The number of nodes, at least 1.
+        links: "fast" (NVLink in a node, InfiniBand between nodes) or "slow" (PCIe, Ethernet); torch cannot detect it.
+        host_memory: The memory of each node, in bytes; 0 means that nothing can be offloaded to it.
+        nvme: The space on each node's NVMe disk, in bytes; 0 means that there is none.
+        bf16: Whether the devices compute in bf16, as Ampere and later do.
 
     Raises:
+        TypeError: If a value has the wrong type.
         ValueError: If a value is out of range.
 
     Example:
@@ -58,67 +59,70 @@ class Hardware:
 
     @property
     def world(self) -> int:
-        """Devices in all."""
+        """The number of devices on all nodes."""
         return self.devices * self.nodes
 
     @classmethod
     def detect(cls, **known: Any) -> Hardware:
-        """This machine's, with what is ``known`` in the place of what is found.
+        """Describe this machine.
 
         Args:
-            **known: Arguments of ``Hardware``.
+            **known: Arguments of ``Hardware`` that replace the detected ones.
 
         Raises:
-            ValueError: If the memory of a device is not known: without CUDA.
+            ValueError: If there is no CUDA device and ``device_memory`` is not given.
         """
         devices = devices_here()
-        found: dict[str, Any] = {"host_memory": host_memory()}
+        detected: dict[str, Any] = {"host_memory": host_memory()}
         if devices[0].kind == "cuda":
-            found["devices"] = len(devices)
-            found["device_memory"] = min(device.memory for device in devices)
-            found["bf16"] = all(device.bf16 for device in devices)
+            detected["devices"] = len(devices)
+            detected["device_memory"] = min(device.memory for device in devices)
+            detected["bf16"] = all(device.bf16 for device in devices)
         elif "device_memory" not in known:
-            raise ValueError("No CUDA device is seen here: pass device_memory= in bytes, of the hardware to train on.")
-        return cls(**{**found, **known})
+            raise ValueError(
+                "No CUDA device is seen here: pass device_memory= (--device-memory), the bytes of each device."
+            )
+        return cls(**{**detected, **known})
 
 
 DEVICE = "on each device"
 
 
 def shortage(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> dict[str, float]:
-    """The bytes that are missing, by where; empty if it fits."""
-    there = {
-        DEVICE: (estimate.total, hardware.device_memory),
-        "of host memory on each node": (estimate.host, hardware.host_memory),
-        "of NVMe disk on each node": (estimate.nvme, hardware.nvme),
+    """The missing bytes by kind of memory; empty if the estimate fits."""
+    usable = 1 - margin
+    needed_and_available = {
+        DEVICE: (estimate.total, hardware.device_memory * usable),
+        "of host memory on each node": (estimate.host, hardware.host_memory * usable),
+        "of NVMe disk on each node": (estimate.nvme, hardware.nvme * usable),
     }
     return {
-        where: needed - size * (1 - margin) for where, (needed, size) in there.items() if needed > size * (1 - margin)
+        kind: needed - available for kind, (needed, available) in needed_and_available.items() if needed > available
     }
 
 
 def why_not(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> str:
-    """Why a strategy was passed over."""
+    """Say why a strategy does not fit."""
     missing = " and ".join(
-        f"{readable(size)} more {where}" for where, size in shortage(estimate, hardware, margin).items()
+        f"{readable(size)} more {kind}" for kind, size in shortage(estimate, hardware, margin).items()
     )
-    least = "without activations" if estimate.batch_size is None else "with one sample at a time"
-    return f"{estimate.strategy} needs {missing}, even {least}."
+    smallest = "without activations" if estimate.batch_size is None else "with one sample at a time"
+    return f"{estimate.strategy} needs {missing}, even {smallest}."
 
 
 def why_it_fits(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> str:
-    """How much of the memory the strategy takes."""
+    """Say how much of the memory the strategy takes."""
     samples = estimate.batch_size
-    with_what = "without activations" if samples is None else f"with {samples} sample{'s' * (samples > 1)} at a time"
-    said = (
+    batch = "without activations" if samples is None else f"with {samples} sample{'s' * (samples > 1)} at a time"
+    text = (
         f"{estimate.strategy} takes {readable(estimate.total)} of {readable(hardware.device_memory)} on each device"
-        f" {with_what}, and {margin:.0%} is to stay free"
+        f" {batch}, and {margin:.0%} must stay free"
     )
     if estimate.host:
-        said += f"; {readable(estimate.host)} of {readable(hardware.host_memory)} of host memory"
+        text += f"; {readable(estimate.host)} of {readable(hardware.host_memory)} of host memory"
     if estimate.nvme:
-        said += f"; {readable(estimate.nvme)} of {readable(hardware.nvme)} of NVMe disk"
-    return f"{said}."
+        text += f"; {readable(estimate.nvme)} of {readable(hardware.nvme)} of NVMe disk"
+    return f"{text}."
 
 
 def advice(
@@ -128,63 +132,73 @@ def advice(
     failed: Sequence[MemoryEstimate],
     batch_size: int | None,
     accumulate: int,
-    narrow: MemoryEstimate | None,
+    with_8bit: MemoryEstimate | None,
 ) -> tuple[str, ...]:
-    """What else to mind with the strategy that fits; ``narrow`` is the first that failed with 8-bit states."""
-    said, micro = [], estimate.batch_size
+    """Give further advice on the strategy that fits.
+
+    Args:
+        estimate: The memory of the strategy.
+        hardware: The devices to train on.
+        margin: The fraction of the memory to leave free.
+        failed: The memory of the faster strategies, which do not fit.
+        batch_size: The requested number of samples of an optimizer step.
+        accumulate: The number of batches of an optimizer step.
+        with_8bit: The memory of the first failed strategy with an 8-bit optimizer.
+    """
+    texts, micro = [], estimate.batch_size
     if estimate.measured is None:
-        said.append("Activations were not counted: pass an example batch.")
-    if narrow is not None and not shortage(narrow, hardware, margin):
-        said.append(
-            f"Optimizer states are {readable(failed[0].optimizer)} of what {narrow.strategy} needs: with an 8-bit"
+        texts.append("Activations were not counted: pass an example batch.")
+    if with_8bit is not None and not shortage(with_8bit, hardware, margin):
+        texts.append(
+            f"Optimizer states are {readable(failed[0].optimizer)} of what {with_8bit.strategy} needs: with an 8-bit"
             " optimizer (optimizer='adamw_8bit') it fits."
         )
-    sliced = estimate.strategy.startswith(("fsdp2", "zero3"))
-    if sliced and hardware.links == "slow" and hardware.world > 1:
-        said.append(
-            "Over slow links the weights travel in every forward and backward pass: let a step have many samples, or"
-            " keep slices within a node (HSDP) or layers on their device (pipeline), for which there is no preset."
+    shards_weights = estimate.strategy.startswith(("fsdp2", "zero3"))
+    if shards_weights and hardware.links == "slow" and hardware.world > 1:
+        texts.append(
+            "Over slow links the weights are sent in every forward and backward pass: use many samples per step, or"
+            " keep shards within a node (HSDP) or layers on one device (pipeline), for which there are no presets."
         )
     if micro is not None and estimate.activations > estimate.total / 2 and (accumulate > 1 or failed):
-        said.append(
+        texts.append(
             f"Activations are {readable(estimate.activations)}: activation checkpointing keeps few of them, for about a"
             " fifth to a third more time."
         )
     if estimate.largest_layer > hardware.device_memory / 4:
-        said.append(
+        texts.append(
             f"The largest layer takes {readable(estimate.largest_layer)} by itself: split it (memory-centric tiling,"
             " deepspeed.zero.TiledLinear)."
         )
     if estimate.nvme:
-        said.append("Pass the folder on the disk: Trainer(**preset('zero3_nvme_bf16', nvme_path=...)).")
+        texts.append("Pass the folder on the disk: Trainer(**preset('zero3_nvme_bf16', nvme_path=...)).")
     if estimate.strategy.startswith("zero"):
-        said.append("It needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'.")
+        texts.append("It needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'.")
     effective = None if micro is None else micro * accumulate * hardware.world
     if effective is None or effective == batch_size:
-        return tuple(said)
+        return tuple(texts)
     if batch_size is not None:
         fewer = f": {batch_size} devices are enough" if batch_size < hardware.world else ""
-        said.append(f"The devices share {effective} samples a step evenly, not {batch_size}{fewer}.")
-    said.append(
+        texts.append(f"The devices can share {effective} samples per step evenly, not {batch_size}{fewer}.")
+    texts.append(
         f"An optimizer step sees {effective} sample{'s' * (effective > 1)}: scale the learning rate by it, linearly for"
         " SGD, by the square root for Adam (scale_lr)."
     )
-    return tuple(said)
+    return tuple(texts)
 
 
 @final
 @dataclass(frozen=True)
 class Suggestion:
-    """What to train with; made by ``suggest_strategy``.
+    """A strategy preset with batch size and accumulation, as returned by ``suggest_strategy``.
 
     Args:
-        preset: One of ``presets()``.
-        hardware: What it was chosen for.
-        micro_batch_size: Samples on each device in one forward pass; None if no batch was given.
-        accumulate_grad_batches: Forward passes of one optimizer step.
-        reasons: Why this one and none before it, with the numbers.
-        advice: What else to mind.
-        estimate: Its memory.
+        preset: The name of the preset, one of ``presets()``.
+        hardware: The hardware that it was chosen for.
+        micro_batch_size: The number of samples on each device in a forward pass; None if no batch was given.
+        accumulate_grad_batches: The number of forward passes per optimizer step.
+        reasons: Why this preset fits and faster ones do not, with numbers.
+        advice: Further advice.
+        estimate: The estimated memory of the preset.
 
     Example:
         >>> from lightning_tricks.advisor import Hardware, suggest_strategy
@@ -202,14 +216,14 @@ class Suggestion:
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Samples of one optimizer step; None if no batch was given."""
+        """The number of samples of an optimizer step; None if no batch was given."""
         if self.micro_batch_size is None:
             return None
         return self.micro_batch_size * self.accumulate_grad_batches * self.hardware.world
 
     @property
     def trainer(self) -> dict[str, Any]:
-        """Arguments of the Trainer."""
+        """The arguments of the Trainer."""
         return {
             "strategy": self.preset,
             "devices": self.hardware.devices,
@@ -218,10 +232,15 @@ class Suggestion:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        batch = {"micro_batch_size": self.micro_batch_size, "effective_batch_size": self.effective_batch_size}
-        words = {"reasons": list(self.reasons), "advice": list(self.advice)}
-        return {**self.trainer, **batch, **words, "estimate": self.estimate.to_dict()}
+        """All values, for JSON."""
+        return {
+            **self.trainer,
+            "micro_batch_size": self.micro_batch_size,
+            "effective_batch_size": self.effective_batch_size,
+            "reasons": list(self.reasons),
+            "advice": list(self.advice),
+            "estimate": self.estimate.to_dict(),
+        }
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.trainer.items())
@@ -238,24 +257,27 @@ def suggest_strategy(
     optimizer: OptimizerLike = "adamw",
     margin: float = 0.1,
 ) -> Suggestion:
-    """The fastest strategy preset that fits the memory there is, with batch size and accumulation.
+    """Suggest the fastest strategy preset that fits into memory, with batch size and accumulation.
 
-    In this order, the first that fits with at least one sample on each device: one device: whole; optimizer in host
-    memory; weights, too; on a disk. Several devices: whole on each (DDP, which sends compressed gradients over slow
-    links); in slices (FSDP2; over slow links ZeRO-1 and ZeRO-2 before it, which send no more than DDP); then with host
-    memory and disk as above. Then as many samples at a time as fit, up to the device's share of ``batch_size``, which
-    accumulation makes up.
+    It takes the first preset that fits with at least one sample on each device. On one device these are: everything on
+    the device; optimizer states in host memory; weights in host memory, too; all on a disk. On several devices: a full
+    model on each (DDP, with compressed gradients over slow links); sharded (FSDP2; over slow links first ZeRO-1 and
+    ZeRO-2, which send no more than DDP); then offloaded as above. Then it takes as many samples at a time as fit, up to
+    the device's share of ``batch_size``; accumulation does the rest.
 
     Args:
-        model: A module or a plain count of parameters, as for ``estimate_memory``.
-        hardware: What to train on; None: this machine.
-        batch: An example batch for activations; without one they are not counted, and the margin must hold them.
-        batch_size: Samples of an optimizer step, over all devices; None: as many as fit at a time. It needs ``batch``.
-        optimizer: As for ``estimate_memory``.
-        margin: The part of the memory to leave free, in [0, 1): for kernels and what an allocator leaves in pieces.
+        model: A module or a number of parameters, as for ``estimate_memory``.
+        hardware: The devices to train on; by default those of this machine.
+        batch: An example batch to measure activations with. Without it they are not counted and must fit into the
+            margin.
+        batch_size: The number of samples of an optimizer step over all devices, by default as many as fit at a time.
+            It needs ``batch``.
+        optimizer: The optimizer, as for ``estimate_memory``.
+        margin: The fraction of the memory to leave free, in [0, 1), for kernels and fragmentation.
 
     Raises:
-        ValueError: If nothing fits; says what is missing. As ``estimate_memory`` does.
+        TypeError: As ``estimate_memory``.
+        ValueError: If nothing fits; the message says what is missing. Also as ``estimate_memory``.
 
     Example:
         >>> suggestion = suggest_strategy(7_000_000_000, hardware=Hardware(80e9, devices=8, host_memory=1e12))
@@ -268,75 +290,76 @@ def suggest_strategy(
     if batch_size is not None:
         check_count("batch_size", batch_size)
         if batch is None:
-            raise ValueError(f"batch_size={batch_size} needs batch=: an example batch, of any size.")
+            raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")
 
-    def least(name: str, optimizer: OptimizerLike) -> MemoryEstimate:
-        """With one sample at a time; not measured if it does not fit without any."""
-        estimated = partial(
+    def smallest_estimate(name: str, optimizer: OptimizerLike) -> MemoryEstimate:
+        """The memory with one sample at a time; without activations if not even the rest fits."""
+        estimate = partial(
             estimate_memory, model, strategy=name, optimizer=optimizer, devices=hardware.devices, nodes=hardware.nodes
         )
-        bare = estimated()
-        return bare if batch is None or shortage(bare, hardware, margin) else estimated(batch=batch).with_batch(1)
+        without_batch = estimate()
+        if batch is None or shortage(without_batch, hardware, margin):
+            return without_batch
+        return estimate(batch=batch).with_batch(1)
 
     failed: list[MemoryEstimate] = []
     for name in candidates(hardware):
-        estimate = least(name, optimizer)
+        estimate = smallest_estimate(name, optimizer)
         if shortage(estimate, hardware, margin):
             failed.append(estimate)
             continue
         micro, accumulate = _batches(estimate, hardware, batch_size, margin)
         estimate = estimate if micro is None else estimate.with_batch(micro)
-        reasons = [*(why_not(each, hardware, margin) for each in failed), why_it_fits(estimate, hardware, margin)]
-        narrow = least(failed[0].strategy, "adamw_8bit") if failed else None
-        said = advice(estimate, hardware, margin, failed, batch_size, accumulate, narrow)
-        return Suggestion(name, hardware, micro, accumulate, tuple(reasons), said, estimate)
+        reasons = [*(why_not(faster, hardware, margin) for faster in failed), why_it_fits(estimate, hardware, margin)]
+        with_8bit = smallest_estimate(failed[0].strategy, "adamw_8bit") if failed else None
+        texts = advice(estimate, hardware, margin, failed, batch_size, accumulate, with_8bit)
+        return Suggestion(name, hardware, micro, accumulate, tuple(reasons), texts, estimate)
     raise ValueError(_nothing_fits(failed, hardware, margin))
 
 
 def candidates(hardware: Hardware) -> list[str]:
-    """Names of presets, the fastest first."""
-    one, slow = hardware.world == 1, hardware.links == "slow"
+    """Names of presets for the hardware, the fastest first."""
+    one_device = hardware.world == 1
     if not hardware.bf16:
-        whole = ["single_fp16"] if one else ["ddp_fp16"]
-        sliced = [] if one else ["zero2_fp16", "zero3_fp16"]
-        return [*whole, *sliced, "zero2_offload_fp16", "zero3_offload_fp16"]
-    if one:
-        whole, sliced = ["single_bf16"], []
-    elif slow:
-        whole, sliced = ["ddp_compressed_bf16"], ["zero1_bf16", "zero2_bf16", "fsdp2_bf16"]
+        on_device = ["single_fp16"] if one_device else ["ddp_fp16", "zero2_fp16", "zero3_fp16"]
+        return [*on_device, "zero2_offload_fp16", "zero3_offload_fp16"]
+    if one_device:
+        on_device = ["single_bf16"]
+    elif hardware.links == "slow":
+        on_device = ["ddp_compressed_bf16", "zero1_bf16", "zero2_bf16", "fsdp2_bf16"]
     else:
-        whole, sliced = ["ddp_bf16"], ["fsdp2_bf16"]
-    return [*whole, *sliced, "zero2_offload_bf16", "zero3_offload_bf16", "zero3_nvme_bf16"]
+        on_device = ["ddp_bf16", "fsdp2_bf16"]
+    return [*on_device, "zero2_offload_bf16", "zero3_offload_bf16", "zero3_nvme_bf16"]
 
 
 def _batches(
     estimate: MemoryEstimate, hardware: Hardware, batch_size: int | None, margin: float
 ) -> tuple[int | None, int]:
-    """Samples at a time on each device, and how many times."""
+    """The batch size on each device, and the number of batches to accumulate."""
     if estimate.measured is None:
         return None, 1
-    most = estimate.largest_batch(hardware.device_memory * (1 - margin))
+    largest = estimate.largest_batch(hardware.device_memory * (1 - margin))
     if batch_size is None:
-        return (most - most % 8 if most > 8 else most), 1  # sizes that tensor cores like
-    share = max(1, -(-batch_size // hardware.world))
-    times = -(-share // most)
-    return -(-share // times), times
+        return (largest - largest % 8 if largest > 8 else largest), 1  # Tensor cores prefer multiples of 8.
+    share = max(1, -(-batch_size // hardware.world))  # Rounded up, as below.
+    accumulate = -(-share // largest)
+    return -(-share // accumulate), accumulate
 
 
 def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: float) -> str:
     shortages = [shortage(estimate, hardware, margin) for estimate in failed]
-    lacking = min(shortages, key=lambda missing: (missing.get(DEVICE, 0), sum(missing.values())))
-    last = failed[shortages.index(lacking)]
-    missing = " and ".join(f"{readable(size)} {where}" for where, size in lacking.items())
+    smallest = min(shortages, key=lambda missing: (missing.get(DEVICE, 0), sum(missing.values())))
+    nearest = failed[shortages.index(smallest)]
+    missing = " and ".join(f"{readable(size)} {kind}" for kind, size in smallest.items())
     remedy = "Use more devices"
-    if DEVICE not in lacking:
-        remedy += ", more host memory, or an NVMe disk (nvme=)" if last.nvme == 0 else ", or a larger disk"
+    if DEVICE not in smallest:
+        remedy += ", more host memory, or an NVMe disk (nvme=)" if nearest.nvme == 0 else ", or a larger disk"
     remedy += ", or train fewer of the weights (LoRA)"
-    if last.activations > hardware.device_memory / 4:
-        remedy += ", or activation checkpointing"
-    if last.largest_layer > hardware.device_memory / 4:
+    if nearest.activations > hardware.device_memory / 4:
+        remedy += ", or use activation checkpointing"
+    if nearest.largest_layer > hardware.device_memory / 4:
         remedy += (
-            f". The largest layer alone takes {readable(last.largest_layer)}: split it (memory-centric tiling,"
+            f". The largest layer alone takes {readable(nearest.largest_layer)}: split it (memory-centric tiling,"
             " deepspeed.zero.TiledLinear, or tensor parallelism with ModelParallelStrategy)"
         )
-    return f"Nothing fits. Nearest is {last.strategy}, for which {missing} is missing. {remedy}."
+    return f"Nothing fits. Nearest is {nearest.strategy}, for which {missing} is missing. {remedy}."

@@ -1,4 +1,4 @@
-"""Lints when training starts."""
+"""Doctor: warnings about probable mistakes when training starts."""
 
 from __future__ import annotations
 
@@ -28,79 +28,89 @@ __all__ = ["Doctor"]
 
 
 class Finding(NamedTuple):
-    """A rule that a module or its training breaks, where, and what to do."""
+    """A broken rule.
+
+    Args:
+        rule: The name of the rule.
+        text: The cause, its place and the remedy.
+    """
 
     rule: str
     text: str
 
 
 def reused_modules(module: nn.Module) -> Iterator[str]:
-    """One module without weights (dropout, an activation) that stands at several places."""
+    """Find modules without weights (dropout, activations) that are used at several places."""
     places: dict[nn.Module, list[str]] = {}
-    for path, parent in module.named_modules():  # a parent with two names makes no second place
-        for name, each in parent._modules.items():
-            if each is not None and not any((each._parameters, each._buffers, each._modules)):
-                places.setdefault(each, []).append(f"{path}.{name}".lstrip("."))
-    for each, names in places.items():
+    for path, parent in module.named_modules():  # A parent with two names is visited once.
+        for name, child in parent._modules.items():
+            if child is not None and not any((child._parameters, child._buffers, child._modules)):
+                places.setdefault(child, []).append(f"{path}.{name}".lstrip("."))
+    for child, names in places.items():
         if len(names) > 1:
             yield (
-                f"one {type(each).__name__} stands at {some(names, 3)}: a hook, a replacement or quantization of one of"
-                " them reaches all. Make one for each place."
+                f"one {type(child).__name__} is used at {some(names, 3)}: a hook, a replacement or quantization of one"
+                " affects all. Create one for each place."
             )
 
 
 def redundant_biases(module: nn.Module) -> Iterator[str]:
-    """Biases that a following BatchNorm takes away again."""
-    if any(isinstance(each, FSDPModule) for each in module.modules()):
-        return  # sharded in an earlier fit: tracing would run FSDP's hooks
+    """Find biases that the following BatchNorm cancels."""
+    if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+        return  # Tracing a module that an earlier fit has sharded would run FSDP's hooks.
     if names := biases_before_batchnorm(module):
         yield (
-            f"BatchNorm takes {some(names, 3)} away again: pass bias=False, or call"
+            f"BatchNorm cancels {some(names, 3)}: pass bias=False, or call"
             " lightning_tricks.drop_bias_before_batchnorm(model)."
         )
 
 
 def bf16_weights_in_fp16(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
-    """Weights that were pretrained in bf16, whose range fp16 has not."""
+    """Find weights that were pretrained in bf16, which has a larger range than fp16."""
     if not str(trainer.precision).startswith("16"):
         return
-    held = [name for name, weight in module.named_parameters() if weight.dtype == torch.bfloat16]
-    told = [name for name, each in module.named_modules() if _dtype_of_config(each) in (torch.bfloat16, "bfloat16")]
-    if held or told:
+    names = [name for name, weight in module.named_parameters() if weight.dtype == torch.bfloat16]
+    if not names:
+        configured = [
+            name for name, sub in module.named_modules() if _configured_dtype(sub) in ("bfloat16", torch.bfloat16)
+        ]
+        names = [name or type(module).__name__ for name in configured]
+    if names:
         yield (
-            f"{some(held or [name or type(module).__name__ for name in told], 3)} comes from bf16, and trains with"
-            f" precision={trainer.precision!r}, in which its activations overflow. Use 'bf16-mixed', or '32-true'."
+            f"{some(names, 3)} was pretrained in bf16 and trains with precision={trainer.precision!r}, in which its"
+            " activations overflow. Use 'bf16-mixed' or '32-true'."
         )
 
 
-def _dtype_of_config(module: nn.Module) -> object:
-    config = getattr(module, "config", None)  # of transformers
+def _configured_dtype(module: nn.Module) -> object:
+    """The dtype in the configuration of a transformers model."""
+    config = getattr(module, "config", None)
     return getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
 
 
 def loader_workers(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
-    """More loader workers than cores, all processes of this machine together."""
+    """Find loaders with more workers than this machine has cores, over all of its processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for loader in _loaders(trainer):
         if loader.num_workers * trainer.num_devices > cores:
             yield (
                 f"num_workers={loader.num_workers} in each of {trainer.num_devices} processes on {cores} cores: the"
-                f" workers wait for each other. Pass num_workers={max(1, cores // trainer.num_devices)} or less."
+                f" workers wait for each other. Pass num_workers={max(1, cores // trainer.num_devices)} or fewer."
             )
 
 
 def pinned_memory(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
-    """``pin_memory`` without a GPU, and a GPU without it."""
+    """Find loaders with ``pin_memory`` but no GPU, and loaders without it for a GPU."""
     for loader in _loaders(trainer):
         if loader.pin_memory and isinstance(trainer.accelerator, CPUAccelerator):
-            yield "pin_memory=True copies each batch once more for a GPU that is not used. Leave it out."
+            yield "pin_memory=True copies each batch once more, for a GPU that is not used. Leave it out."
         elif not loader.pin_memory and isinstance(trainer.accelerator, CUDAAccelerator):
-            yield "a training loader without pin_memory=True: batches reach the GPU late. Pass it."
+            yield "a training loader has no pin_memory=True: copies of batches to the GPU block. Pass pin_memory=True."
 
 
 def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
-    """A schedule of torch that is longer or shorter than the training, for example since batches are accumulated."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined] # set by a connector
+    """Find torch schedules that are longer or shorter than the training, for example because of accumulation."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler
@@ -114,7 +124,7 @@ def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
             steps = optimizer_steps(trainer) if config.interval == "step" else trainer.max_epochs
         except UnknownTotalSteps:
             continue
-        if config.frequency == 1 and steps not in (planned, -1, None):  # the latter without max_epochs
+        if config.frequency == 1 and steps not in (planned, -1, None):  # Without max_epochs steps is -1 or None.
             yield (
                 f"{type(scheduler).__name__} is made for {planned} steps, and interval={config.interval!r} gives it"
                 f" {steps}. Pass lightning_tricks.optimizer_steps(self.trainer) with interval='step', or return"
@@ -137,38 +147,39 @@ RULES = (*MODULE_RULES, *TRAINER_RULES, SYNC_DIST)
 
 
 def lint(module: nn.Module) -> list[Finding]:
-    """What is probably not meant in a module."""
+    """Find probable mistakes in a module."""
     return [Finding(name, text) for name, rule in MODULE_RULES.items() for text in rule(module)]
 
 
 def lint_training(module: nn.Module, trainer: pl.Trainer) -> list[Finding]:
-    """What is probably not meant in how a Trainer is about to train a module."""
+    """Find probable mistakes in how a Trainer is about to train a module."""
     return [Finding(name, text) for name, rule in TRAINER_RULES.items() for text in rule(module, trainer)]
 
 
 def _loaders(trainer: pl.Trainer) -> list[DataLoader[object]]:
-    found: list[DataLoader[object]] = []
-    apply_to_collection(trainer.train_dataloader, DataLoader, found.append)
-    return found
+    loaders: list[DataLoader[object]] = []
+    apply_to_collection(trainer.train_dataloader, DataLoader, loaders.append)
+    return loaders
 
 
 @final
 class Doctor(Trick):
-    """Warns when training starts of what is probably not meant, each with its remedy; changes nothing.
+    """Warns about probable mistakes when training starts, each with a remedy; changes nothing.
 
-    - ``reused-modules``: one dropout or activation stands at several places
-    - ``redundant-biases``: biases in front of a BatchNorm
-    - ``bf16-weights-in-fp16``: pretrained in bf16, trained in fp16
-    - ``loader-workers``: more workers than cores
-    - ``pinned-memory``: without a GPU, or a GPU without it
-    - ``schedule-length``: torch's OneCycleLR or CosineAnnealingLR made for another number of steps than there are
+    - ``reused-modules``: one dropout or activation is used at several places
+    - ``redundant-biases``: biases in front of a BatchNorm, which cancels them
+    - ``bf16-weights-in-fp16``: weights pretrained in bf16 are trained in fp16
+    - ``loader-workers``: more loader workers than cores
+    - ``pinned-memory``: ``pin_memory`` without a GPU, or a GPU without ``pin_memory``
+    - ``schedule-length``: torch's OneCycleLR or CosineAnnealingLR with another number of steps than the training
     - ``sync-dist``: ``self.log(..., sync_dist=True)`` in ``training_step``, which waits for all ranks in every step
 
     Args:
-        silence: Rules that are not to be looked at.
+        silence: The name of a rule to ignore, or a sequence of names.
 
     Raises:
-        ValueError: For a rule that does not exist.
+        TypeError: If ``silence`` is not a string or a sequence of strings.
+        ValueError: If there is no such rule.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -187,33 +198,33 @@ class Doctor(Trick):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
-            self._say(lint(pl_module))  # which traces it: before it is sharded or compiled
+            self._warn(lint(pl_module))  # Tracing must come before the module is sharded or compiled.
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._say(lint_training(pl_module, trainer))
+        self._warn(lint_training(pl_module, trainer))
         if trainer.world_size > 1 and SYNC_DIST not in self.silence:
-            self._wrap(pl_module, "log", self._logged)
+            self._wrap(pl_module, "log", self._check_log)
 
-    def _logged(self, log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
+    def _check_log(self, log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
         log(name, *args, **kwargs)
-        given = inspect.signature(pl.LightningModule.log).bind(None, name, *args, **kwargs).arguments
-        if given.get("sync_dist") and given.get("on_step") is not False:
+        arguments = inspect.signature(pl.LightningModule.log).bind(None, name, *args, **kwargs).arguments
+        if arguments.get("sync_dist") and arguments.get("on_step") is not False:
             text = (
                 f"self.log({name!r}, sync_dist=True) in training_step makes each step wait for all ranks. Log it with"
-                " on_step=False, on_epoch=True, or without sync_dist: the epoch's mean of rank 0 is close."
+                " on_step=False, on_epoch=True, or without sync_dist: rank 0's mean over the epoch is close."
             )
-            self._say([Finding(SYNC_DIST, text)])
-            self._close()  # log_dict may have many
+            self._warn([Finding(SYNC_DIST, text)])
+            self._close()  # Warn once, although log_dict may log many values.
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._close()  # one batch shows what is logged
+        self._close()  # The first batch has shown what is logged.
 
-    def _say(self, findings: Sequence[Finding]) -> None:
+    def _warn(self, findings: Sequence[Finding]) -> None:
         for rule, text in findings:
             if rule not in self.silence:
                 rank_zero_warn(f"Doctor, {rule}: {text}")

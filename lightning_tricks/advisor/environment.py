@@ -1,4 +1,4 @@
-"""What this machine has for training, and what each preset misses on it."""
+"""What this machine has for training, and what each strategy preset lacks on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from lightning_tricks.strategies.presets import presets
-from lightning_tricks.strategies.zero.preset import OLDEST
+from lightning_tricks.strategies.zero.preset import OLDEST_DEEPSPEED
 
 __all__ = ["EnvironmentReport", "environment_report"]
 
@@ -28,7 +28,14 @@ Status = Literal["runs", "slower", "cannot run"]
 
 @dataclass(frozen=True)
 class Device:
-    """A device that a process can train on: its kind as torch names it, its memory in bytes, whether it has bf16."""
+    """A device to train on.
+
+    Args:
+        kind: The type of the device, as torch names it.
+        name: The name of the product.
+        memory: The memory in bytes.
+        bf16: Whether it computes in bf16.
+    """
 
     kind: str
     name: str
@@ -38,14 +45,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Environment:
-    """What was found; None for what is missing.
+    """The software and the devices of a machine.
 
     Args:
-        versions: Of Python and of packages; for one that is there but cannot be imported, the error is in ``broken``.
+        versions: The versions of Python and of packages; None for a package that is missing or cannot be imported.
         devices: The CUDA devices, or the CPU if there are none.
-        backends: Of ``torch.distributed``.
-        tools: Path of the C++ compiler, ninja, nvcc and libaio, with which DeepSpeed compiles its operators.
-        broken: Why a package cannot be imported.
+        backends: The available backends of ``torch.distributed``.
+        tools: The paths of the C++ compiler, ninja, nvcc and libaio, with which DeepSpeed compiles its operators; None
+            for a missing one.
+        broken: The errors of installed packages that cannot be imported.
         deepspeed_fp16: Whether DeepSpeed computes in fp16 on these devices.
     """
 
@@ -59,7 +67,14 @@ class Environment:
 
 @dataclass(frozen=True)
 class PresetStatus:
-    """Whether a preset runs: ``"runs"``, ``"slower"`` or ``"cannot run"``, the reasons and what helps against each."""
+    """Whether a preset runs in an environment.
+
+    Args:
+        name: The name of the preset.
+        status: ``"runs"``, ``"slower"`` or ``"cannot run"``.
+        reasons: Why it does not run, or runs slower.
+        remedies: Remedies for the reasons.
+    """
 
     name: str
     status: Status
@@ -69,7 +84,11 @@ class PresetStatus:
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """What ``environment_report`` has found: the machine, and the presets on it.
+    """The result of ``environment_report``.
+
+    Args:
+        environment: The software and the devices of this machine.
+        presets: The status of every strategy preset.
 
     Example:
         >>> report = environment_report()
@@ -81,30 +100,30 @@ class EnvironmentReport:
     presets: tuple[PresetStatus, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON or a table."""
+        """All values, for JSON."""
         return asdict(self)
 
 
 def environment_report() -> EnvironmentReport:
-    """Look at this machine: versions, devices, compilers; and what each strategy preset misses, with the remedy.
+    """Report this machine's versions, devices and compilers, and what each strategy preset lacks, with remedies.
 
-    A preset ``"runs"`` if nothing is missing, is ``"slower"`` if something else is taken in its place, and ``"cannot
-    run"`` otherwise. DeepSpeed and Ray are imported, if they are installed.
+    A preset ``"runs"`` if it lacks nothing, is ``"slower"`` if something else replaces what it lacks, and ``"cannot
+    run"`` otherwise. DeepSpeed and Ray are imported if they are installed.
 
     Returns:
-        The machine and the presets; ``.to_dict()`` for JSON.
+        The machine and the presets; ``to_dict()`` gives values for JSON.
 
     Example:
         >>> report = environment_report()
         >>> report.environment.versions["torch"] == str(torch.__version__)
         True
     """
-    found = environment()
-    return EnvironmentReport(found, tuple(missing(row, found) for row in presets()))
+    detected = environment()
+    return EnvironmentReport(detected, tuple(preset_status(row, detected) for row in presets()))
 
 
 def environment() -> Environment:
-    """What this machine has, without a view to any preset."""
+    """Detect the software and the devices of this machine."""
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -116,32 +135,32 @@ def environment() -> Environment:
         if error:
             broken[package] = error
     backends = ("gloo", "nccl") if torch.distributed.is_available() else ()
-    have = tuple(each for each in backends if getattr(torch.distributed, f"is_{each}_available")())
-    there = versions["deepspeed"] is not None
-    return Environment(versions, devices_here(), have, _tools(there), broken, there and _deepspeed_fp16())
+    available = tuple(name for name in backends if getattr(torch.distributed, f"is_{name}_available")())
+    deepspeed = versions["deepspeed"] is not None
+    return Environment(versions, devices_here(), available, _tools(deepspeed), broken, deepspeed and _deepspeed_fp16())
 
 
 def _deepspeed_fp16() -> bool:
-    with _only_errors():
+    with _output_to_stderr():
         from deepspeed.accelerator import get_accelerator
 
         return bool(get_accelerator().is_fp16_supported())
 
 
 def _imported(package: str) -> tuple[str | None, str | None]:
-    """The version of a package, and if it is there but cannot be imported the error."""
+    """The version of a package, and the error if it is installed but cannot be imported."""
     try:
-        with _only_errors():
+        with _output_to_stderr():
             return str(import_module(package).__version__), None
     except ModuleNotFoundError as error:
         return None, None if error.name == package else str(error)
-    except Exception as error:  # DeepSpeed raises various ones
+    except Exception as error:  # DeepSpeed raises various exceptions.
         return None, f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
-def _only_errors() -> Iterator[None]:
-    """DeepSpeed logs to standard output, which is for the report."""
+def _output_to_stderr() -> Iterator[None]:
+    """Keep DeepSpeed's log out of standard output, which is for the report."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -155,7 +174,7 @@ def devices_here() -> tuple[Device, ...]:
 
 
 def host_memory() -> int:
-    """The bytes of this machine's memory, 0 where that cannot be asked."""
+    """The memory of this machine in bytes, 0 if the system does not tell."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
@@ -166,7 +185,7 @@ def _cuda_device(index: int, native: Any) -> Device:
 
 
 def _tools(deepspeed: bool) -> dict[str, str | None]:
-    """As torch and DeepSpeed look for them when they compile an operator."""
+    """Find the compilers and libraries in the same way as torch and DeepSpeed do."""
     from torch.utils import cpp_extension
 
     compiler = shutil.which(cpp_extension.get_cxx_compiler())
@@ -176,75 +195,77 @@ def _tools(deepspeed: bool) -> dict[str, str | None]:
     if deepspeed and compiler:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        with _only_errors():
-            libaio = "libaio" if AsyncIOBuilder().is_compatible() else None  # links a program with it
+        with _output_to_stderr():
+            libaio = "libaio" if AsyncIOBuilder().is_compatible() else None  # Links a program with libaio.
     ninja = shutil.which("ninja") if cpp_extension.is_ninja_available() else None
     return {"compiler": compiler, "ninja": ninja, "nvcc": nvcc, "libaio": libaio}
 
 
-def missing(preset: dict[str, Any], found: Environment) -> PresetStatus:
-    """What a preset, a row of ``presets()``, misses in an environment."""
-    cannot = _required(preset, found)
-    slower = {**_precision(preset, found), **_optimizer(preset, found)}
-    if found.devices[0].kind == "cpu":
+def preset_status(preset: dict[str, Any], environment: Environment) -> PresetStatus:
+    """Whether a preset, a row of ``presets()``, runs in an environment."""
+    blocking = _blocking_reasons(preset, environment)
+    slower = {**_precision_reasons(preset, environment), **_optimizer_reasons(preset, environment)}
+    if environment.devices[0].kind == "cpu":
         slower["no CUDA device: trains on the CPU"] = ""
-    status: Status = "cannot run" if cannot else "slower" if slower else "runs"
-    reasons = cannot or slower
+    status: Status = "cannot run" if blocking else "slower" if slower else "runs"
+    reasons = blocking or slower
     return PresetStatus(preset["name"], status, tuple(reasons), tuple(filter(None, dict.fromkeys(reasons.values()))))
 
 
-def _required(preset: dict[str, Any], found: Environment) -> dict[str, str]:
-    """Reasons why it cannot run, each with the remedy."""
-    reasons, strategy = {}, preset["strategy"]
-    backend = "nccl" if found.devices[0].kind == "cuda" else "gloo"
-    if strategy != "SinglePreset" and backend not in found.backends:
+def _blocking_reasons(preset: dict[str, Any], environment: Environment) -> dict[str, str]:
+    """Reasons why a preset cannot run, with their remedies."""
+    reasons, strategy, version = {}, preset["strategy"], environment.versions["deepspeed"]
+    backend = "nccl" if environment.devices[0].kind == "cuda" else "gloo"
+    if strategy != "SinglePreset" and backend not in environment.backends:
         reasons[f"torch is built without {backend}"] = "install a torch for Linux from pytorch.org"
     if strategy != "ZeROPreset":
         return reasons
-    if "deepspeed" in found.broken:
-        reasons[f"deepspeed cannot be imported ({found.broken['deepspeed']})"] = "pip install -U deepspeed"
-    elif found.versions["deepspeed"] is None:
+    if "deepspeed" in environment.broken:
+        reasons[f"deepspeed cannot be imported ({environment.broken['deepspeed']})"] = "pip install -U deepspeed"
+    elif version is None:
         reasons["deepspeed is not installed"] = "pip install 'lightning-tricks[deepspeed]'"
-    elif TorchVersion(found.versions["deepspeed"]) < OLDEST:
-        reasons[f"deepspeed {found.versions['deepspeed']} is older than {OLDEST}"] = "pip install -U deepspeed"
-    elif preset["precision"] == "16-mixed" and not found.deepspeed_fp16:
-        reasons[f"DeepSpeed has no fp16 on this {found.devices[0].kind}"] = "take the form in bf16"
+    elif TorchVersion(version) < OLDEST_DEEPSPEED:
+        reasons[f"deepspeed {version} is older than {OLDEST_DEEPSPEED}"] = "pip install -U deepspeed"
+    elif preset["precision"] == "16-mixed" and not environment.deepspeed_fp16:
+        reasons[f"DeepSpeed does not support fp16 on this {environment.devices[0].kind}"] = "use the preset in bf16"
     if preset["arguments"].get("offload") == "nvme":
-        reasons |= {f"{tool}, for DeepSpeed's async_io": remedy for tool, remedy in _compiles_not(found).items()}
-        if found.tools["libaio"] is None and found.tools["compiler"]:
+        missing = _missing_build_tools(environment)
+        reasons |= {f"{tool}, for DeepSpeed's async_io": remedy for tool, remedy in missing.items()}
+        if environment.tools["libaio"] is None and environment.tools["compiler"]:
             reasons["no libaio, for DeepSpeed's async_io"] = "apt install libaio-dev"
     return reasons
 
 
-def _compiles_not(found: Environment, *, cuda: bool = False) -> dict[str, str]:
-    """What an operator of DeepSpeed cannot be compiled for the lack of, each with the remedy."""
+def _missing_build_tools(environment: Environment, *, cuda: bool = False) -> dict[str, str]:
+    """The missing tools that DeepSpeed needs to compile an operator, with their remedies."""
     remedies = {
         "compiler": ("no C++ compiler", "apt install g++"),
         "ninja": ("no ninja", "pip install ninja"),
         "nvcc": ("no nvcc", f"install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME"),
     }
-    return dict(remedies[tool] for tool in remedies if found.tools[tool] is None and (cuda or tool != "nvcc"))
+    return dict(remedies[tool] for tool in remedies if environment.tools[tool] is None and (cuda or tool != "nvcc"))
 
 
-def _precision(preset: dict[str, Any], found: Environment) -> dict[str, str]:
-    if preset["precision"] == "16-mixed" and found.devices[0].kind == "cpu":
-        return {"fp16 is slow on a CPU": "take the form in bf16"}
-    without = sorted({device.name for device in found.devices if not device.bf16})
-    if preset["precision"] != "bf16-mixed" or not without:
+def _precision_reasons(preset: dict[str, Any], environment: Environment) -> dict[str, str]:
+    """Reasons why the precision is slow, with their remedies."""
+    if preset["precision"] == "16-mixed" and environment.devices[0].kind == "cpu":
+        return {"fp16 is slow on a CPU": "use the preset in bf16"}
+    without_bf16 = sorted({device.name for device in environment.devices if not device.bf16})
+    if preset["precision"] != "bf16-mixed" or not without_bf16:
         return {}
     name = preset["name"].replace("bf16", "fp16")
     exists = any(row["name"] == name for row in presets())
-    return {f"no bf16 on {', '.join(without)}": f"take {name}" if exists else "take a preset in fp16"}
+    return {f"no bf16 on {', '.join(without_bf16)}": f"use {name}" if exists else "use a preset in fp16"}
 
 
-def _optimizer(preset: dict[str, Any], found: Environment) -> dict[str, str]:
-    """DeepSpeed's own AdamW is compiled; without it ``adamw`` takes torch's."""
+def _optimizer_reasons(preset: dict[str, Any], environment: Environment) -> dict[str, str]:
+    """Reasons why ``adamw`` uses torch's AdamW, because DeepSpeed cannot compile its own, with their remedies."""
     if preset["strategy"] != "ZeROPreset":
         return {}
     if preset["arguments"].get("offload", "none") != "none":
-        name, lacks = "DeepSpeedCPUAdam", _compiles_not(found)
-    elif found.devices[0].kind == "cuda":
-        name, lacks = "FusedAdam", _compiles_not(found, cuda=True)
+        name, missing = "DeepSpeedCPUAdam", _missing_build_tools(environment)
+    elif environment.devices[0].kind == "cuda":
+        name, missing = "FusedAdam", _missing_build_tools(environment, cuda=True)
     else:
         return {}
-    return {f"{tool}, for {name}: AdamW is torch's": remedy for tool, remedy in lacks.items()}
+    return {f"{tool}, for {name}: AdamW is torch's": remedy for tool, remedy in missing.items()}

@@ -34,10 +34,21 @@ def ema_decay(updates: int, decay: float, *, warmup: Warmup = True, every_n_step
         >>> ema_decay(0, 0.999), ema_decay(10**6, 0.999)
         (0.1, 0.999)
     """
+    check_count("updates", updates, 0)
+    _check_decay(decay, warmup, every_n_steps)
     corrected = decay**every_n_steps
     if warmup == "power":
         return min(corrected, 1 - (1 + updates) ** (-2 / 3))
     return min(corrected, (1 + updates) / (10 + updates)) if warmup else corrected
+
+
+def _check_decay(decay: float, warmup: Warmup, every_n_steps: int) -> None:
+    check_range("decay", decay, 0.0, 1.0, below=True)
+    if isinstance(warmup, str):
+        check_choice("warmup", warmup, ("power",))
+    else:
+        check_bool("warmup", warmup)
+    check_count("every_n_steps", every_n_steps)
 
 
 def scale_ema_decay(decay: float, *, batch_size: int, base_batch_size: int) -> float:
@@ -131,12 +142,7 @@ class EMA(AveragingCallback):
         at_end: Literal["averaged", "raw"] = "averaged",
         device: Literal["cpu"] | None = None,
     ) -> None:
-        check_range("decay", decay, 0.0, 1.0, below=True)
-        if isinstance(warmup, str):
-            check_choice("warmup", warmup, ("power",))
-        else:
-            check_bool("warmup", warmup)
-        check_count("every_n_steps", every_n_steps)
+        _check_decay(decay, warmup, every_n_steps)
         check_duration("start", start)
         check_choice("buffers", buffers, ("copy", "average"))
         check_choice("validate", validate, ("averaged", "raw", "both"))

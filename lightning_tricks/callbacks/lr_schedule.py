@@ -57,12 +57,9 @@ def _swa_tail(
     **settings: Any,
 ) -> Schedule:
     """``swa_tail`` behind the curve of a name, with the settings of that curve."""
-    is_endless, has_fractions = (
-        of in ("constant", "inverse_sqrt"),
-        isinstance(start, float) or isinstance(anneal, float),
-    )
-    if total_steps is None and is_endless and has_fractions:
-        total_steps = count_steps(module)  # which the curve itself does not need
+    in_steps = isinstance(start, int) and isinstance(anneal, int)
+    if total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps:
+        total_steps = count_steps(module)  # which the curve before the tail does not need
     before = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
     return swa_tail(before, start=start, swa_lr=swa_lr, anneal=anneal)
 
@@ -76,7 +73,8 @@ _FACTORIES: dict[str, Callable[..., Schedule]] = {
 
 def _options(name: str) -> set[str]:
     """The names of the arguments that say what the schedule of a factory is."""
-    return {*inspect.signature(_FACTORIES[name]).parameters} - {"optimizer", "module", "settings"}
+    parameters = inspect.signature(_FACTORIES[name]).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 @final

@@ -1,4 +1,4 @@
-"""What is done with checkpoints after training: average them, export their weights, make one file of a folder."""
+"""Tools for checkpoints after training: average them, export their weights, write a folder of shards to one file."""
 
 from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.checkpoints.consolidate import consolidate

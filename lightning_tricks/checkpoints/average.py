@@ -1,4 +1,4 @@
-"""Averages of checkpoint files."""
+"""Averaging the weights of checkpoint files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from lightning_tricks.checkpoints.files import (
     load,
     path_of,
     save,
-    some,
     weights_in,
 )
-from lightning_tricks.core.checks import check_range, check_type
+from lightning_tricks.core.checks import check_range, check_type, some
 from lightning_tricks.core.report import progress
 
 __all__ = ["average_checkpoints"]
 
-PIECE = 2**18  # elements averaged at a time: in double precision they fit into a cache
+CHUNK = 2**18  # Elements averaged at a time: in double precision they fit into a cache.
 
-# What a file saved with save_weights_only=True does not have, and the state of the loops: it belongs to one of the
-# models, and nobody shall resume an optimizer of one model with the weights of another.
-TRAINING = {
+# The entries of a Lightning checkpoint that resume training. They belong to one of the models, and an optimizer of one
+# model must not be resumed with the weights of another.
+TRAINING_STATE = {
     "callbacks",
     "loops",
     "lr_schedulers",
     "optimizer_states",
     "MixedPrecision",
-    "current_model_state",  # of Lightning's own WeightAveraging
+    "current_model_state",  # This entry and the next are written by Lightning's WeightAveraging.
     "averaging_state",
 }
 
@@ -47,33 +46,36 @@ def average_checkpoints(
 ) -> None:
     """Average the weights of checkpoint files: ``sum(w_i * x_i) / sum(w_i)`` for each tensor x.
 
-    The last k checkpoints of one run give LAWA, those of several runs from the same initial weights a model soup. Each
-    file is a Lightning checkpoint or a plain ``state_dict``, by ``torch.save`` or as .safetensors. Of a Lightning
-    checkpoint the weights in its ``state_dict`` are averaged: with ``EMA()`` in the Trainer these are averages already.
+    Averaging the last k checkpoints of one run is LAWA; averaging several runs from the same initial weights makes a
+    model soup. Each file is a Lightning checkpoint or a plain ``state_dict``, written by ``torch.save`` or as
+    .safetensors. From a Lightning checkpoint the weights in its ``state_dict`` are averaged: with ``EMA()`` in the
+    Trainer these are averages already.
 
-    Sums are made in double precision and rounded once, to the dtype of the inputs. Floating-point buffers are averaged
-    like weights, the running statistics of BatchNorm too; they are close to the average model's own, which a pass over
-    the training data in ``train()`` mode would give. Integers, booleans and what is no tensor come from the last file.
-    Inputs are mapped, not read whole: besides the averages themselves only a few MiB are in memory.
+    Sums are computed in double precision and rounded once, to the dtype of the inputs. Floating-point buffers are
+    averaged like weights, including the running statistics of BatchNorm. These approximate the statistics of the
+    averaged model, which a pass over the training data in ``train()`` mode would compute. Integers, booleans and
+    entries that are not tensors come from the last file. The inputs are memory-mapped: only the averages and a few MiB
+    are in memory.
 
-    If the last file is a Lightning checkpoint, so is the output, for ``load_from_checkpoint`` and ``test(ckpt_path=)``:
-    it has that file's hyperparameters and other entries, but no state of optimizers, schedulers, callbacks and loops,
+    If the last file is a Lightning checkpoint, so is the output, for ``load_from_checkpoint`` and ``test(ckpt_path=)``.
+    It has that file's hyperparameters and other entries, but no state of optimizers, schedulers, callbacks and loops,
     so that no training is resumed from it. Otherwise, and as .safetensors, it is a plain ``state_dict``.
 
     Args:
-        paths: The files. One that is given twice counts twice.
-        output: The file to write, in the format of its suffix. It may be one of ``paths``, with ``force``.
-        weights: A relative weight for each file, at least 0; equal ones if left out.
+        paths: The files. A file that is given twice counts twice.
+        output: The file to write, in the format of its suffix. With ``force`` it may be one of ``paths``.
+        weights: A relative weight for each file, at least 0; equal weights by default.
         force: Whether ``output`` may replace a file.
 
     Raises:
-        ValueError: If the files are of different models (by names, shapes and dtypes), damaged or no checkpoints, or
-            hold objects that could run code; for weights that do not fit; for an unknown suffix of ``output``.
-        TypeError: If ``paths`` is a single name, or a weight is no number.
+        ValueError: If the files are of different models (by names, shapes and dtypes), are damaged, are not
+            checkpoints, or hold objects that could run code; if ``weights`` are out of range or do not match the
+            files; if the suffix of ``output`` is unknown.
+        TypeError: If ``paths`` is a single path, or a weight is not a number.
         FileNotFoundError: If a file, or the folder of ``output``, does not exist.
         FileExistsError: If ``output`` exists, unless ``force``.
-        IsADirectoryError: For a sharded checkpoint: export it to one file first.
-        ImportError: For .safetensors, if safetensors is missing.
+        IsADirectoryError: If a path is a sharded checkpoint: export it to one file first.
+        ImportError: If safetensors is missing for a .safetensors file.
 
     Example:
         >>> import tempfile
@@ -87,57 +89,58 @@ def average_checkpoints(
     References:
         Latest weight averaging: Kaddour 2022, arXiv 2209.14981. Model soups: Wortsman et al. 2022, arXiv 2203.05482.
     """
-    files = listed(paths)
-    factors = _checked(weights, len(files))
+    files = list_paths(paths)
+    factors = _check_weights(weights, len(files))
     target = check_output(output, force=force)
     checkpoints = [load(file) for file in files]
-    averaged = mean(states(checkpoints, files), factors)
+    averaged = mean_state(states_of_one_model(checkpoints, files), factors)
     last = checkpoints[-1]
     if is_lightning(last):
-        averaged = {**{name: value for name, value in last.items() if name not in TRAINING}, "state_dict": averaged}
+        kept = {name: value for name, value in last.items() if name not in TRAINING_STATE}
+        averaged = {**kept, "state_dict": averaged}
     save(averaged, target, force=force)
 
 
-def listed(paths: Iterable[PathLike]) -> list[Path]:
+def list_paths(paths: Iterable[PathLike]) -> list[Path]:
     """The paths as a list.
 
     Raises:
-        TypeError: If it is one path, not several.
+        TypeError: If it is a single path.
         ValueError: If it is empty.
     """
     if isinstance(paths, str | os.PathLike | Tensor) or not isinstance(paths, Iterable):
         raise TypeError(f"paths must be a list of files, got {paths!r}.")
-    files = [path_of(f"paths[{place}]", path) for place, path in enumerate(paths)]
+    files = [path_of(f"paths[{index}]", path) for index, path in enumerate(paths)]
     if not files:
         raise ValueError("paths must name at least one file, got none.")
     return files
 
 
-def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights, the largest of them 1."""
+def _check_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    """The weights of ``count`` files, scaled to a maximum of 1."""
     if weights is None:
         return [1.0] * count
     check_type("weights", weights, list, tuple)
     if len(weights) != count:
-        raise ValueError(f"weights must be as many as the files, got {len(weights)} for {count} files.")
-    for place, weight in enumerate(weights):
-        check_range(f"weights[{place}]", weight, 0.0)
+        raise ValueError(f"weights must have one value per file, got {len(weights)} for {count} files.")
+    for index, weight in enumerate(weights):
+        check_range(f"weights[{index}]", weight, 0.0)
     if not any(weights):
         raise ValueError("weights must not all be 0.")
     return [weight / max(weights) for weight in weights]
 
 
-def states(checkpoints: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The state_dicts of checkpoints of the same model.
+def states_of_one_model(checkpoints: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The state_dicts of checkpoints, which must be of the same model.
 
     Raises:
-        ValueError: If the models differ; it names what differs and the file.
+        ValueError: If the models differ; the message names the difference and the files.
     """
-    found = [weights_in(checkpoint, file) for checkpoint, file in zip(checkpoints, files, strict=True)]
-    for state, file in zip(found[1:], files[1:], strict=True):
-        if difference := _difference(found[0], state):
+    states = [weights_in(checkpoint, file) for checkpoint, file in zip(checkpoints, files, strict=True)]
+    for state, file in zip(states[1:], files[1:], strict=True):
+        if difference := _difference(states[0], state):
             raise ValueError(f"{files[0]} and {file} are not of the same model: {difference}.")
-    return found
+    return states
 
 
 def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
@@ -151,36 +154,36 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return "no tensor"
+        return "not a tensor"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 @torch.no_grad()
-def mean(states: Sequence[dict[str, Any]], factors: Sequence[float]) -> dict[str, Any]:
-    """New tensors, each ``sum(factor * tensor) / sum(factor)`` over the states; tied ones stay tied."""
+def mean_state(states: Sequence[dict[str, Any]], factors: Sequence[float]) -> dict[str, Any]:
+    """Average the tensors of several states, ``sum(factor * tensor) / sum(factor)``; tied tensors stay tied."""
     result = copy.copy(states[-1])
     means: dict[Hashable, Tensor] = {}
     for name, last in progress(states[-1].items(), "averaging", len(states[-1])):
         if isinstance(last, Tensor):
             tensors = [state[name] for state in states]
-            same = tuple(identity(tensor) for tensor in tensors)
-            if same not in means:
-                means[same] = _mean(tensors, factors)
-            result[name] = means[same]
+            key = tuple(identity(tensor) for tensor in tensors)
+            if key not in means:
+                means[key] = _mean_tensor(tensors, factors)
+            result[name] = means[key]
     return result
 
 
-def _mean(tensors: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+def _mean_tensor(tensors: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
     last = tensors[-1]
     if not (last.is_floating_point() or last.is_complex()):
         return last.clone()
-    wide = torch.complex128 if last.is_complex() else torch.float64
+    double = torch.complex128 if last.is_complex() else torch.float64
     result = torch.empty(last.shape, dtype=last.dtype)
-    columns = zip(*(tensor.reshape(-1).split(PIECE) for tensor in tensors), strict=True)
-    for target, pieces in zip(result.view(-1).split(PIECE), columns, strict=True):
-        total = torch.zeros(target.shape, dtype=wide)
-        for piece, factor in zip(pieces, factors, strict=True):
-            if factor:  # 0 * inf is not a number
-                total.add_(piece.to(wide), alpha=factor)
+    columns = zip(*(tensor.reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
+    for target, chunks in zip(result.view(-1).split(CHUNK), columns, strict=True):
+        total = torch.zeros(target.shape, dtype=double)
+        for chunk, factor in zip(chunks, factors, strict=True):
+            if factor:  # 0 * inf would be NaN.
+                total.add_(chunk.to(double), alpha=factor)
         target.copy_(total.div_(sum(factors)))
     return result

@@ -1,4 +1,4 @@
-"""Checkpoint files: read without running what is in them, written whole or not at all."""
+"""Checkpoint files: read without executing anything in them, written atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.checkpoints.stream import StoredTensor, mapped, write_safetensors
+from lightning_tricks.checkpoints.stream import LazyTensor, memory_mapped, write_safetensors
 from lightning_tricks.core.checks import check_bool, check_type, some
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.damage import damage
@@ -23,45 +23,47 @@ SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 
 def path_of(name: str, value: PathLike) -> Path:
-    """The argument as a path.
+    """The value of argument ``name`` as a path.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a path.
     """
     check_type(name, value, str, os.PathLike)
     return Path(value)
 
 
 def load(path: PathLike) -> dict[str, Any]:
-    """The dictionary in a checkpoint file, its tensors memory-mapped, their checksums compared.
+    """Load the dictionary in a checkpoint file with memory-mapped tensors, after comparing their checksums.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        IsADirectoryError: For a sharded checkpoint, which is a folder.
-        ImportError: For a .safetensors file, if safetensors is missing.
-        ValueError: If the file is damaged, is no checkpoint, or holds objects that could run code.
+        IsADirectoryError: If it is a sharded checkpoint, which is a folder.
+        ImportError: If safetensors is missing for a .safetensors file.
+        ValueError: If the file is damaged, is not a checkpoint, or holds objects that could run code.
     """
     file = Path(path)
     if file.is_dir():
-        raise IsADirectoryError(f"{file} is a folder: make its weights one file first, with lightning-tricks export.")
+        raise IsADirectoryError(
+            f"{file} is a folder: write its weights to one file first, with lightning-tricks export."
+        )
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {file}.")
     loaded = _load_safetensors(file) if file.suffix == ".safetensors" else _load_torch(file)
     if not (isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)):
-        raise ValueError(f"{file} is not a checkpoint: it holds no dictionary with names.")
+        raise ValueError(f"{file} is not a checkpoint: it holds no dictionary with string keys.")
     return loaded
 
 
 def _load_torch(file: Path) -> Any:
     with file.open("rb") as opened:
-        zipped = opened.read(4) == b"PK\x03\x04"  # the files of torch before 1.6 are not, and cannot be mapped
+        zipped = opened.read(4) == b"PK\x03\x04"  # Files of torch before 1.6 are not zipped and cannot be mapped.
     try:
-        wrong = damage(file)
-        if wrong is None:
+        reason = damage(file)
+        if reason is None:
             return torch.load(file, map_location="cpu", mmap=zipped, weights_only=True)
-    except Exception as error:  # a damaged file raises almost anything
+    except Exception as error:  # A damaged file can raise almost any exception.
         raise ValueError(unread(file)) from error
-    raise ValueError(f"{file} is damaged: {wrong}.")
+    raise ValueError(f"{file} is damaged: {reason}.")
 
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:
@@ -81,47 +83,46 @@ def _safetensors() -> Any:
 
 
 def is_lightning(checkpoint: dict[str, Any]) -> bool:
-    """Whether it is what Lightning saves, not a plain state_dict."""
+    """Whether Lightning saved the checkpoint, rather than it being a plain state_dict."""
     return isinstance(checkpoint.get("state_dict"), dict)
 
 
 def weights_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
-    """The state_dict in a Lightning checkpoint, or the checkpoint itself if it is a plain one.
+    """The state_dict in a Lightning checkpoint, or the checkpoint itself if it is a plain state_dict.
 
     Raises:
         ValueError: If it is neither.
     """
     if is_lightning(checkpoint):
         return checkpoint["state_dict"]
-    if all(
-        isinstance(value, Tensor | StoredTensor) or key.endswith("_extra_state") for key, value in checkpoint.items()
-    ):
+    if all(isinstance(value, Tensor | LazyTensor) or key.endswith("_extra_state") for key, value in checkpoint.items()):
         return checkpoint
     raise ValueError(f"{path} is neither a Lightning checkpoint nor a plain state_dict: it has {some(checkpoint)}.")
 
 
 def identity(tensor: Tensor) -> Hashable:
-    """Equal for names of one tensor (tied weights), as long as all of them are alive."""
+    """A key that is equal for tied weights, as long as all compared tensors are alive."""
     if tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def check_output(output: PathLike, *, force: bool) -> Path:
-    """The file to be written.
+    """Check that a file can be written, and return its path.
 
     Raises:
-        ValueError: For a suffix that stands for no format.
+        ValueError: If no format has the suffix.
         FileNotFoundError: If its folder does not exist.
         FileExistsError: If it exists, unless ``force``.
-        ImportError: For a .safetensors file, if safetensors is missing.
+        IsADirectoryError: If it is a folder.
+        ImportError: If safetensors is missing for a .safetensors file.
     """
     file = path_of("output", output)
     check_bool("force", force)
     if file.suffix not in SUFFIXES:
         raise ValueError(f"the name of the output must end in {', '.join(SUFFIXES)}, got {file.name!r}.")
     if not file.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {file.parent}: make it first.")
+        raise FileNotFoundError(f"There is no folder {file.parent}: create it first.")
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder: choose another name.")
     if file.exists() and not force:
@@ -132,14 +133,14 @@ def check_output(output: PathLike, *, force: bool) -> Path:
 
 
 def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
-    """Write a Lightning checkpoint or a plain state_dict; of the former a .safetensors file gets the weights only.
+    """Write a Lightning checkpoint or a plain state_dict atomically.
 
-    The name stands for a whole file at any instant: the old one, then the new one. Stored tensors of a plain state_dict
-    are read and written one after the other; a torch file then needs its space on the disk twice while it is written.
+    A .safetensors file gets only the weights of a Lightning checkpoint. Lazy tensors of a plain state_dict are read and
+    written one by one; a torch file then needs twice its size on the disk while it is written.
 
     Raises:
-        OSError: If it could not be written, and as ``check_output``.
-        ValueError: If safetensors cannot hold it, and as ``check_output``.
+        OSError: If the file could not be written; also as ``check_output``.
+        ValueError: If a .safetensors file cannot hold a value; also as ``check_output``.
     """
     file = check_output(output, force=force)
     with atomic_write(file) as temporary:
@@ -147,19 +148,19 @@ def save(checkpoint: dict[str, Any], output: PathLike, *, force: bool) -> None:
             if file.suffix == ".safetensors":
                 write_safetensors(opened, _only_tensors(weights_in(checkpoint, output)))
             else:
-                with mapped(checkpoint, file.parent) as tensors:
-                    complete = copy.copy(checkpoint)
-                    complete.update(tensors)
-                    torch.save(_with_own_storage(complete), opened)
+                with memory_mapped(checkpoint, file.parent) as tensors:
+                    loaded = copy.copy(checkpoint)
+                    loaded.update(tensors)
+                    torch.save(_with_own_storage(loaded), opened)
             opened.flush()
             os.fsync(opened.fileno())
-        check_output(file, force=force)  # another process may have been quicker
+        check_output(file, force=force)  # Another process may have written it meanwhile.
 
 
 def _only_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    if other := [name for name, value in state.items() if not isinstance(value, Tensor | StoredTensor)]:
+    if other := [name for name, value in state.items() if not isinstance(value, Tensor | LazyTensor)]:
         raise ValueError(
-            f"a .safetensors file holds tensors only, and {some(other)} is none: write a .pt file instead."
+            f"a .safetensors file holds tensors only, got another value for {some(other)}: write a .pt file instead."
         )
     return state
 
@@ -171,11 +172,12 @@ def _with_own_storage(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compact(state: dict[str, Any]) -> dict[str, Any]:
-    """The same values without memory around them: torch would save all of a storage of which a tensor is a part."""
-    result = copy.copy(state)  # keeps the versions of the modules, which are in an attribute of a state_dict
-    own: dict[Hashable, Tensor] = {}
+    """Clone the tensors that are a part of a larger storage: torch.save would write all of that storage."""
+    result = copy.copy(state)  # A copy keeps state_dict's attribute with the versions of the modules.
+    compact: dict[Hashable, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-            result[name] = own.setdefault(identity(value), value.detach() if whole else value.detach().clone())
+            fills_storage = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            tensor = value.detach() if fills_storage else value.detach().clone()
+            result[name] = compact.setdefault(identity(value), tensor)
     return result

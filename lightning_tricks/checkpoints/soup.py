@@ -1,4 +1,4 @@
-"""Greedy model soups."""
+"""Greedy model soups: averages of the checkpoints that improve a score."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tricks.checkpoints.average import average_checkpoints, listed, mean, states
+from lightning_tricks.checkpoints.average import average_checkpoints, list_paths, mean_state, states_of_one_model
 from lightning_tricks.checkpoints.files import PathLike, check_output, load
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.checks import check_choice, some
 from lightning_tricks.core.report import progress
 
 __all__ = ["greedy_soup"]
@@ -23,28 +23,29 @@ def greedy_soup(
     mode: Literal["max", "min"] = "max",
     force: bool = False,
 ) -> list[Path]:
-    """Average those checkpoints whose average scores best: keep S + x if ``score(mean(S + x)) >= score(mean(S))``.
+    """Average checkpoints greedily: add x to the soup S if ``score(mean(S + x)) >= score(mean(S))``.
 
-    The checkpoints are tried in the order of their own scores, the best first, each once. They are of one architecture
-    and, to be worth averaging, from the same initial weights: runs of one fine-tuning with other hyperparameters, say.
+    Every checkpoint is tried once, in the order of their own scores, the best first. They must have one architecture.
+    Averaging only helps with checkpoints from the same initial weights, such as fine-tuning runs of one model with
+    different hyperparameters.
 
-    Each state that is scored is averaged from the mapped files anew: it is bit for bit what would be written, and no
-    more than one model's weights are in memory besides what ``evaluate`` needs. A score of NaN counts as the worst.
+    Every scored state is averaged from the memory-mapped files, bit for bit as it would be written. Besides what
+    ``evaluate`` needs, only one model's weights are in memory. A score of NaN counts as the worst.
 
     Args:
-        paths: The files, as for ``average_checkpoints``; each once.
-        evaluate: Gives the score of a ``state_dict`` on held-out data; it may keep or change the tensors. It is called
-            once for each file, then once for each but the best.
+        paths: The files, as for ``average_checkpoints``, without repetition.
+        evaluate: A function that returns the score of a ``state_dict`` on held-out data. It may keep or change the
+            tensors. It is called once for each file, then once for each file except the best.
         output: The file to write, as for ``average_checkpoints``.
-        mode: Whether the highest or the lowest score is the best.
+        mode: "max" if the highest score is the best, "min" if the lowest is.
         force: Whether ``output`` may replace a file.
 
     Returns:
-        The files averaged, the best first.
+        The files in the average, the best first.
 
     Raises:
-        ValueError: If a file is given twice, or no file has a score; and as ``average_checkpoints``.
-        TypeError: If ``evaluate`` gives no number.
+        ValueError: If a file is given twice, or no file has a finite score; also as ``average_checkpoints``.
+        TypeError: If ``evaluate`` does not return a number.
         OSError: As ``average_checkpoints``.
 
     Example:
@@ -61,24 +62,27 @@ def greedy_soup(
         Model soups: Wortsman et al. 2022, arXiv 2203.05482, recipe 1.
     """
     check_choice("mode", mode, ("max", "min"))
-    files = listed(paths)
+    files = list_paths(paths)
     if len({file.resolve() for file in files}) < len(files):
-        raise ValueError("paths must name each file once: a soup takes it or leaves it.")
-    target = check_output(output, force=force)  # before hours of evaluation, not after
-    loaded = dict(zip(files, states([load(file) for file in files], files), strict=True))
+        raise ValueError(f"paths must name each file once, got {some(map(str, files))}.")
+    target = check_output(output, force=force)
+    states = dict(zip(files, states_of_one_model([load(file) for file in files], files), strict=True))
 
-    def score(chosen: list[Path]) -> float:
-        found = float(evaluate(mean([loaded[file] for file in chosen], [1.0] * len(chosen))))
-        return -math.inf if math.isnan(found) else found if mode == "max" else -found
+    def score(soup: list[Path]) -> float:
+        """The score of a soup; higher is better in both modes."""
+        value = float(evaluate(mean_state([states[file] for file in soup], [1.0] * len(soup))))
+        if math.isnan(value):
+            return -math.inf
+        return value if mode == "max" else -value
 
     scores = {file: score([file]) for file in progress(files, "scoring checkpoints")}
     first, *others = sorted(files, key=lambda file: -scores[file])
-    chosen, best = [first], scores[first]
+    soup, best = [first], scores[first]
     if best == -math.inf:
-        raise ValueError("evaluate gave no finite score for any of the files.")
+        raise ValueError("evaluate must return a finite score for at least one file, got none.")
     for file in progress(others, "scoring soups"):
-        found = score([*chosen, file])
-        if found >= best:
-            chosen, best = [*chosen, file], found
-    average_checkpoints(chosen, target, force=force)
-    return chosen
+        candidate = score([*soup, file])
+        if candidate >= best:
+            soup, best = [*soup, file], candidate
+    average_checkpoints(soup, target, force=force)
+    return soup

@@ -1,4 +1,4 @@
-"""Tensors written one after the other, so that a model larger than the memory can become a file."""
+"""Writing tensors one by one, so that a model larger than the memory fits into a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_tricks.core.report import progress
 
-ALIGNMENT = 64  # bytes, for tensors that are mapped from a file
+ALIGNMENT = 64  # Bytes, for tensors that are memory-mapped from a file.
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -39,10 +39,10 @@ SAFETENSORS_TYPES = {
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
-    """A tensor that is still in a file: known by shape and dtype, read when it is asked for.
+class LazyTensor:
+    """A tensor of known shape and dtype that is read from a file by ``read()``.
 
-    Two names of one weight have the same object.
+    All names of a tied weight share one object.
     """
 
     shape: torch.Size
@@ -51,14 +51,14 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size once it is read."""
+        """The size of the tensor in memory."""
         return self.shape.numel() * self.dtype.itemsize
 
 
-def write_safetensors(opened: BinaryIO, state: Mapping[str, Tensor | StoredTensor]) -> None:
+def write_safetensors(opened: BinaryIO, state: Mapping[str, Tensor | LazyTensor]) -> None:
     """Write ``length of the header | header as JSON | bytes of each tensor``, with one tensor in memory at a time.
 
-    Tied weights, which the format does not have, are written under each name.
+    The format has no tied weights: they are written under each name.
 
     Raises:
         ValueError: If the format has no such dtype.
@@ -66,8 +66,8 @@ def write_safetensors(opened: BinaryIO, state: Mapping[str, Tensor | StoredTenso
     References:
         https://huggingface.co/docs/safetensors/index#format
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for that
-    names = sorted(state, key=lambda name: (-state[name].dtype.itemsize, name))  # so that each one is aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Required by transformers.
+    names = sorted(state, key=lambda name: (-state[name].dtype.itemsize, name))  # Keeps tensors aligned.
     end = 0
     for name in names:
         tensor = state[name]
@@ -87,35 +87,39 @@ def write_safetensors(opened: BinaryIO, state: Mapping[str, Tensor | StoredTenso
 
 
 @contextlib.contextmanager
-def mapped(state: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Tensor]]:
-    """The stored tensors of a state_dict as ordinary ones, by name, mapped from a file that nobody sees.
+def memory_mapped(state: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Read the lazy tensors of a state_dict into a temporary file and map them from it into memory.
 
     Args:
         state: The state_dict; its other values are left out.
-        folder: Where the file is, as large as the tensors. It goes with the process, even a killed one.
+        folder: The folder of the temporary file. The file has no name, takes the size of the tensors, and disappears
+            with the process, even a killed one.
+
+    Yields:
+        The tensors by name.
     """
-    places: dict[StoredTensor, int] = {}
+    offsets: dict[LazyTensor, int] = {}
     with tempfile.TemporaryFile(dir=folder) as opened:
         for value in progress(state.values(), "reading", len(state)):
-            if isinstance(value, StoredTensor) and value not in places:
+            if isinstance(value, LazyTensor) and value not in offsets:
                 opened.write(bytes(-opened.tell() % ALIGNMENT))
-                places[value] = opened.tell()
+                offsets[value] = opened.tell()
                 _write(opened, value)
         opened.flush()
         memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) if opened.tell() else b""
-        tensors = {stored: _view(memory, place, stored) for stored, place in places.items()}
-        yield {name: tensors[value] for name, value in state.items() if isinstance(value, StoredTensor)}
+        tensors = {lazy: _view(memory, offset, lazy) for lazy, offset in offsets.items()}
+        yield {name: tensors[value] for name, value in state.items() if isinstance(value, LazyTensor)}
 
 
-def _view(memory: Any, place: int, stored: StoredTensor) -> Tensor:
-    if not stored.nbytes:
-        return torch.empty(stored.shape, dtype=stored.dtype)
-    flat = torch.frombuffer(memory, dtype=stored.dtype, count=stored.shape.numel(), offset=place)
-    return flat.view(stored.shape)
+def _view(memory: Any, offset: int, lazy: LazyTensor) -> Tensor:
+    if not lazy.nbytes:
+        return torch.empty(lazy.shape, dtype=lazy.dtype)
+    flat = torch.frombuffer(memory, dtype=lazy.dtype, count=lazy.shape.numel(), offset=offset)
+    return flat.view(lazy.shape)
 
 
-def _write(opened: BinaryIO, tensor: Tensor | StoredTensor) -> None:
-    whole = tensor.read() if isinstance(tensor, StoredTensor) else tensor.detach().cpu()
-    if whole.shape != tensor.shape or whole.dtype != tensor.dtype:
-        raise ValueError(f"a tensor of {tensor.dtype} {list(tensor.shape)} is {whole.dtype} {list(whole.shape)}.")
-    opened.write(whole.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def _write(opened: BinaryIO, tensor: Tensor | LazyTensor) -> None:
+    data = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
+    if data.shape != tensor.shape or data.dtype != tensor.dtype:
+        raise ValueError(f"a tensor of {tensor.dtype} {list(tensor.shape)} is {data.dtype} {list(data.shape)}.")
+    opened.write(data.contiguous().reshape(-1).view(torch.uint8).numpy().data)

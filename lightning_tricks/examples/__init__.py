@@ -1,1 +1,1 @@
-"""Small tasks on data that ships with packages: what the demo, the configurations and the notebooks train."""
+"""Small tasks on data that ships with packages, for the demo, the configurations and the notebooks."""

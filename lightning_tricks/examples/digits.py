@@ -1,4 +1,4 @@
-"""The experiment of the demo: handwritten digits, a stock Trainer, plain and with three more lines."""
+"""The demo experiment: handwritten digits with a stock Trainer, without and with three tricks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing_extensions import override
 import lightning_tricks as lt
 from lightning_tricks.examples.tasks import QUIET, Classifier, Split, TaskData, accuracy, mislabel
 
-SPLIT = (900, 300)  # training and validation images; the other 597 are for the test
-VARIANTS = {  # the tricks of each row of the table
+SPLIT = (900, 300)  # Training and validation images; the other 597 are test images.
+VARIANTS = {  # The tricks of each row in the demo's table.
     "plain": (),
     "flat_cos": ("flat_cos",),
     "EMA": ("EMA",),
@@ -27,12 +27,16 @@ VARIANTS = {  # the tricks of each row of the table
 
 
 def network() -> nn.Sequential:
-    """The network itself, without Lightning."""
+    """A perceptron with two hidden layers, from 64 pixels to 10 logits."""
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 class Digits(Classifier):
-    """Ordinary training of the network."""
+    """Ordinary training on the digits.
+
+    Args:
+        schedule: Whether the learning rate follows ``flat_cos``.
+    """
 
     def __init__(self, schedule: bool = False) -> None:
         super().__init__(network())
@@ -45,13 +49,13 @@ class Digits(Classifier):
 
 
 class SharpDigits(lt.SAMMixin, Digits):
-    """The same with sharpness-aware minimization."""
+    """Training on the digits with sharpness-aware minimization."""
 
     sam = lt.SAM(rho=0.3)
 
 
 class DigitsData(TaskData):
-    """The digits for a configuration file."""
+    """The digits as a data module."""
 
     @override
     def load(self) -> Split:
@@ -59,7 +63,7 @@ class DigitsData(TaskData):
 
 
 class Curves(Callback):
-    """Validation accuracy by epoch, as logged and of the raw weights."""
+    """Records the validation accuracy of every epoch, as logged and with the raw weights."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -74,7 +78,7 @@ class Curves(Callback):
 
 
 def load_digits(noise: float) -> Split:
-    """The digits split into train, val and test; a share ``noise`` of the training labels is another class."""
+    """Split the digits into train, val and test; a fraction ``noise`` of the training labels is wrong."""
     try:
         from sklearn.datasets import load_digits as load
     except ImportError as error:
@@ -94,7 +98,7 @@ def load_digits(noise: float) -> Split:
 def run(
     tricks: tuple[str, ...], seed: int, *, epochs: int, noise: float, checkpoint: Path | None = None
 ) -> dict[str, Any]:
-    """One fit by a stock Trainer; with tricks, three lines differ."""
+    """Fit with a stock Trainer and the given tricks; return accuracies and the seconds it took."""
     data = load_digits(noise)
     pl.seed_everything(seed, verbose=False)
     module = (SharpDigits if "SAM" in tricks else Digits)(schedule="flat_cos" in tricks)
@@ -105,7 +109,7 @@ def run(
         callbacks=[*([lt.EMA()] if "EMA" in tricks else []), curves],
     )
     start = time.perf_counter()
-    # lists of (image, label): as good as a Dataset and quicker to index than a TensorDataset
+    # Lists of (image, label) pairs are faster to index than a TensorDataset.
     train, val = (list(zip(*data[part], strict=True)) for part in ("train", "val"))
     trainer.fit(
         module,

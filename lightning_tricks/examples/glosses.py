@@ -1,9 +1,9 @@
-"""What is it, by its definition: WordNet's glosses of animals, artifacts, food, persons and plants, read from timm.
+"""Classifying WordNet's glosses (definitions) as animal, artifact, food, person or plant.
 
 timm ships the glosses of ImageNet-21k's 21,843 classes. The labels are derived, not annotated: a class is named by its
-synset's offset in WordNet 3.0, which lists nouns by subject, so the range that the offset lies in (``SUBJECTS``) tells
-the subject. A gloss that stands there twice counts once; one of two subjects is left out. The names of the synset,
-before the gloss, are not read.
+synset's offset in WordNet 3.0, which sorts nouns by subject, so the range of the offset (``SUBJECTS``) gives the
+subject. Repeated glosses count once; glosses with two subjects are left out. The synset's names, which precede the
+gloss, are not used.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing_extensions import override
 
 from lightning_tricks.examples.tasks import Split, TaskData, mislabel
 
-SUBJECTS = {  # the first offset, and the one behind the last
+SUBJECTS = {  # The first offset (included) and the last (excluded).
     "animal": (1314388, 2665985),
     "artifact": (2665985, 4620000),
     "food": (7555863, 7940000),
     "person": (9600000, 10810000),
     "plant": (11530000, 13200000),
 }
-SIZES = {"train": 2000, "val": 1000, "test": 4000}  # of some 20,600
-PADDING, UNKNOWN = 0, 1  # the first tokens
-LENGTH = 16  # words; the rest of a gloss is not read
-WORDS = 2048  # in the vocabulary, the two tokens included
+SIZES = {"train": 2000, "val": 1000, "test": 4000}  # Glosses, of about 20,600.
+PADDING, UNKNOWN = 0, 1  # The first two tokens.
+LENGTH = 16  # Words of a gloss that are used.
+WORDS = 2048  # The size of the vocabulary, including the first two tokens.
 
 
 class GlossTransformer(nn.Module):
-    """One transformer block over words and places, and the mean over the words; ``head`` gives the logits.
+    """One transformer block over words and their positions, averaged over the words; ``head`` maps to logits.
 
     Args:
-        width: Of the representations.
-        dropout: Share of them that is left out while training.
+        width: The number of features of a word, a multiple of 4.
+        dropout: The fraction of features to drop in training, in [0, 1].
     """
 
     def __init__(self, width: int = 32, dropout: float = 0.1) -> None:
@@ -55,7 +55,7 @@ class GlossTransformer(nn.Module):
 
 
 class GlossesData(TaskData):
-    """The glosses for a configuration file."""
+    """The glosses as a data module."""
 
     @override
     def load(self) -> Split:
@@ -63,9 +63,9 @@ class GlossesData(TaskData):
 
 
 def load_glosses(noise: float) -> Split:
-    """Tokens and subjects of a fixed random split; a share ``noise`` of the training labels is another subject.
+    """Tokens and subjects of a fixed random split; a fraction ``noise`` of the training labels is wrong.
 
-    The vocabulary is made of the training rows: their most frequent words.
+    The vocabulary consists of the most frequent words of the training glosses.
     """
     rows = sorted(read_glosses().items())
     generator = torch.Generator().manual_seed(0)
@@ -76,10 +76,10 @@ def load_glosses(noise: float) -> Split:
     names = list(SUBJECTS)
     split = {
         part: (
-            torch.tensor([tokens(gloss, vocabulary) for gloss, _ in each]),
-            torch.tensor([names.index(subject) for _, subject in each]),
+            torch.tensor([tokens(gloss, vocabulary) for gloss, _ in part_rows]),
+            torch.tensor([names.index(subject) for _, subject in part_rows]),
         )
-        for part, each in parts.items()
+        for part, part_rows in parts.items()
     }
     texts, labels = split["train"]
     return {**split, "train": (texts, mislabel(labels, noise, classes=len(names), generator=generator))}
@@ -87,26 +87,27 @@ def load_glosses(noise: float) -> Split:
 
 @cache
 def read_glosses() -> dict[str, str]:
-    """The subject of every gloss."""
+    """Read all glosses from timm, with the subject of each."""
     try:
         from timm.data import ImageNetInfo
     except ImportError as error:
         raise ImportError("the glosses need timm: pip install 'lightning_tricks[vision]'") from error
     info = ImageNetInfo("imagenet21k_goog")
-    found: dict[str, set[str]] = {}
+    subjects_of: dict[str, set[str]] = {}
     for synset in info.label_names():
-        names, whole = info.label_name_to_description(synset), info.label_name_to_description(synset, detailed=True)
-        subjects = {subject for subject, (first, behind) in SUBJECTS.items() if first <= int(synset[1:]) < behind}
-        found.setdefault(whole.removeprefix(f"{names}: "), set()).update(subjects)
-    return {gloss: subjects.pop() for gloss, subjects in found.items() if len(subjects) == 1}
+        names = info.label_name_to_description(synset)
+        gloss = info.label_name_to_description(synset, detailed=True).removeprefix(f"{names}: ")
+        subjects = {subject for subject, (first, end) in SUBJECTS.items() if first <= int(synset[1:]) < end}
+        subjects_of.setdefault(gloss, set()).update(subjects)
+    return {gloss: subjects.pop() for gloss, subjects in subjects_of.items() if len(subjects) == 1}
 
 
 def words(gloss: str) -> list[str]:
-    """The first words in lower case."""
+    """The first words of a gloss in lower case."""
     return re.findall(r"[a-z]+", gloss.lower())[:LENGTH]
 
 
 def tokens(gloss: str, vocabulary: dict[str, int]) -> list[int]:
-    """A number a word, filled up with padding."""
+    """One token per word of a gloss, padded to ``LENGTH``."""
     known = [vocabulary.get(word, UNKNOWN) for word in words(gloss)]
     return known + [PADDING] * (LENGTH - len(known))

@@ -1,4 +1,4 @@
-"""What the tasks share: splits of tensors with wrong labels, a classifier for any of the networks, their data."""
+"""Parts that the tasks share: a classifier for any network, a data module, and labels with noise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing_extensions import override
 import lightning_tricks as lt
 from lightning_tricks.core.checks import check_range
 
-Split = dict[str, tuple[Tensor, Tensor]]  # inputs and labels of "train", "val" and "test"
+Split = dict[str, tuple[Tensor, Tensor]]  # Inputs and labels of "train", "val" and "test".
 
-# Arguments of a Trainer for many small fits: it writes and shows nothing.
+# Arguments of a Trainer for many small fits, which writes and prints nothing.
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -33,11 +33,11 @@ class Classifier(pl.LightningModule):
     """Ordinary training of a network: cross entropy, one optimizer, no schedule.
 
     Args:
-        network: From a batch of inputs to logits.
-        lr: Learning rate.
-        optimizer: SGD has a momentum of 0.9.
-        weight_decay: Of the optimizer.
-        label_smoothing: Of the training loss.
+        network: A network from a batch of inputs to logits.
+        lr: The learning rate.
+        optimizer: "sgd" (with momentum 0.9) or "adamw".
+        weight_decay: The optimizer's weight decay.
+        label_smoothing: The label smoothing of the training loss, in [0, 1].
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Classifier(pl.LightningModule):
 
 
 class SharpClassifier(lt.SAMMixin, Classifier):
-    """The same with sharpness-aware minimization."""
+    """A ``Classifier`` with sharpness-aware minimization."""
 
     def __init__(self, network: nn.Module, sam: lt.SAM | None = None, **settings: Any) -> None:
         super().__init__(network, **settings)
@@ -82,11 +82,11 @@ class SharpClassifier(lt.SAMMixin, Classifier):
 
 
 class TaskData(pl.LightningDataModule, ABC):
-    """Base of the data for a configuration file.
+    """Base of the tasks' data modules.
 
     Args:
-        noise: Share of wrong training labels, in [0, 1].
-        batch_size: Of a device, while training.
+        noise: The fraction of wrong training labels, in [0, 1].
+        batch_size: The training batch size on each device.
     """
 
     def __init__(self, noise: float = 0.0, batch_size: int = 64) -> None:
@@ -97,7 +97,7 @@ class TaskData(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def load(self) -> Split:
-        """The split with so many wrong labels."""
+        """Load the split, with ``self.noise`` as the fraction of wrong training labels."""
 
     @override
     def setup(self, stage: str) -> None:
@@ -118,12 +118,12 @@ class TaskData(pl.LightningDataModule, ABC):
 
 @torch.no_grad()
 def accuracy(net: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Share of the inputs whose highest logit is their label's."""
+    """The fraction of inputs whose highest logit is that of their label."""
     return (net(inputs).argmax(-1) == labels).float().mean()
 
 
 def mislabel(labels: Tensor, noise: float, *, classes: int, generator: torch.Generator) -> Tensor:
-    """The labels, but a share ``noise`` of them is another class, each other one as likely."""
+    """Replace a fraction ``noise`` of the labels by other classes, all equally likely."""
     wrong = torch.rand(len(labels), generator=generator) < noise
     others = (labels + torch.randint(1, classes, labels.shape, generator=generator)) % classes
     return torch.where(wrong, others, labels)

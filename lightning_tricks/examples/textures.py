@@ -1,4 +1,4 @@
-"""Patches of three photographs: brick, grass and gravel (scikit-image, 512x512, grey)."""
+"""Classifying patches of three grey photographs from scikit-image, 512x512: brick, grass and gravel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing_extensions import override
 from lightning_tricks.examples.tasks import Split, TaskData, mislabel
 
 PATCH = 32
-COLUMNS = {"train": slice(0, 4), "val": slice(4, 8), "test": slice(8, 16)}  # of patches, 16 in a photograph
+COLUMNS = {"train": slice(0, 4), "val": slice(4, 8), "test": slice(8, 16)}  # Columns of patches, 16 in a photograph.
 
 
 def network() -> nn.Sequential:
-    """Three convolutions with BatchNorm and the mean over the picture."""
+    """Three convolutions with BatchNorm and average pooling, from a patch to 3 logits."""
     return nn.Sequential(
         *(*_convolution(1, 8), nn.MaxPool2d(2)),
         *(*_convolution(8, 16), nn.MaxPool2d(2)),
@@ -26,7 +26,7 @@ def _convolution(channels: int, out: int) -> tuple[nn.Module, ...]:
 
 
 class TexturesData(TaskData):
-    """The patches for a configuration file."""
+    """The patches as a data module."""
 
     @override
     def load(self) -> Split:
@@ -34,23 +34,26 @@ class TexturesData(TaskData):
 
 
 def load_textures(noise: float) -> Split:
-    """32x32 patches without overlap, standardized by the training patches; a share ``noise`` of their labels is wrong.
+    """Split disjoint 32x32 patches into train, val and test; a fraction ``noise`` of the training labels is wrong.
 
-    Split by place, so that no test patch touches a training patch: the left quarter of every photograph is for
-    training, the second quarter for validation, the right half for the test.
+    The left quarter of every photograph is for training, the second quarter for validation and the right half for the
+    test, so that no test patch touches a training patch. Patches are standardized with the training patches' mean and
+    standard deviation.
     """
     try:
         from skimage import data
     except ImportError as error:
         raise ImportError("the textures need scikit-image: pip install 'lightning_tricks[vision]'") from error
     photographs = torch.stack([torch.tensor(image()) for image in (data.brick, data.grass, data.gravel)]).float()
-    patches = photographs.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)  # class, row, column, height, width
+    patches = photographs.unfold(1, PATCH, PATCH).unfold(
+        2, PATCH, PATCH
+    )  # Dimensions: class, row, column, height, width.
     train = patches[:, :, COLUMNS["train"]]
     patches = (patches - train.mean()) / train.std()
     parts = {part: patches[:, :, columns].flatten(1, 2) for part, columns in COLUMNS.items()}
     split = {
-        part: (each.reshape(-1, 1, PATCH, PATCH), torch.arange(3).repeat_interleave(each.shape[1]))
-        for part, each in parts.items()
+        part: (images.reshape(-1, 1, PATCH, PATCH), torch.arange(3).repeat_interleave(images.shape[1]))
+        for part, images in parts.items()
     }
     images, labels = split["train"]
     generator = torch.Generator().manual_seed(0)

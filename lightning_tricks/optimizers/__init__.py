@@ -1,4 +1,4 @@
-"""Optimizers for ``configure_optimizers``."""
+"""Optimizers to return from ``configure_optimizers``."""
 
 from lightning_tricks.optimizers.adamw import adamw
 

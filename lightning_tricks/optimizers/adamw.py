@@ -1,4 +1,4 @@
-"""AdamW, by the fastest implementation that a strategy allows."""
+"""AdamW in the fastest implementation that a strategy allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_tricks.core.checks import check_decays, check_range, check_type
 
 __all__ = ["adamw"]
 
-DEAD = 900  # seconds after which nothing compiles any more; it takes about 60
+STALE = 900  # Seconds after which a lock cannot belong to a running compilation, which takes about 60.
 
 
 def adamw(
@@ -33,34 +33,36 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
 ) -> Optimizer:
-    """The fastest AdamW for the Trainer's strategy: torch's fused one, or DeepSpeed's where states are offloaded.
+    """Make the fastest AdamW for the Trainer's strategy: torch's fused one, or DeepSpeed's.
 
-    Each computes ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
+    Every implementation computes ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``,
     ``w = (1 - lr wd) w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)`` in the t-th step, as ``torch.optim.AdamW``:
 
     - under DeepSpeed with optimizer states offloaded to the host or to NVMe, ``DeepSpeedCPUAdam``;
     - under DeepSpeed on CUDA otherwise, ``FusedAdam`` in its AdamW mode;
-    - everywhere else, ``torch.optim.AdamW(fused=True)``, or without ``fused`` where torch does not know the weights'
-      device or dtype, or where Lightning unscales or clips gradients itself (``gradient_clip_val`` in mixed precision,
-      fp16), which it refuses to do for fused optimizers.
+    - everywhere else, ``torch.optim.AdamW(fused=True)``. It is not fused if torch does not support the weights' device
+      or dtype, or if Lightning unscales or clips gradients itself (fp16, or ``gradient_clip_val`` in mixed precision),
+      which it refuses to do for fused optimizers.
 
-    DeepSpeed compiles its two once, in about a minute, to ``TORCH_EXTENSIONS_DIR``. If it cannot, a warning says what
-    is missing and how to install it, and ``torch.optim.AdamW`` is taken. On the host the two are close: for 50 million
-    weights, DeepSpeed's took 1.04 times the time of torch's fused one with one thread, 0.7 times with four.
+    DeepSpeed compiles its optimizers once, in about a minute, to ``TORCH_EXTENSIONS_DIR``. If it cannot, a warning says
+    what is missing and how to install it, and ``torch.optim.AdamW`` is used. On the host the speeds are close: for 50
+    million weights, DeepSpeed's took 1.04 times the time of torch's fused one with one thread, 0.7 times with four.
 
     Args:
-        module: The module, whose ``configure_optimizers`` asks. Without a Trainer, the choice is torch's.
-        lr: Learning rate, at least 0.
-        params: Weights, or parameter groups; by default all of the module's. Those that do not train are left out.
-        betas: Decays b1, b2 of the averages of gradients and of their squares, each in [0, 1).
-        eps: Added to the denominator, at least 0.
-        weight_decay: Decoupled decay wd, at least 0.
+        module: The module whose ``configure_optimizers`` calls this. Without a Trainer, torch's AdamW is used.
+        lr: The learning rate, at least 0.
+        params: Weights, or parameter groups; by default all weights of the module. Weights that do not require
+            gradients are left out.
+        betas: The decays b1, b2 of the averages of gradients and of their squares, each in [0, 1).
+        eps: A term added to the denominator, at least 0.
+        weight_decay: The decoupled weight decay wd, at least 0.
 
     Returns:
-        The optimizer, for ``configure_optimizers`` to return or to give to a schedule.
+        The optimizer, to be returned from ``configure_optimizers`` or passed to a schedule.
 
     Raises:
-        ValueError: If no weight trains.
+        TypeError: If ``params`` holds anything else.
+        ValueError: If no weight requires gradients, or an argument is out of range.
 
     Example:
         >>> class Net(pl.LightningModule):
@@ -79,9 +81,11 @@ def adamw(
     check_range("eps", eps, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     check_decays("betas", betas)
-    groups = _training(module.parameters() if params is None else params)
+    groups = _trainable_groups(module.parameters() if params is None else params)
     if not groups:
-        raise ValueError(f"params: adamw needs weights that train, got none of {type(module).__name__}: unfreeze some.")
+        raise ValueError(
+            f"params: adamw needs weights that require gradients, got none of {type(module).__name__}. Unfreeze some."
+        )
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     trainer = _trainer(module)
     if trainer is not None and isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -89,36 +93,36 @@ def adamw(
         if op is not None:
             try:
                 return _deepspeed_adamw(op, groups, settings)
-            except Exception as error:  # whatever a compiler can fail with
+            except Exception as error:  # Compilation can raise almost any exception.
                 _warn_of_fallback(op, error)
     weights = [weight for group in groups for weight in group["params"]]
-    return AdamW(groups, **settings, fused=_fusible(weights) and not _lightning_touches_gradients(trainer))
+    return AdamW(groups, **settings, fused=_can_be_fused(weights) and not _lightning_changes_gradients(trainer))
 
 
-def _training(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups of the weights that train."""
+def _trainable_groups(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of the weights that require gradients."""
     check_type("params", params, Iterable)
-    given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    found = []
+    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    trainable = []
     for group in groups:
-        inner = group.get("params") if isinstance(group, dict) else None
-        weights = [inner] if isinstance(inner, Tensor) else list(inner or [])
-        if inner is None or not all(isinstance(weight, Tensor) for weight in weights):
+        value = group.get("params") if isinstance(group, dict) else None
+        weights = [value] if isinstance(value, Tensor) else list(value or [])
+        if value is None or not all(isinstance(weight, Tensor) for weight in weights):
             raise TypeError(f"params must be weights, or groups with weights under 'params', got {group!r}.")
-        found.append({**group, "params": [weight for weight in weights if weight.requires_grad]})
-    return [group for group in found if group["params"]]
+        trainable.append({**group, "params": [weight for weight in weights if weight.requires_grad]})
+    return [group for group in trainable if group["params"]]
 
 
 def _trainer(module: pl.LightningModule) -> pl.Trainer | None:
     try:
         return module.trainer
-    except RuntimeError:  # Lightning's way to say that there is none
+    except RuntimeError:  # The module has no Trainer.
         return None
 
 
 def _deepspeed_op(strategy: DeepSpeedStrategy) -> str | None:
-    """The name of DeepSpeed's operator for where it keeps optimizer states."""
+    """The name of DeepSpeed's AdamW operator for the device of the optimizer states; None without one."""
     zero = (strategy.config or {}).get("zero_optimization") or {}
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
         return "cpu_adam"
@@ -128,24 +132,24 @@ def _deepspeed_op(strategy: DeepSpeedStrategy) -> str | None:
 def _deepspeed_adamw(op: str, groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-    _require_no_dead_lock(op)
+    _require_no_stale_lock(op)
     if op == "cpu_adam":
         return DeepSpeedCPUAdam(groups, **settings, adamw_mode=True)
     return FusedAdam(groups, **settings, adam_w_mode=True)
 
 
-def _require_no_dead_lock(op: str) -> None:
-    """Raise where a compilation was killed: torch would wait for the end of it."""
+def _require_no_stale_lock(op: str) -> None:
+    """Raise if an earlier compilation was killed: torch would wait for its lock for ever."""
     from torch.utils import cpp_extension
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     for lock in (root / op / "lock", *root.glob(f"*/{op}/lock")):
-        if lock.exists() and time.time() - lock.stat().st_mtime > DEAD:
-            raise TimeoutError(f"{lock} is of a compilation that did not end: delete it")
+        if lock.exists() and time.time() - lock.stat().st_mtime > STALE:
+            raise TimeoutError(f"{lock} belongs to a compilation that did not end: delete it")
 
 
 def _warn_of_fallback(op: str, error: Exception) -> None:
-    from torch.utils import cpp_extension  # which loads setuptools
+    from torch.utils import cpp_extension  # Imported late because it loads setuptools.
 
     tools = {
         "a C++ compiler (apt install g++)": shutil.which(cpp_extension.get_cxx_compiler()),
@@ -153,20 +157,20 @@ def _warn_of_fallback(op: str, error: Exception) -> None:
     }
     if op == "fused_adam":
         tools[f"nvcc (the CUDA {torch.version.cuda} toolkit)"] = cpp_extension.CUDA_HOME
-    missing = [tool for tool, found in tools.items() if not found]
-    because = f"missing: {', '.join(missing)}" if missing else f"{type(error).__name__}: {error.__cause__ or error}"
+    missing = [tool for tool, path in tools.items() if not path]
+    reason = f"missing: {', '.join(missing)}" if missing else f"{type(error).__name__}: {error.__cause__ or error}"
     rank_zero_warn(
-        f"adamw: DeepSpeed's {op} cannot be compiled here; {because}. Taking torch.optim.AdamW instead, whose steps are"
-        " the same, at another speed."
+        f"adamw: DeepSpeed's {op} cannot be compiled here; {reason}. Using torch.optim.AdamW instead, which takes the"
+        " same steps at another speed."
     )
 
 
-def _fusible(weights: list[Tensor]) -> bool:
+def _can_be_fused(weights: list[Tensor]) -> bool:
     return all(weight.is_floating_point() and weight.device.type in ("cpu", "cuda") for weight in weights)
 
 
-def _lightning_touches_gradients(trainer: pl.Trainer | None) -> bool:
-    """Whether Lightning's mixed precision unscales or clips, for which it wants an optimizer that is not fused."""
+def _lightning_changes_gradients(trainer: pl.Trainer | None) -> bool:
+    """Whether Lightning unscales or clips gradients, which it refuses to do for fused optimizers."""
     if trainer is None or not isinstance(trainer.precision_plugin, MixedPrecision):
         return False
     return trainer.precision_plugin.scaler is not None or bool(trainer.gradient_clip_val)

@@ -27,6 +27,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import (
+    MOST,
     check_choice,
     check_count,
     check_duration,
@@ -527,16 +528,16 @@ def check_arguments(optimizer: Optimizer, module: pl.LightningModule | None) -> 
 _ROUNDING = 1e-9  # steps; as floats, 0.2 and 0.8 of 3 steps are together more than 3
 # What each duration of a curve must do, and the fewest and the most steps that it may take, given T and W.
 _PHASES: dict[str, tuple[str, Callable[[float, float], tuple[float, float]]]] = {
-    "warmup": ("end by total_steps", lambda T, W: (0.0, T)),
+    "warmup": ("be at most total_steps", lambda T, W: (0.0, T)),
     "flat": ("lie between the end of the warmup and total_steps", lambda T, W: (W, T)),
-    "cooldown": ("begin after the end of the warmup", lambda T, W: (0.0, T - W)),
+    "cooldown": ("fit between the end of the warmup and total_steps", lambda T, W: (0.0, T - W)),
     "milestones": ("come in order, after the end of the warmup", lambda T, W: (W, math.inf)),
 }
 
 
 def whole_steps(duration: Duration, total_steps: int) -> float:
     """The steps of a duration: 0.28 of 25 is 7, which floats make 7.000000000000001 and so the eighth step."""
-    steps = duration_steps(duration, total_steps)
+    steps = duration_steps(min(duration, MOST), total_steps)  # an int may be too large for a float
     return float(round(steps) if abs(steps - round(steps)) < _ROUNDING else steps)
 
 
@@ -560,7 +561,7 @@ def _in_steps(settings: Mapping[str, Any], total_steps: int, is_trial: bool) -> 
         least, most = limits(total_steps, steps["warmup"])
         lengths = [whole_steps(duration, total_steps) for duration in durations[name]]
         if shorten:
-            lengths = [min(max(length, least), most) for length in lengths]
+            lengths = [min(max(length, least), most, total_steps) for length in lengths]
         if any(after < before - _ROUNDING for before, after in pairwise([least, *lengths, most])):
             found = f"{', '.join(f'{length:g}' for length in lengths)} of {total_steps} steps"
             remedy = "" if name == "warmup" else f", which takes {steps['warmup']:g} steps, or change {name}"

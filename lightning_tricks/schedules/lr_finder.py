@@ -32,7 +32,7 @@ __all__ = ["LRFinderResult", "find_lr"]
 
 
 Method = Literal["valley", "steepest", "minimum/10"]
-_FEWEST = 10  # losses that a suggestion can be made of
+_FEWEST = 10  # the fewest losses that a suggestion can be made of
 
 
 def smoothed_losses(lrs: Sequence[float], losses: Sequence[float]) -> list[float]:
@@ -74,7 +74,7 @@ def suggested_lr(lrs: Sequence[float], losses: Sequence[float], method: Method =
             " see why the loss is not finite."
         )
     smoothed = smoothed_losses(lrs, losses)
-    lowest = list(accumulate(smoothed, min))  # so far: what falls only after a rise does not count
+    lowest = list(accumulate(smoothed, min))  # the lowest loss so far, so that a fall after a rise does not count
     fall, noise = lowest[0] - lowest[-1], _noise(losses, smoothed)
     if fall <= noise:
         raise ValueError(
@@ -104,8 +104,8 @@ class LRFinderResult:
     """What ``find_lr`` has measured.
 
     Args:
-        lrs: Learning rates of the parameter group whose base is the largest, one an optimizer step, rising.
-        losses: The loss of each step, before it is taken: mean over its batches and over ranks.
+        lrs: Learning rate of each optimizer step, rising, for the parameter group whose base is the largest.
+        losses: Loss of each step before it is taken, the mean over its batches and over ranks.
 
     Example:
         >>> lrs = [10 ** (-6 + i / 10) for i in range(60)]
@@ -147,14 +147,14 @@ class LRFinderResult:
             ImportError: If matplotlib is missing.
         """
         if ax is None:
-            _, ax = pyplot().subplots()  # only here: a user's own axes need no pyplot
+            _, ax = pyplot().subplots()  # imported only here, since a user's own axes need no pyplot
         smoothed = self.smoothed
         ax.plot(self.lrs, self.losses, ".", color="0.7", label="loss")
         ax.plot(self.lrs, smoothed, label="smoothed")
         for number, method in enumerate(get_args(Method), 1):
             try:
                 lr = self.suggestion(method)
-            except ValueError:  # a curve without a suggestion is the more worth looking at
+            except ValueError:  # a curve without a suggestion is all the more worth looking at
                 continue
             ax.axvline(lr, color=f"C{number}", linestyle="--", label=f"{method} {lr:.1e}")
         ax.set(xscale="log", xlabel="learning rate", ylabel="loss")
@@ -199,13 +199,13 @@ def find_lr(
 
     Args:
         trainer: The Trainer that is to fit.
-        module: The module; its ``configure_optimizers`` says which optimizer.
-        train_dataloaders: As for ``trainer.fit``.
-        datamodule: As for ``trainer.fit``.
-        min_lr: The first learning rate, above 0.
-        max_lr: The last one, above ``min_lr``.
-        steps: Optimizer steps, at least 10; epochs follow each other until they are done.
-        stop_factor: Where to stop, above 1.
+        module: The LightningModule, whose ``configure_optimizers`` makes the optimizer.
+        train_dataloaders: Training loaders, as ``trainer.fit`` takes them.
+        datamodule: LightningDataModule, as ``trainer.fit`` takes it.
+        min_lr: First learning rate, above 0.
+        max_lr: Last learning rate, above ``min_lr``.
+        steps: Number of optimizer steps, at least 10, in as many epochs as that takes.
+        stop_factor: Multiple of the usual loss that ends the sweep, as said above; above 1.
 
     Returns:
         Learning rates and losses; ``.suggestion()`` and ``.plot()`` say what they mean.
@@ -264,10 +264,10 @@ def sweep(
     Args:
         trainer: The Trainer.
         module: The LightningModule, compiled or not.
-        loaders: As for ``trainer.fit``.
-        datamodule: As for ``trainer.fit``.
-        rates: Of the parameter group with the largest base learning rate, in each optimizer step.
-        ends: Function of the learning rates and losses so far: whether to stop.
+        loaders: Training loaders, as ``trainer.fit`` takes them.
+        datamodule: LightningDataModule, as ``trainer.fit`` takes it.
+        rates: Learning rate of each optimizer step, for the parameter group with the largest base learning rate.
+        ends: Function of the learning rates and losses so far that says whether to stop.
 
     Returns:
         The learning rates of the steps taken, and their losses, all finite.
@@ -298,9 +298,9 @@ class Sweep(UndoneFit):
         self._planned, self._ends, self._accumulation, self._bar = rates, ends, accumulation, bar
         self.rates: list[float] = []
         self.losses: list[float] = []
-        self._ratios: list[float] = []  # of the learning rates of the groups to the largest
-        self._first = self._taken = self._before = 0  # optimizer steps: when it began, since then, before this epoch
-        self._total, self._batches = torch.zeros(()), 0  # of the accumulation window
+        self._ratios: list[float] = []  # of the groups' base learning rates to the largest of them
+        self._first = self._taken = self._before = 0  # optimizer steps before the sweep, in it, in it before this epoch
+        self._total, self._batches = torch.zeros(()), 0  # sum of losses and number of batches in this window
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -331,11 +331,12 @@ class Sweep(UndoneFit):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if outputs:  # nothing if training_step returned None
+        if outputs:  # empty if training_step returned None
             self._total = self._total.to(outputs["loss"].device) + outputs["loss"].detach()
             self._batches += 1
         if trainer.global_step == self._first + self._taken:
-            return  # in an accumulation window, by whose length Lightning has divided the loss
+            return  # within an accumulation window
+        # Lightning has divided each loss by the length of the window
         total = self._total.float() * trainer.accumulate_grad_batches
         window = torch.stack([total, torch.tensor(float(self._batches), device=total.device)])
         total, batches = trainer.strategy.reduce(window.to(trainer.strategy.root_device), reduce_op="sum").tolist()
@@ -353,13 +354,13 @@ class Sweep(UndoneFit):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._taken == self._before:  # a stream that has run dry
+        if self._taken == self._before:  # an epoch without a step: the loader is a stream that has run dry
             trainer.should_stop = True
         self._before = self._taken
 
 
 def _ratios(optimizer: Optimizer) -> list[float]:
-    """The base learning rates of the groups, which schedules multiply, by the largest of them."""
+    """The ratio of each group's base learning rate, which schedules multiply, to the largest of them."""
     given = [group.get("lr") for group in optimizer.param_groups]
     numbers = all(isinstance(rate, int | float | Tensor) for rate in given)
     rates = [float(base_lr(dict(group))) for group in optimizer.param_groups] if numbers else []

@@ -53,9 +53,9 @@ def _transformers_layers(model: Any) -> dict[str, Key]:
     """Empty unless the base model has one stack of layers, or an encoder's and a decoder's."""
     config, base = model.config, model.base_model
     counts = [getattr(config, name, None) for name in ("num_hidden_layers", "decoder_layers", "num_decoder_layers")]
-    lists = [(name, len(each)) for name, each in base.named_modules() if isinstance(each, nn.ModuleList)]
+    lists = [(name, len(module)) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
     stacks = [name for name, count in lists if count in counts and not re.search(r"\.\d+\.", name)]
-    if len(stacks) != 1 + config.is_encoder_decoder or hasattr(config, "depths"):  # depths: of stages, not of layers
+    if len(stacks) != 1 + config.is_encoder_decoder or hasattr(config, "depths"):  # a model in stages
         return {}
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
     regex = re.compile(rf"^{prefix}({'|'.join(stacks)})\.(\d+)\.")
@@ -119,8 +119,8 @@ def layer_decay_groups(
         model: The model, or the LightningModule (``self`` in ``configure_optimizers``).
         lr: Learning rate of the head.
         decay: Factor from a layer to the one below, in [0, 1]; often 0.65 to 0.9.
-        weight_decay: If given, splits each group as ``no_weight_decay_groups`` does.
-        pattern: Regex found in parameters' names, whose first group is the layer's number (further ones: within it).
+        weight_decay: Weight decay, by which each group is split as by ``no_weight_decay_groups``; none by default.
+        pattern: Regex searched in parameters' names; its first group is the layer's number, further ones count within.
         groups: Groups to split. One that has a learning rate keeps it in the place of ``lr``.
 
     Returns:
@@ -158,7 +158,7 @@ def discriminative_groups(
     Args:
         model: The model, or the LightningModule (``self`` in ``configure_optimizers``).
         lrs: Learning rates by regex, searched in each parameter's name in this order; ``""`` is found in every name.
-        weight_decay: If given, splits each group as ``no_weight_decay_groups`` does.
+        weight_decay: Weight decay, by which each group is split as by ``no_weight_decay_groups``; none by default.
         groups: Groups to split. A parameter in whose name no pattern is found keeps the learning rate of its group.
 
     Raises:
@@ -180,14 +180,15 @@ def discriminative_groups(
         raise TypeError(f'lrs must map patterns to learning rates, as {{"^head": 1e-3, "": 1e-4}}, got {lrs!r}.')
     for pattern, lr in lrs.items():
         check_range(f"lrs[{pattern!r}]", lr, 0.0)
-    names = dict(model.named_parameters())  # the frozen ones too: a pattern of theirs is no mistake
-    winners = {name: next((each for each in lrs if compile_pattern("lrs", each).search(name)), None) for name in names}
+    names = dict(model.named_parameters())  # frozen ones too, since a pattern for them is no mistake
+    regexes = {pattern: compile_pattern("lrs", pattern) for pattern in lrs}
+    winners = {name: next((key for key, regex in regexes.items() if regex.search(name)), None) for name in names}
     if useless := [pattern for pattern in lrs if pattern not in winners.values()]:
         raise ValueError(
             f"lrs: every pattern must give a parameter its learning rate, {useless[0]!r} gives none: it is found in no"
             f" name, or only where an earlier one is (put general patterns last). {examples(names)}"
         )
-    missing = [name for name, each in names.items() if each.requires_grad and winners[name] is None]
+    missing = [name for name, parameter in names.items() if parameter.requires_grad and winners[name] is None]
 
     def assign(name: str, _: nn.Parameter, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         pattern = winners[name]
@@ -206,8 +207,8 @@ def no_weight_decay_groups(model: nn.Module, weight_decay: float, *, groups: Gro
 
     Args:
         model: The model, or the LightningModule; a module in it may exempt by ``no_weight_decay()``, as timm's do.
-        weight_decay: Weight decay of the others.
-        groups: Groups to split in two each, which keep their names and settings; several unnamed ones are numbered.
+        weight_decay: Weight decay of all other parameters, at least 0.
+        groups: Groups to split in two, which keep their names and settings; several unnamed ones are numbered.
 
     Raises:
         ValueError: If ``weight_decay`` is negative.
@@ -221,12 +222,12 @@ def no_weight_decay_groups(model: nn.Module, weight_decay: float, *, groups: Gro
         [('rest_decay', 0.01), ('rest_no_decay', 0.01), ('^2_decay', 0.1), ('^2_no_decay', 0.1)]
     """
     check_range("weight_decay", weight_decay, 0.0)
-    listing = [(prefix, each) for prefix, each in model.named_modules() if hasattr(type(each), "no_weight_decay")]
-    exempt = [f"{prefix}.{name}".lstrip(".") for prefix, each in listing for name in each.no_weight_decay()]
+    exempting = [(prefix, part) for prefix, part in model.named_modules() if hasattr(type(part), "no_weight_decay")]
+    exempt = [f"{prefix}.{name}".lstrip(".") for prefix, part in exempting for name in part.no_weight_decay()]
 
     def assign(name: str, parameter: nn.Parameter, _: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty vector where a weight was
-        if len(shape) <= 1 or name.endswith("bias") or any(fnmatch(name, each) for each in exempt):
+        if len(shape) <= 1 or name.endswith("bias") or any(fnmatch(name, pattern) for pattern in exempt):
             return "no_decay", {"weight_decay": 0.0}
         return "decay", {"weight_decay": weight_decay}
 
@@ -234,7 +235,7 @@ def no_weight_decay_groups(model: nn.Module, weight_decay: float, *, groups: Gro
 
 
 def _split(model: nn.Module, groups: Groups | None, assign: _Assign, weight_decay: float | None) -> Groups:
-    """Each group in parts: ``assign`` gives the label and the settings of the part that a parameter belongs to."""
+    """Split each group into parts; ``assign`` gives the label and the settings of the part of a parameter."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError("FSDP1 hides the names and shapes of parameters: use FSDP2 (ModelParallelStrategy).")
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -157,7 +157,7 @@ def reduce_on_plateau(
     check_arguments(optimizer, module)
     settings: dict[str, Any] = {"mode": mode, "factor": factor, "patience": patience, "threshold": threshold}
     check_settings({**settings, "monitor": monitor, "warmup": warmup, "floor": floor})
-    steps = whole_steps(warmup, count_steps(module)) if isinstance(warmup, float) and warmup else float(warmup)
+    steps = whole_steps(warmup, count_steps(module) if isinstance(warmup, float) and warmup else 1)
     announce_schedule(module)
     plain = {name: float(value) if isinstance(value, float) else value for name, value in settings.items()}  # no NumPy
     scheduler = PlateauLR(optimizer, warmup=steps, floor=float(floor), **plain)

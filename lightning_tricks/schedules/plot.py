@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_schedule"]
 
-_LEGEND = 10  # lines at most: more are told apart by nobody
+_LEGEND = 10  # the most lines that a legend names: nobody tells more apart
 
 
 def plot_schedule(
@@ -36,8 +36,9 @@ def plot_schedule(
     Args:
         schedule: A factory, also bound by ``functools.partial``, or any function of an optimizer; the dictionary that a
             factory returns; or any torch LRScheduler.
-        steps: How many to draw; also the ``total_steps`` of a factory that needs them. All that are left by default.
-        ax: The axes to draw into, instead of a figure of its own. The momentum has an axis on the right.
+        steps: Number of steps to draw, also the ``total_steps`` of a factory that needs them; by default all that are
+            left.
+        ax: The axes to draw into, in place of a new figure's. The momentum has an axis on the right.
 
     Raises:
         TypeError: For anything else, and for a ReduceLROnPlateau, which depends on what is trained.
@@ -70,7 +71,7 @@ def plot_schedule(
 
 
 def curves_of(scheduler: LRScheduler, steps: int) -> tuple[list[list[float]], list[list[float]]]:
-    """The learning rates of each group in the next so many steps, and its momenta; none for a group without momentum.
+    """The learning rates of each group in the next ``steps`` steps, and its momenta, if it has any.
 
     >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
     >>> curves_of(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5), steps=3)
@@ -81,7 +82,7 @@ def curves_of(scheduler: LRScheduler, steps: int) -> tuple[list[list[float]], li
     rates: list[list[float]] = [[] for _ in groups]
     momenta: list[list[float]] = [[] for _ in groups]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer has stepped: none does
+        warnings.simplefilter("ignore")  # torch warns that the optimizer has not stepped, which it never does here
         for step in range(steps):
             if step:
                 twin.step()
@@ -117,7 +118,7 @@ def _scheduler_of(schedule: Any) -> LRScheduler:
 
 
 def _steps_left(scheduler: LRScheduler, start: int) -> int:
-    settings = getattr(scheduler, "settings", {})  # of a CurveLR; a curve around another has them inside
+    settings = getattr(scheduler, "settings", {})  # of a CurveLR; a tail has those of the curve before it inside
     while "total_steps" not in settings and "of" in settings:
         settings = settings["of"]
     total = settings.get("total_steps", getattr(scheduler, "total_steps", None))
@@ -127,7 +128,7 @@ def _steps_left(scheduler: LRScheduler, start: int) -> int:
 
 
 def _without_weights(scheduler: LRScheduler) -> LRScheduler:
-    """A copy with an optimizer of its own, whose parameters are empty: those of a large model need not fit twice."""
+    """A copy with an optimizer of its own whose parameters are empty, since a large model may not fit twice."""
     optimizer = scheduler.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(parameter): nn.Parameter(torch.zeros(())) for parameter in parameters}

@@ -29,11 +29,11 @@ def scale_lr(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "l
     averages over: all devices and accumulated batches, see ``effective_batch_size``.
 
     Args:
-        lr: A learning rate that is right for ``base_batch_size``.
-        batch_size: The batch size to train with.
-        base_batch_size: The batch size that ``lr`` was found with.
-        rule: ``"linear"`` or ``"sqrt"``.
-        warmup: Length of the schedule's warm-up (int steps, float fraction), as passed to the schedule; 0: none.
+        lr: Learning rate that is right for ``base_batch_size``, at least 0.
+        batch_size: Number of samples of an optimizer step to train with.
+        base_batch_size: Number of samples of an optimizer step that ``lr`` was found with.
+        rule: The rule, ``"linear"`` or ``"sqrt"``.
+        warmup: Length of the schedule's warm-up (int steps, float fraction), as passed to the schedule; 0 for none.
 
     Raises:
         ValueError: If an argument is out of range or the rule unknown. A linear rise without warm-up warns.
@@ -75,11 +75,11 @@ def scale_adam(
     ``lr * sqrt(k)``, ``beta' = 1 - k * (1 - beta)``, ``eps / sqrt(k)``, ``k = batch_size / base_batch_size``
 
     Args:
-        lr: A learning rate that is right for ``base_batch_size``.
-        batch_size: The batch size to train with.
-        base_batch_size: The batch size that the settings were found with.
-        betas: Adam's two averages.
-        eps: Adam's eps.
+        lr: Learning rate that is right for ``base_batch_size``, at least 0.
+        batch_size: Number of samples of an optimizer step to train with.
+        base_batch_size: Number of samples of an optimizer step that the settings were found with.
+        betas: Decay rates of Adam's two averages, in [0, 1).
+        eps: Adam's epsilon, at least 0.
 
     Returns:
         ``{"lr": ..., "betas": ..., "eps": ...}``, for ``Adam(parameters, **...)``.
@@ -100,7 +100,7 @@ def scale_adam(
     k = _ratio(batch_size, base_batch_size)
     check_decays("betas", betas)
     for place, beta in enumerate(betas):
-        if k * (1 - beta) > 1 + 1e-9:  # k = 10 with 0.9 is allowed
+        if k * (1 - beta) > 1 + 1e-9:  # so that k = 10 with beta = 0.9 is allowed, whatever the rounding
             raise ValueError(
                 f"batch_size must be at most {base_batch_size / (1 - beta):.0f} = base_batch_size / (1 - beta) for"
                 f" betas[{place}]={beta!r}, got {batch_size}: beyond it the rule's beta is negative. Use"
@@ -141,8 +141,8 @@ def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
     replica. What a module accumulates itself (``automatic_optimization = False``) is not known: multiply by it.
 
     Args:
-        trainer: The Trainer; with ModelParallelStrategy in ``configure_optimizers`` or later.
-        per_device: The batch size of the loader of one device.
+        trainer: The Trainer; under ModelParallelStrategy it is known in ``configure_optimizers`` and later.
+        per_device: Batch size of the loader of one device, at least 1.
 
     Raises:
         ValueError: If ``per_device`` is less than 1, or the accumulation or the batch changes between epochs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -18,15 +19,15 @@ _COPIED = ("lr_lambdas", "min_lrs", "base_momentums", "max_momentums")
 
 
 def split_groups(optimizer: Optimizer, schedulers: Iterable[Any], parts: Sequence[Part]) -> None:
-    """Give each part its own parameter groups, with the settings of those it is in and so many times their rate.
+    """Give each part its own parameter groups, with the settings of the groups it was in and a multiple of their rate.
 
     The schedulers go on with the rates of all groups. New groups come last, in the order of the parts and, within a
     part, of the groups that they are taken from.
 
     Args:
-        optimizer: The optimizer.
-        schedulers: Its schedulers: of torch, or of this package.
-        parts: Parameters, and the factor of their learning rate. What is in none keeps its group.
+        optimizer: The optimizer, which is changed in place.
+        schedulers: The schedulers of the optimizer, of torch or of this package.
+        parts: Pairs of parameters and the factor of their learning rate. A parameter in no pair keeps its group.
 
     Raises:
         TypeError: For a scheduler of another kind, which may keep learning rates where nobody finds them, and for
@@ -46,7 +47,7 @@ def split_groups(optimizer: Optimizer, schedulers: Iterable[Any], parts: Sequenc
     for scheduler in schedulers:
         _require_known(scheduler)
     count = len(optimizer.param_groups)
-    origins = [(place, 1.0) for place in range(count)]  # of each group: where it comes from, and its factor
+    origins = [(place, 1.0) for place in range(count)]  # for each group the place it comes from, and its factor
     for number, (parameters, factor) in enumerate(parts, 1):
         wanted = {id(parameter) for parameter in parameters}
         for place, group in enumerate(optimizer.param_groups[:count]):
@@ -63,31 +64,30 @@ def split_groups(optimizer: Optimizer, schedulers: Iterable[Any], parts: Sequenc
 
 
 def _move(optimizer: Optimizer, group: dict[str, Any], taken: list[bool], number: int) -> None:
-    """Into a new group of the optimizer."""
+    """Move the parameters that are taken from a group into a new group of the optimizer."""
     settings = {name: deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
     if settings.get("name"):
         settings["name"] += f"_{number}"  # LearningRateMonitor refuses doubles
-    new: list[Any] = [each for each, mine in zip(group["params"], taken, strict=True) if mine]
-    group["params"] = [each for each, mine in zip(group["params"], taken, strict=True) if not mine]
+    new: list[Any] = list(compress(group["params"], taken))
+    left = [not is_taken for is_taken in taken]
+    group["params"] = list(compress(group["params"], left))
     if "param_names" in group:
-        names = zip(group["param_names"], taken, strict=True)
-        both = [(name, mine) for name, mine in names]
-        new = list(zip([name for name, mine in both if mine], new, strict=True))
-        group["param_names"] = [name for name, mine in both if not mine]
+        new = list(zip(compress(group["param_names"], taken), new, strict=True))
+        group["param_names"] = list(compress(group["param_names"], left))
     optimizer.add_param_group({**settings, "params": new})
 
 
 def _scale(group: dict[str, Any], factor: float) -> None:
     set_lr(group, group["lr"] * factor)
-    for name in ("initial_lr", "max_lr", "min_lr"):  # min_lr: of OneCycleLR
+    for name in ("initial_lr", "max_lr", "min_lr"):  # OneCycleLR keeps a min_lr
         if name in group:
             group[name] = group[name] * factor
 
 
 def _require_known(scheduler: Any) -> None:
     if isinstance(scheduler, CurveLR | PlateauLR) or type(scheduler).__module__ == "torch.optim.lr_scheduler":
-        for each in getattr(scheduler, "_schedulers", []):  # of SequentialLR and ChainedScheduler
-            _require_known(each)
+        for inner in getattr(scheduler, "_schedulers", []):  # SequentialLR and ChainedScheduler hold others
+            _require_known(inner)
         return
     raise TypeError(
         "Parameter groups with learning rates of their own need a scheduler of torch.optim.lr_scheduler or of"
@@ -96,8 +96,8 @@ def _require_known(scheduler: Any) -> None:
 
 
 def _follow(scheduler: Any, origins: list[tuple[int, float]]) -> None:
-    for each in getattr(scheduler, "_schedulers", []):
-        _follow(each, origins)
+    for inner in getattr(scheduler, "_schedulers", []):
+        _follow(inner, origins)
     for name in _SCALED:
         if hasattr(scheduler, name):
             setattr(scheduler, name, [getattr(scheduler, name)[place] * factor for place, factor in origins])

@@ -1,4 +1,4 @@
-"""Strategy presets: one string for strategy and precision. Importing this registers the strings with Lightning."""
+"""Strategy presets: one string for strategy and precision. Importing this package registers them with Lightning."""
 
 from lightning_tricks.strategies.ddp.preset import DDPPreset
 from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset

@@ -1,4 +1,4 @@
-"""What all strategies of presets have in common: they bring their precision along, so that one string says both."""
+"""The base of all preset strategies, which bring their own precision: one string names both."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
 
 
 class PresetStrategy(Strategy):
-    """Base of a strategy whose precision is an argument of its own.
+    """Base of the strategies that take their precision as an argument.
 
-    Lightning hands every strategy the plugin that it made from ``Trainer(precision=...)``, fp32 if none was given. The
-    setter puts the strategy's own in the place of that default and refuses anything else that differs.
+    Lightning passes every strategy the precision plugin made from ``Trainer(precision=...)``, fp32 by default. The
+    setter replaces that default with the strategy's own plugin and refuses any other precision.
 
     Args:
-        precision: What the strategy trains in.
+        precision: The precision to train in, one of ``precisions``.
         **settings: Arguments of Lightning's strategy.
     """
 
@@ -37,7 +37,7 @@ class PresetStrategy(Strategy):
     def __init__(self, *, precision: PresetPrecision, **settings: Any) -> None:
         check_choice("precision", precision, self.precisions)
         self.precision = precision
-        self.strategy_name = type(self).__name__  # unless it is made by a preset, which has a name
+        self.strategy_name = type(self).__name__  # Replaced by the preset's name in preset().
         super().__init__(**settings)
 
     @property
@@ -49,33 +49,35 @@ class PresetStrategy(Strategy):
     @override
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
-            own, given = self.make_precision_plugin(), plugin.precision
-            # not only the plugin counts: on CPU it is bf16's for an asked "16-mixed"
-            asked = requested_precision() or (self.precision if given == "32-true" else given)
-            if asked != self.precision:
+            own_plugin = self.make_precision_plugin()
+            # The plugin does not tell what the user requested: on a CPU, "16-mixed" gets the plugin of "bf16-mixed".
+            implied = self.precision if plugin.precision == "32-true" else plugin.precision
+            requested = requested_precision() or implied
+            if requested != self.precision:
                 raise MisconfigurationException(
-                    f"strategy={self.strategy_name!r} trains in {self.precision!r}, got precision={asked!r}."
+                    f"strategy={self.strategy_name!r} trains in {self.precision!r}, got precision={requested!r}."
                     " Leave precision= out, or choose another strategy."
                 )
-            if given != self.precision:
-                plugin = own
-            elif not isinstance(plugin, type(own)):
+            if plugin.precision != self.precision:
+                plugin = own_plugin
+            elif not isinstance(plugin, type(own_plugin)):
                 raise MisconfigurationException(
-                    f"strategy={self.strategy_name!r} works with a {type(own).__name__}, got the plugin"
+                    f"strategy={self.strategy_name!r} needs the plugin {type(own_plugin).__name__}, got"
                     f" {type(plugin).__name__}. Leave the plugin out."
                 )
         self._precision_plugin = plugin
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
-        sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
-        partitioned = [each for each in model.parameters() if hasattr(each, "ds_id")]
-        by = "FSDP2" if sharded and not isinstance(self, ModelParallelStrategy) else ""
-        by = "DeepSpeed" if partitioned and not isinstance(self, DeepSpeedStrategy) else by
-        if by:
+        sharded_by = ""
+        if not isinstance(self, DeepSpeedStrategy) and any(hasattr(p, "ds_id") for p in model.parameters()):
+            sharded_by = "DeepSpeed"
+        elif not isinstance(self, ModelParallelStrategy) and any(isinstance(m, FSDPModule) for m in model.modules()):
+            sharded_by = "FSDP2"
+        if sharded_by:
             raise MisconfigurationException(
-                f"{type(model).__name__} was sharded by {by} in an earlier run and stays so, got"
-                f" strategy={self.strategy_name!r}. Make the module anew, and load its weights from a checkpoint."
+                f"{type(model).__name__} is still sharded by {sharded_by} from an earlier run, got"
+                f" strategy={self.strategy_name!r}. Create a new module and load its weights from a checkpoint."
             )
         super().connect(model)
 
@@ -88,11 +90,11 @@ class PresetStrategy(Strategy):
     @property
     @override
     def launcher(self) -> Any:
-        return None if self.alone else super().launcher  # nothing to launch, in a notebook either
+        return None if self.is_single_process else super().launcher  # One process needs none, even in a notebook.
 
     @property
-    def alone(self) -> bool:
-        """Whether there is one process only."""
+    def is_single_process(self) -> bool:
+        """Whether the run has only one process."""
         return getattr(self, "num_nodes", 1) * getattr(self, "num_processes", 1) == 1
 
     @override
@@ -101,13 +103,13 @@ class PresetStrategy(Strategy):
         if os.path.isdir(checkpoint_path) and not saves_folder(self.lightning_module.trainer):
             raise MisconfigurationException(
                 f"ckpt_path={str(checkpoint_path)!r} is a folder of shards, and strategy={self.strategy_name!r} loads"
-                " one file. Resume by a preset like the one that saved it, or make its weights one file, with"
-                " lightning-tricks consolidate, and load that into the module."
+                " one file. Resume with a preset like the one that saved it, or write its weights to one file with"
+                " lightning-tricks consolidate and load that file into the module."
             )
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def make_precision_plugin(self) -> Precision:
-        """The plugin for this precision on the accelerator of the Trainer."""
+        """Make the plugin of this precision for the Trainer's accelerator."""
         if self.precision == "32-true":
             return Precision()
         return MixedPrecision(self.precision, self.device_type)

@@ -38,26 +38,24 @@ _TABLE = {
     row.name: row
     for row in (
         _Row("single_bf16", SinglePreset, "one device; matrix products in bf16, weights and optimizer in fp32"),
-        _Row(
-            "single_fp16", SinglePreset, "single_bf16 for a device without bf16 (V100, T4): the loss is scaled", _FP16
-        ),
-        _Row("ddp_bf16", DDPPreset, "model and optimizer fit on each device; as many devices and nodes as there are"),
+        _Row("single_fp16", SinglePreset, "single_bf16 for a device without bf16 (V100, T4); scales the loss", _FP16),
+        _Row("ddp_bf16", DDPPreset, "model and optimizer fit on each device; any number of devices and nodes"),
         _Row("ddp_fp16", DDPPreset, "ddp_bf16 for devices without bf16", _FP16),
         _Row(
             "ddp_compressed_bf16",
             DDPPreset,
-            "ddp_bf16 over slow links: gradients travel in 16 bits, by PowerSGD or by local SGD",
+            "ddp_bf16 over slow links: gradients are sent in 16 bits, with PowerSGD or with local SGD",
             {"compression": "bf16"},
         ),
-        _Row("fsdp2_bf16", FSDP2Preset, "they do not fit, and links are fast: each device holds a slice of everything"),
-        _Row("fsdp2_offload_bf16", FSDP2Preset, "fsdp2_bf16 with the slices in host memory", {"offload": True}),
-        _Row("zero1_bf16", ZeROPreset, "the model fits, its optimizer states do not: slices of those", {"stage": 1}),
-        _Row("zero2_bf16", ZeROPreset, "zero1_bf16 with slices of the gradients, too", {"stage": 2}),
+        _Row("fsdp2_bf16", FSDP2Preset, "model and optimizer do not fit, and links are fast: shards everything"),
+        _Row("fsdp2_offload_bf16", FSDP2Preset, "fsdp2_bf16 with the shards in host memory", {"offload": True}),
+        _Row("zero1_bf16", ZeROPreset, "the model fits, its optimizer states do not: shards those", {"stage": 1}),
+        _Row("zero2_bf16", ZeROPreset, "zero1_bf16 with sharded gradients", {"stage": 2}),
         _Row("zero2_fp16", ZeROPreset, "zero2_bf16 for devices without bf16", {"stage": 2, **_FP16}),
         _Row(
             "zero2_offload_bf16",
             ZeROPreset,
-            "zero2_bf16 with optimizer and gradients in host memory; helps a single device, too",
+            "zero2_bf16 with optimizer and gradients in host memory; also helps on a single device",
             {"stage": 2, "offload": "cpu"},
         ),
         _Row(
@@ -66,9 +64,9 @@ _TABLE = {
             "zero2_offload_bf16 for devices without bf16",
             {"stage": 2, "offload": "cpu", **_FP16},
         ),
-        _Row("zero3_bf16", ZeROPreset, "zero2_bf16 with slices of the weights, too; fsdp2_bf16 by DeepSpeed"),
+        _Row("zero3_bf16", ZeROPreset, "zero2_bf16 with sharded weights; DeepSpeed's counterpart of fsdp2_bf16"),
         _Row("zero3_fp16", ZeROPreset, "zero3_bf16 for devices without bf16", _FP16),
-        _Row("zero3_offload_bf16", ZeROPreset, "zero3_bf16 with all slices in host memory", {"offload": "cpu"}),
+        _Row("zero3_offload_bf16", ZeROPreset, "zero3_bf16 with all shards in host memory", {"offload": "cpu"}),
         _Row(
             "zero3_offload_fp16",
             ZeROPreset,
@@ -78,7 +76,7 @@ _TABLE = {
         _Row(
             "zero3_nvme_bf16",
             ZeROPreset,
-            "zero3_offload_bf16 with the slices on the NVMe disk at nvme_path=",
+            "zero3_offload_bf16 with the shards on the NVMe disk at nvme_path=",
             {"offload": "nvme", "nvme_path": "/local_nvme"},
         ),
     )
@@ -86,19 +84,19 @@ _TABLE = {
 
 
 def preset(name: str, **overrides: Any) -> dict[str, Any]:
-    """Trainer arguments of a preset: ``Trainer(**preset(name))`` is ``Trainer(strategy=name)``.
+    """Make the Trainer arguments of a preset: ``Trainer(**preset(name))`` equals ``Trainer(strategy=name)``.
 
     Args:
-        name: One of ``presets()``.
-        **overrides: Arguments of the strategy in the place of the preset's, for example
+        name: The name of a preset, one of ``presets()``.
+        **overrides: Arguments of the strategy that replace those of the preset, for example
             ``find_unused_parameters=True``.
 
     Returns:
-        ``{"strategy": ...}`` with a new strategy object, which brings the precision.
+        ``{"strategy": ...}`` with a new strategy object, which also sets the precision.
 
     Raises:
-        ValueError: If there is no such preset; names the nearest one.
-        TypeError: If an override is no argument of the strategy.
+        ValueError: If there is no such preset; the message suggests the nearest name.
+        TypeError: If the strategy has no argument of an override's name.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -114,12 +112,11 @@ def preset(name: str, **overrides: Any) -> dict[str, Any]:
 
 
 def presets() -> list[dict[str, Any]]:
-    """The presets, one row each: name, strategy, its arguments, precision and when to use it.
+    """List the presets, one row each: name, strategy, its arguments, precision and when to use it.
 
     Returns:
-        Rows with the keys ``name``, ``strategy``, ``arguments``, ``precision``, ``when``. In YAML the name is a
-        strategy; so are ``class_path`` ``lightning_tricks.`` and the row's ``strategy``, its ``arguments`` as
-        ``init_args``.
+        Rows with the keys ``name``, ``strategy``, ``arguments``, ``precision``, ``when``. In YAML a strategy is given
+        by the name, or by ``class_path: lightning_tricks.<strategy>`` with the ``arguments`` as ``init_args``.
 
     Example:
         >>> [row["name"] for row in presets() if row["strategy"] == "DDPPreset"]
@@ -138,29 +135,33 @@ def presets() -> list[dict[str, Any]]:
 
 
 def register() -> None:
-    """Make each name a ``Trainer(strategy=...)`` string; a name that is somebody else's is an error."""
+    """Register each name as a ``Trainer(strategy=...)`` string.
+
+    Raises:
+        RuntimeError: If another package has registered the name.
+    """
     for name, row in _TABLE.items():
-        taken = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else row.make
-        if getattr(taken, "__module__", "") != __name__:
-            raise RuntimeError(f"The strategy name {name!r} is registered already, by {taken!r}.")
+        registered = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else row.make
+        if getattr(registered, "__module__", "") != __name__:
+            raise RuntimeError(f"The strategy name {name!r} is already registered by {registered!r}.")
         StrategyRegistry.register(name, row.make, description=row.when, override=True)
 
 
 def _arguments(strategy: type[PresetStrategy]) -> set[str]:
-    """The names that the strategy's constructor understands; DDP hands what it does not know on to torch's."""
+    """The names of the arguments that a strategy takes, including those that it passes to its base classes."""
     names: set[str] = set()
     for owner in strategy.__mro__:
         if "__init__" in vars(owner):
             parameters = inspect.signature(owner.__init__).parameters  # type: ignore[misc]
             names.update(parameters)
-            if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
                 break
     if issubclass(strategy, DDPPreset):
         names.update(inspect.signature(DistributedDataParallel.__init__).parameters)
     return names - {"self", "kwargs", "settings", *_NO_OVERRIDES}
 
 
-_NO_OVERRIDES = {  # what the Trainer or the preset sets
+_NO_OVERRIDES = {  # Arguments that the Trainer or the preset sets.
     *("accelerator", "parallel_devices", "precision_plugin", "data_parallel_size", "tensor_parallel_size"),
     *("module", "device", "device_ids", "output_device", "process_group"),
 }

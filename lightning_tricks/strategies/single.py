@@ -1,4 +1,4 @@
-"""One device, one process."""
+"""The strategy for one device in one process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["SinglePreset"]
 
 @final
 class SinglePreset(PresetStrategy, SingleDeviceStrategy):
-    """One device, whichever the accelerator gives, in one precision: the presets ``single_bf16`` and ``single_fp16``.
+    """One device of any accelerator: the presets ``single_bf16`` and ``single_fp16``.
 
     Args:
-        precision: What to train in: "bf16-mixed", "16-mixed" or "32-true".
+        precision: The precision to train in: "bf16-mixed", "16-mixed" or "32-true".
         **settings: Further arguments of Lightning's ``SingleDeviceStrategy``.
 
     Example:
@@ -33,7 +33,7 @@ class SinglePreset(PresetStrategy, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The one device, set by the Trainer from ``accelerator=`` and ``devices=``."""
+        """A list of the one device, set by the Trainer from ``accelerator=`` and ``devices=``."""
         return self._parallel_devices
 
     @parallel_devices.setter

@@ -1,4 +1,4 @@
-"""Faster settings of torch and of the Trainer."""
+"""Faster settings for torch and the Trainer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ __all__ = ["speed_preset"]
 def speed_preset(
     matmul: Literal["highest", "high", "medium"] = "high", *, cudnn_benchmark: bool = True
 ) -> dict[str, Any]:
-    """Faster torch, and arguments for a Trainer that does less beside training: ``Trainer(**speed_preset(), ...)``.
+    """Set torch's matmul precision and return faster Trainer arguments: ``Trainer(**speed_preset(), ...)``.
 
-    Sets ``torch.set_float32_matmul_precision`` for the process, which on recent GPUs lets matrix products of fp32 use
-    TensorFloat32 ("high", 10 bits of mantissa) or bfloat16 ("medium"). The arguments are ``benchmark`` (cuDNN tries its
-    convolutions for each new size of input and keeps the fastest: pays for inputs of few sizes), and, which matters
-    for steps of about a millisecond, no progress bar and a log every 500 steps: 0.14 of 1.06 ms on a CPU, where
-    ``self.log`` takes 0.44 (``benchmarks/cost/speed.py``). Checkpoints, the logger and ``self.log`` stay;
-    ``Trainer(barebones=True)`` drops what is logged.
+    It calls ``torch.set_float32_matmul_precision`` for the whole process. On recent GPUs, fp32 matrix products then use
+    TensorFloat32 ("high", 10 bits of mantissa) or bfloat16 ("medium").
+
+    With the Trainer argument ``benchmark``, cuDNN tries its convolutions for each new input size and keeps the fastest,
+    which pays off for inputs of few sizes. No progress bar and a log every 500 steps matter for steps of about a
+    millisecond: they save 0.14 of 1.06 ms on a CPU, where ``self.log`` takes 0.44 (``benchmarks/cost/speed.py``).
+    Checkpoints, the logger and ``self.log`` stay; ``Trainer(barebones=True)`` drops them.
 
     Args:
-        matmul: Precision of fp32 matrix products, "highest", "high" or "medium".
+        matmul: The precision of fp32 matrix products: "highest", "high" or "medium".
         cudnn_benchmark: Whether cuDNN tries its convolutions.
 
     Returns:
         Arguments of the Trainer; override them with ``{**speed_preset(), "log_every_n_steps": 50}``.
 
     Raises:
-        TypeError: For a value of the wrong type.
-        ValueError: For a value out of range.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``matmul`` is unknown.
 
     Example:
         >>> import lightning.pytorch as pl

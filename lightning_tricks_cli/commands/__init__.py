@@ -1,1 +1,1 @@
-"""The commands of ``lightning-tricks``, one a file: ``add`` describes it, ``run`` does it."""
+"""The commands of ``lightning-tricks``, one per file: ``add`` adds its parser, ``run`` runs it."""

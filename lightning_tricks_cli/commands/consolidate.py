@@ -1,4 +1,4 @@
-"""Make one file from a sharded checkpoint."""
+"""Write a sharded checkpoint to one file."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from lightning_tricks_cli.commands.output import add_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe it."""
+    """Add the parser of the command."""
     consolidate = commands.add_parser(
         "consolidate",
-        help="make one file from a sharded checkpoint",
-        description="Write the weights of a sharded checkpoint, a folder by FSDP2 or DeepSpeed, to one file: whole"
-        " tensors, of DeepSpeed the fp32 masters, read and written one after the other. No GPU is needed, and memory"
-        " for one tensor.",
+        help="write a sharded checkpoint to one file",
+        description="Write the weights of a sharded checkpoint, a folder by FSDP2 or DeepSpeed, to one file, with"
+        " DeepSpeed the fp32 master weights. Tensors are read and written one by one: memory for the largest is enough,"
+        " and no GPU is needed.",
         epilog="example: lightning-tricks consolidate last.ckpt -o model.safetensors",
     )
     consolidate.set_defaults(run=run)
-    consolidate.add_argument("checkpoint", type=Path, metavar="FOLDER", help="the checkpoint")
+    consolidate.add_argument("checkpoint", type=Path, metavar="FOLDER", help="the checkpoint folder")
     add_output(consolidate)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning_tricks.checkpoints.consolidate import consolidate
 
     tensors = consolidate(options.checkpoint, options.output, force=options.force)

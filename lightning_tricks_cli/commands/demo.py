@@ -1,4 +1,4 @@
-"""Train on noisy handwritten digits, plain and with tricks, and compare."""
+"""Train on handwritten digits with wrong labels, without and with tricks, and compare."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe it."""
+    """Add the parser of the command."""
     demo = commands.add_parser(
         "demo",
-        help="train on noisy handwritten digits, plain and with tricks, and compare",
-        description="Train one small network on scikit-learn's handwritten digits with wrong training labels:"
-        " plain, with each trick, with all. Prints a table, writes a picture and a checkpoint.",
+        help="train on noisy handwritten digits, without and with tricks, and compare",
+        description="Train a small network on scikit-learn's handwritten digits with wrong training labels: without"
+        " tricks, with each trick, and with all of them. Prints a table; writes a picture and a checkpoint.",
         epilog="example: lightning-tricks demo --seeds 2 --output demo",
     )
     demo.set_defaults(run=run)
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for the results (default: demo)")
     demo.add_argument("--seeds", type=int, default=5, help="runs of each variant (default: 5)")
     demo.add_argument("--epochs", type=int, default=55, help="epochs of each run (default: 55)")
-    demo.add_argument("--noise", type=float, default=0.4, help="share of wrong training labels (default: 0.4)")
+    demo.add_argument("--noise", type=float, default=0.4, help="fraction of wrong training labels (default: 0.4)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning_tricks_cli.runs.demo import demo
 
     demo(options.output, seeds=options.seeds, epochs=options.epochs, noise=options.noise)

@@ -1,4 +1,4 @@
-"""Report what this machine has, and which presets run on it."""
+"""Report what this machine has and which presets run on it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ if TYPE_CHECKING:
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe it."""
+    """Add the parser of the command."""
     doctor = commands.add_parser(
         "doctor",
-        help="report what this machine has, and which presets run on it",
-        description="Report versions, devices and compilers of this machine; and for each strategy preset whether it"
-        " runs here, runs slower, or cannot run, why, and what to do about it. Of the model in a"
-        " configuration of LightningCLI: what is probably not meant, each with the remedy.",
+        help="report what this machine has and which presets run on it",
+        description="Report the versions, devices and compilers of this machine, and for each strategy preset whether"
+        " it runs here, runs slower, or cannot run, why, and what to do about it. With a configuration of LightningCLI,"
+        " also report what is probably wrong with its model, with remedies.",
         epilog="example: lightning-tricks doctor -c config.yaml",
     )
     doctor.set_defaults(run=run)
     doctor.add_argument(
-        *("-c", "--config"), type=Path, action="append", metavar="YAML", help="the configuration; later ones win"
+        *("-c", "--config"),
+        type=Path,
+        action="append",
+        metavar="YAML",
+        help="the configuration; later ones override earlier ones",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning_tricks.advisor.environment import environment_report
     from lightning_tricks.core.report import table
 
     findings = _findings(options.config) if options.config else []
     report = environment_report()
     if options.json:
-        told = report.to_dict() | ({"findings": findings} if options.config else {})
-        print(json.dumps(told, indent=1))
+        result = report.to_dict() | ({"findings": findings} if options.config else {})
+        print(json.dumps(result, indent=1))
         return
     for name, value in _machine(report.environment):
         print(f"{name:<12}{value}")
@@ -49,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     for finding in findings:
         print(f"{finding['rule']}: {finding['text']}")
     if options.config and not findings:
-        print("nothing to say about the model")
+        print("the model has no findings")
 
 
 def _findings(configs: list[Path]) -> list[dict[str, str]]:
@@ -59,10 +63,12 @@ def _findings(configs: list[Path]) -> list[dict[str, str]]:
     return [finding._asdict() for finding in lint(read_model(configs).model)]
 
 
-def _machine(found: Environment) -> list[tuple[str, str]]:
-    lines = [(name, version or found.broken.get(name, "missing")) for name, version in found.versions.items()]
-    for device in found.devices:
+def _machine(environment: Environment) -> list[tuple[str, str]]:
+    """Names and values of the lines about the machine."""
+    broken = environment.broken
+    lines = [(name, version or broken.get(name, "missing")) for name, version in environment.versions.items()]
+    for device in environment.devices:
         bf16 = "bf16" if device.bf16 else "no bf16"
         lines.append((device.kind, f"{device.name}, {device.memory / 2**30:.0f} GiB, {bf16}"))
-    lines.append(("distributed", ", ".join(found.backends) or "missing"))
-    return lines + [(name, path or "missing") for name, path in found.tools.items()]
+    lines.append(("distributed", ", ".join(environment.backends) or "missing"))
+    return lines + [(name, path or "missing") for name, path in environment.tools.items()]

@@ -1,4 +1,4 @@
-"""Write the averaged or raw weights of a checkpoint for a bare module."""
+"""Write the averaged or raw weights of a checkpoint for a plain module."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from lightning_tricks_cli.commands.output import add_output
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe it."""
+    """Add the parser of the command."""
     export = commands.add_parser(
         "export",
-        help="write the averaged or raw weights of a checkpoint for a bare module",
+        help="write the averaged or raw weights of a checkpoint for a plain module",
         description="Write the weights of a checkpoint as a plain state_dict: the averaged ones if a callback such as"
-        " EMA kept some, or the raw ones. Folders of FSDP and DeepSpeed become whole tensors.",
+        " EMA has saved some, or the raw ones. Folders by FSDP and DeepSpeed become full tensors.",
         epilog="example: lightning-tricks export best.ckpt -o model.safetensors --strip-prefix model.",
     )
     export.set_defaults(run=run)
     export.add_argument("checkpoint", type=Path, metavar="CKPT", help="the checkpoint file or folder")
     export.add_argument(
-        "--which", choices=("averaged", "raw"), default="averaged", help="which weights (default: averaged)"
+        "--which", choices=("averaged", "raw"), default="averaged", help="the weights to write (default: averaged)"
     )
-    export.add_argument("--callback", metavar="KEY", help="whose averages, if several callbacks kept some")
     export.add_argument(
-        "--strip-prefix", default="", metavar="PREFIX", help="take only this submodule, without its name"
+        "--callback", metavar="KEY", help="the callback whose averages to write, if several have saved some"
+    )
+    export.add_argument(
+        "--strip-prefix", default="", metavar="PREFIX", help="write only this submodule, without its name"
     )
     add_output(export)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning_tricks.checkpoints import export_weights
 
     export_weights(

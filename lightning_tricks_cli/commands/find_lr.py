@@ -9,11 +9,11 @@ METHODS = ("valley", "steepest", "minimum/10")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe it."""
+    """Add the parser of the command."""
     find = commands.add_parser(
         "find-lr",
         help="suggest a learning rate for a LightningCLI configuration",
-        description="Train for some steps of rising learning rate what a configuration of LightningCLI describes, and"
+        description="Train the model of a LightningCLI configuration for some steps with a rising learning rate, and"
         " print a learning rate for its optimizer. The configuration names model and data by class_path; modules in"
         " the current folder are found. Nothing is saved.",
         epilog="example: lightning-tricks find-lr -c config.yaml --plot lr.png",
@@ -25,12 +25,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action="append",
         required=True,
         metavar="YAML",
-        help="the configuration; of several the later ones win",
+        help="the configuration; later ones override earlier ones",
     )
-    find.add_argument("--min-lr", type=float, default=1e-8, metavar="LR", help="the first one (default: 1e-8)")
-    find.add_argument("--max-lr", type=float, default=1.0, metavar="LR", help="the last one (default: 1)")
-    find.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps (default: 100)")
-    find.add_argument("--plot", type=Path, metavar="OUT", help="draw losses and suggestions into this file")
+    find.add_argument(
+        "--min-lr", type=float, default=1e-8, metavar="LR", help="the first learning rate (default: 1e-8)"
+    )
+    find.add_argument("--max-lr", type=float, default=1.0, metavar="LR", help="the last learning rate (default: 1)")
+    find.add_argument("--steps", type=int, default=100, metavar="N", help="number of optimizer steps (default: 100)")
+    find.add_argument("--plot", type=Path, metavar="OUT", help="write a picture of losses and suggestions")
     printed = find.add_mutually_exclusive_group()
     printed.add_argument(
         "--method", choices=METHODS, default="valley", help="how to choose the suggestion (default: valley)"
@@ -39,7 +41,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning_tricks_cli.runs.find_lr import find_lr_of
 
     find_lr_of(

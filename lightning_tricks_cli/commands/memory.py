@@ -1,4 +1,4 @@
-"""Estimate the memory that training takes."""
+"""Estimate the memory that training takes on each device."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from lightning_tricks_cli.commands.target import add_target
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe it."""
+    """Add the parser of the command."""
     memory = commands.add_parser(
         "memory",
         help="estimate the memory that training takes on each device",
-        description="Count weights, gradients and optimizer states, and measure activations on tensors without memory:"
-        " of a LightningCLI configuration (its training_step on its data), a model of timm, a configuration of"
-        " transformers; of a plain count of parameters without activations.",
+        description="Count weights, gradients and optimizer states, and measure activations with fake tensors. TARGET"
+        " is a LightningCLI configuration (its training_step on its data), a timm model, a transformers configuration,"
+        " or a number of parameters, for which activations are not measured.",
         epilog="example: lightning-tricks memory timm:resnet50 --batch-size 64 --strategy ddp_bf16 --devices 8",
     )
     memory.set_defaults(run=run)
     add_target(memory)
-    memory.add_argument("--batch-size", type=int, metavar="N", help="samples on each device")
-    memory.add_argument("--strategy", metavar="NAME", help="a preset, or ddp (default: one whole model a device)")
-    memory.add_argument("--precision", metavar="NAME", help="of Lightning (default: the preset's, or bf16-mixed)")
-    memory.add_argument("--devices", type=int, default=1, metavar="N", help="of each node (default: 1)")
-    memory.add_argument("--extras", type=_names, default=(), metavar="NAMES", help="copies of the weights: ema,swa,sam")
+    memory.add_argument("--batch-size", type=int, metavar="N", help="number of samples on each device")
+    memory.add_argument("--strategy", metavar="NAME", help="a preset, or ddp (default: a full model on each device)")
+    memory.add_argument(
+        "--precision", metavar="NAME", help="Lightning's precision (default: the preset's, or bf16-mixed)"
+    )
+    memory.add_argument("--devices", type=int, default=1, metavar="N", help="number of devices per node (default: 1)")
+    memory.add_argument(
+        "--extras", type=_names, default=(), metavar="NAMES", help="tricks that copy the weights: ema,swa,sam"
+    )
 
 
 def _names(text: str) -> list[str]:
@@ -32,7 +36,7 @@ def _names(text: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning_tricks.advisor import estimate_memory
     from lightning_tricks_cli.runs.target import read_target
 

@@ -1,4 +1,4 @@
-"""The file that a command writes."""
+"""The arguments for the file that a command writes."""
 
 from __future__ import annotations
 

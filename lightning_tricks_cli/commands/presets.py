@@ -1,4 +1,4 @@
-"""List the strategy presets and when to use which."""
+"""List the strategy presets and when to use them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe it."""
+    """Add the parser of the command."""
     presets = commands.add_parser(
         "presets",
-        help="list the strategy presets and when to use which",
-        description='List the names for Trainer(strategy="NAME"): the precision that each brings, the class of the'
-        " strategy in lightning_tricks, and when to use it.",
+        help="list the strategy presets and when to use them",
+        description='List the names for Trainer(strategy="NAME"): the precision that each sets, its strategy class in'
+        " lightning_tricks, and when to use it.",
         epilog="example: lightning-tricks presets",
     )
     presets.set_defaults(run=run)
@@ -20,7 +20,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning_tricks.core.report import table
     from lightning_tricks.strategies import presets
 

@@ -1,4 +1,4 @@
-"""What ``memory`` and ``suggest`` take: a model, an optimizer, machines."""
+"""The arguments that ``memory`` and ``suggest`` share: a model, an optimizer, machines."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi"
 
 
 def add_target(command: argparse.ArgumentParser) -> None:
-    """Add what both commands take."""
+    """Add the arguments that both commands share."""
     command.add_argument(
         "target",
         metavar="TARGET",
-        help="a configuration of LightningCLI (.yaml) or of transformers (.json), timm:NAME, or a count such as 7B",
+        help="a LightningCLI configuration (.yaml), a transformers configuration (.json), timm:NAME, or a number of"
+        " parameters such as 7B",
     )
-    command.add_argument("--optimizer", default="adamw", metavar="NAME", help="sgd, adamw, adamw_8bit, ... (adamw)")
-    command.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
+    command.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="sgd, adamw, adamw_8bit, ... (default: adamw)"
+    )
+    command.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     command.add_argument(
         "--sequence-length",
         type=at_least_one,
         metavar="N",
-        help="tokens of a text (default: what the model takes, at most 512)",
+        help="tokens per text (default: the model's maximum, at most 512)",
     )
-    command.add_argument("--json", action="store_true", help="print the numbers")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def size(text: str) -> float:
-    """Bytes: "24GB", "80GiB", "1.5T"."""
+    """Parse a number of bytes: "24GB", "80GiB", "1.5T"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b?", text.strip().lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write for example 24GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write for example 24GB")
     return float(match[1]) * UNITS[match[2]]
 
 
 def at_least_one(text: str) -> int:
-    """A count."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

@@ -1,14 +1,14 @@
-"""Run what a LightningCLI configuration describes: fit, validate, test, predict."""
+"""Train and evaluate with a LightningCLI configuration: fit, validate, test, predict."""
 
 from __future__ import annotations
 
 import argparse
 
 METHODS = {
-    "fit": "train what a LightningCLI configuration describes",
-    "validate": "run its validation",
-    "test": "run its test",
-    "predict": "run its prediction",
+    "fit": "train with a LightningCLI configuration",
+    "validate": "run the validation of a LightningCLI configuration",
+    "test": "run the test of a LightningCLI configuration",
+    "predict": "run the prediction of a LightningCLI configuration",
 }
 EXAMPLES = """examples:
   lightning-tricks {0} -c config.yaml --trainer.callbacks+=EMA
@@ -19,15 +19,15 @@ EXAMPLES = """examples:
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe them."""
+    """Add the parsers of the four commands."""
     for name, what in METHODS.items():
         method = commands.add_parser(
             name,
             help=what,
             usage=f"lightning-tricks {name} [-c CONFIG ...] [any other argument of LightningCLI]",
-            description="LightningCLI as it is, with lightning_tricks imported: short names (EMA) and strategy presets"
-            " (ddp_bf16) work, also in YAML, and classes of the current folder are found. Of several configurations"
-            " the later ones win; `callbacks+:` in one adds to the callbacks of those before it.",
+            description="Run LightningCLI with lightning_tricks imported: short names (EMA) and strategy presets"
+            " (ddp_bf16) work, also in YAML, and classes of the current folder are found. Later configurations override"
+            " earlier ones; `callbacks+:` adds to the earlier callbacks.",
             epilog=EXAMPLES.format(name),
             allow_abbrev=False,
         )
@@ -36,10 +36,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the command."""
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    import lightning_tricks  # noqa: F401  short names and presets
+    import lightning_tricks  # noqa: F401  Registers short names and presets.
     from lightning_tricks_cli.runs.lightning import Prepared
 
     prepared = Prepared(args=[options.command, *(["--help"] if options.help_all else options.others)])
@@ -48,5 +48,5 @@ def run(options: argparse.Namespace) -> None:
     except MisconfigurationException:
         raise
     except Exception:
-        options.debug = True  # it is the user's code that fails: where?
+        options.debug = True  # The user's own code has failed and needs the traceback.
         raise

@@ -1,1 +1,1 @@
-"""What the commands do; imported when one runs."""
+"""The functions behind the commands, imported when a command runs."""

@@ -1,4 +1,4 @@
-"""The main job: train the digits experiment in every variant and report."""
+"""The demo: train the digits experiment in every variant and report the results."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0
     """Run every variant with every seed; print the table; write report.png, results.json and digits.ckpt.
 
     Args:
-        output: Folder for the files; made if needed.
-        seeds: Runs of each variant.
-        epochs: Epochs of each run.
-        noise: Share of wrong training labels, in [0, 1].
+        output: The folder for the files, created if needed.
+        seeds: The number of runs of each variant, at least 1.
+        epochs: The number of epochs of each run, at least 1.
+        noise: The fraction of wrong training labels, in [0, 1].
 
     Returns:
         The runs of each variant.
@@ -44,7 +44,7 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0
     check_count("epochs", epochs)
     check_range("noise", noise, 0.0, 1.0)
     try:
-        import matplotlib  # noqa: F401  before the work, not after it
+        import matplotlib  # noqa: F401  Raises here rather than after the training.
         from rich.console import Console
         from rich.progress import track
     except ImportError as error:
@@ -88,7 +88,7 @@ def _picture(results: Results, path: Path) -> None:
         _draw(left, [r["val_accuracy"] for r in results[name]], name)
     for key, label in (("val_accuracy_raw", "raw weights"), ("val_accuracy", "averaged weights")):
         _draw(right, [r[key] for r in results["EMA"]], label)
-    left.set(title="plain training, and three lines more", xlabel="epoch", ylabel="validation accuracy")
+    left.set(title="plain training, and with three tricks", xlabel="epoch", ylabel="validation accuracy")
     right.set(title="EMA(): raw and averaged weights", xlabel="epoch")
     with atomic_write(path) as file:
         figure.savefig(file, dpi=120)
@@ -105,7 +105,7 @@ def _draw(axes: Any, curves: list[list[float]], label: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that figures belong to."""
+    """The machine and the versions on which figures were measured."""
     return {
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -116,7 +116,7 @@ def machine() -> dict[str, Any]:
 
 @contextmanager
 def small_runs() -> Iterator[None]:
-    """Without Lightning's notes on devices, workers and the end of training; one thread, which suits a tiny network."""
+    """Silence Lightning's messages and use one thread, which suits a tiny network."""
     logger = logging.getLogger("lightning.pytorch")
     level, threads = logger.level, torch.get_num_threads()
     logger.setLevel(logging.WARNING)

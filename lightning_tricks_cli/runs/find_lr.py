@@ -1,4 +1,4 @@
-"""The learning-rate finder on what a LightningCLI configuration describes."""
+"""The learning-rate finder for a LightningCLI configuration."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def find_lr_of(
     as_json: bool = False,
     **sweep: Any,
 ) -> LRFinderResult:
-    """Run ``find_lr`` on the model, data and Trainer of configuration files, and print what it suggests.
+    """Run ``find_lr`` on the model, data and Trainer of configuration files, and print its suggestion.
 
     Args:
-        configs: Files as ``LightningCLI`` reads them, with a ``class_path`` for model and data; later ones win.
-        method: Of the suggestion.
-        plot: Picture to write; without a suggestion too.
-        as_json: Print learning rates and losses instead of the suggestion.
+        configs: LightningCLI configurations with a ``class_path`` for model and data; later ones override earlier ones.
+        method: The method that chooses the suggestion.
+        plot: The picture to write, even if there is no suggestion.
+        as_json: Whether to print learning rates and losses instead of the suggestion.
         **sweep: Arguments of ``find_lr``.
 
     Returns:
-        What was measured.
+        The learning rates and losses.
 
     Raises:
         ImportError: If jsonargparse is missing, or matplotlib for the plot.
-        OSError: For a missing configuration or a folder of the plot that does not exist.
-        ArgumentError: For a configuration that is wrong.
-        ValueError: For a checkpoint in it, an ending that is no picture's, or without a suggestion.
+        OSError: If a configuration, or the folder of the plot, does not exist.
+        ArgumentError: If a configuration is wrong.
+        ValueError: If a configuration has a checkpoint, the plot's suffix is unknown, or there is no suggestion.
     """
     if plot is not None:
-        check_picture(plot)  # before the work, not after it
+        check_picture(plot)
     cli = read_config(configs)
     result = find_lr(cli.trainer, cli.model, datamodule=cli.datamodule, **sweep)
     if not cli.trainer.is_global_zero:
@@ -58,34 +58,33 @@ def find_lr_of(
 
 
 def read_model(configs: Sequence[Path]) -> Any:
-    """``read_config`` for what is asked of model and data; its Trainer may be for other machines than this one."""
-    places = ("accelerator=cpu", "devices=1", "num_nodes=1", "strategy=auto", "precision=null", "plugins=null")
-    return read_config(configs, *(f"--trainer.{place}" for place in places), "--trainer.logger=false")
+    """``read_config`` with a Trainer on one CPU: configurations may describe other machines than this one."""
+    trainer = ("accelerator=cpu", "devices=1", "num_nodes=1", "strategy=auto", "precision=null", "plugins=null")
+    return read_config(configs, *(f"--trainer.{setting}" for setting in (*trainer, "logger=false")))
 
 
 def read_config(configs: Sequence[Path], *arguments: str) -> Any:
-    """A LightningCLI that has built everything and run nothing; arguments win over the files."""
+    """A LightningCLI that has built model, data and Trainer; ``arguments`` override the configurations."""
     for config in configs:
         if not config.is_file():
             raise FileNotFoundError(f"There is no file {config}.")
     files = [f"--config={config}" for config in configs]
     try:
-        cli = _Built(run=False, args=[*files, *arguments], save_config_callback=None)
+        return _FitReader(run=False, args=[*files, *arguments], save_config_callback=None)
     except ArgumentError as error:
         raise ArgumentError(None, f"{', '.join(map(str, configs))}: {error}") from error
-    return cli
 
 
-class _Built(Reader):
+class _FitReader(Reader):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        # what `fit` takes stands in the configurations that LightningCLI saves
+        # The configurations that LightningCLI saves have the arguments of `fit`.
         parser.add_method_arguments(Trainer, "fit", skip=set(self.subcommands()["fit"]))
 
     @override
     def before_instantiate_classes(self) -> None:
         if self.config.get("ckpt_path") is not None:
             raise ValueError(
-                "this starts from the weights that the model is made with, got ckpt_path="
+                "this command starts from the model's initial weights, got ckpt_path="
                 f"{self.config.ckpt_path}: leave it out."
             )

@@ -1,4 +1,4 @@
-"""LightningCLI as the commands use it."""
+"""LightningCLI for the commands."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing_extensions import override
 
 
 class Reader(LightningCLI):
-    """Finds classes of the current folder, and raises for a wrong configuration with what says what to change.
+    """A LightningCLI that finds classes of the current folder and reports errors in one line.
 
     Raises:
         ImportError: If jsonargparse is missing.
-        ArgumentError: For a configuration or an argument that is wrong.
+        ArgumentError: If a configuration or an argument is wrong.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         try:
-            import jsonargparse  # noqa: F401  LightningCLI names no extra of ours
+            import jsonargparse  # noqa: F401  LightningCLI would not name the extra to install.
         except ImportError as error:
             raise ImportError("a configuration needs jsonargparse: pip install 'lightning-tricks[cli]'") from error
-        if os.getcwd() not in sys.path:  # as beside a script
+        if os.getcwd() not in sys.path:  # Python does so for scripts only.
             sys.path.insert(0, os.getcwd())
         super().__init__(**kwargs)
 
@@ -37,7 +37,7 @@ class Reader(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        # LightningCLI's own warns that there are other arguments: those of the command
+        # LightningCLI's method would warn that sys.argv has other arguments, namely those of the command.
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -47,25 +47,30 @@ class Reader(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except ValueError as error:  # of a class, in jsonargparse's paragraphs
+        except ValueError as error:
             raise ValueError(_reason(str(error))) from error
 
 
 class _SaveBesideLogs(SaveConfigCallback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.logger is not None:  # else it is written to the current folder, where config.yaml may be the user's
+        # Without a logger it would be written to the current folder, over a config.yaml of the user.
+        if trainer.logger is not None:
             super().setup(trainer, pl_module, stage)
 
 
 class Prepared(Reader):
-    """Everything is built; ``run`` fits, validates, tests or predicts."""
+    """Builds model, data and Trainer at construction; ``run`` fits, validates, tests or predicts.
+
+    Args:
+        args: The subcommand and the arguments of LightningCLI.
+    """
 
     def __init__(self, args: list[str]) -> None:
         super().__init__(args=args, save_config_callback=_SaveBesideLogs)
 
     def fit(self, **kwargs: Any) -> None:
-        """Keep what the Trainer's method takes: LightningCLI calls this in its place."""
+        """Keep the arguments of the Trainer's method; LightningCLI calls this at construction."""
         self.arguments = kwargs
 
     validate = test = predict = fit
@@ -73,8 +78,8 @@ class Prepared(Reader):
     @override
     def before_instantiate_classes(self) -> None:
         path = self.config[str(self.subcommand)].get("ckpt_path") or ""
-        named = path in ("", "best", "last", "hpc") or path.startswith("registry") or "://" in path  # by Lightning
-        if not named and not Path(path).exists():
+        is_file = path not in ("", "best", "last", "hpc") and not path.startswith("registry") and "://" not in path
+        if is_file and not Path(path).exists():
             raise FileNotFoundError(f"There is no checkpoint {path}.")
 
     def run(self) -> None:
@@ -83,16 +88,16 @@ class Prepared(Reader):
 
 
 def _reason(message: str) -> str:
-    """What of jsonargparse's paragraphs says what to change: the key and the errors, not the types it has tried."""
+    """Shorten jsonargparse's message to the key and the errors, without the types that it has tried."""
     errors = re.search(r"Errors:\n(.*?)(?=\n *(Subclass types expect|Given value)|\Z)", message, re.DOTALL)
     if errors is None:
         return re.sub(r"Unexpected config:\s*$", "a configuration is empty.", message)
     first, _, _ = message.partition("\n")
-    said = [line.strip(" -") for line in errors[1].splitlines()]
+    lines = [line.strip(" -") for line in errors[1].splitlines()]
     tried = ("Expected a <class 'NoneType'>", "Not a valid subclass", "Does not validate", "Subtypes:", "Errors:")
-    said = [line for line in dict.fromkeys(said) if not line.startswith(tried)]
-    while len(said) > 1 and said[-1].endswith(":"):  # of a class, nothing of which is left
-        said.pop()
+    lines = [line for line in dict.fromkeys(lines) if not line.startswith(tried)]
+    while len(lines) > 1 and lines[-1].endswith(":"):  # A heading without errors below it.
+        lines.pop()
     value = re.search(r"^ *Given value: (.{1,60})$", message, re.MULTILINE)
-    given = f", got {value[1]}" if value and re.fullmatch(r"Expected a <class '\w+'>", said[-1]) else ""
-    return " ".join([*([first] if first.endswith(":") else []), *said]) + given
+    given = f", got {value[1]}" if value and re.fullmatch(r"Expected a <class '\w+'>", lines[-1]) else ""
+    return " ".join([*([first] if first.endswith(":") else []), *lines]) + given

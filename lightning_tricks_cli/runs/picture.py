@@ -1,4 +1,4 @@
-"""Pictures in files."""
+"""Writing pictures to files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def check_picture(path: Path) -> None:
-    """Raise unless matplotlib can write there.
+    """Check that matplotlib can write the picture.
 
     Raises:
         ImportError: If matplotlib is missing.
         FileNotFoundError: If the folder does not exist.
-        ValueError: For an ending that is no picture's.
+        ValueError: If matplotlib does not know the suffix.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -27,15 +27,15 @@ def check_picture(path: Path) -> None:
         raise ImportError("the plot needs matplotlib: pip install 'lightning-tricks[plot]'") from error
     if not path.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {path.parent} for the plot.")
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:].lower() not in endings:
-        raise ValueError(f"the name of the plot must end in .{', .'.join(endings)}, got {path.name}.")
+    suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in suffixes:
+        raise ValueError(f"the name of the plot must end in .{', .'.join(suffixes)}, got {path.name}.")
 
 
 @contextmanager
 def picture(path: Path) -> Iterator[Axes]:
-    """Axes to draw into, written to a file afterwards."""
-    from matplotlib.figure import Figure  # not of pyplot, which may ask for a screen
+    """Provide axes to draw into, and write them to a file afterwards."""
+    from matplotlib.figure import Figure  # pyplot may need a screen.
 
     figure = Figure(layout="constrained")
     yield figure.subplots()

@@ -1,4 +1,4 @@
-"""A picture of a curve by its name."""
+"""Drawing a learning-rate curve by its name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from lightning_tricks_cli.runs.picture import check_picture, picture
 
 
 def draw(curve: str, output: Path, steps: int, settings: Mapping[str, Any]) -> None:
-    """Write the picture of a schedule of so many steps.
+    """Write a picture of a schedule.
+
+    Args:
+        curve: The name of the curve, a function of ``lightning_tricks.schedules``.
+        output: The picture to write.
+        steps: The number of optimizer steps, at least 1.
+        settings: Arguments of the curve.
 
     Raises:
         ImportError: If matplotlib is missing.
         FileNotFoundError: If the folder of the output does not exist.
-        ValueError: For a setting out of range, or an ending that is no picture's.
-        TypeError: For a setting that the curve does not have.
+        ValueError: If a setting is out of range, or matplotlib does not know the suffix.
+        TypeError: If the curve does not have a setting.
     """
     check_picture(output)
-    named = LRSchedule(curve, **settings)  # its errors name the settings that the curve has
+    named = LRSchedule(curve, **settings)  # Checks the settings; its errors list those of the curve.
     with picture(output) as axes:
         schedules.plot_schedule(partial(getattr(schedules, curve), **named.settings), steps, axes)

@@ -1,4 +1,4 @@
-"""The model, batch and sizes that ``memory`` and ``suggest`` take from a command line."""
+"""Reading the model and the example batch of ``memory`` and ``suggest``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ THOUSANDS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 
 
 class Target(NamedTuple):
-    """A module or a plain count of parameters, and a batch of two samples; None: without one."""
+    """A module or a number of parameters, and an example batch; None without one."""
 
     model: nn.Module | int
     batch: Any
 
 
 def read_target(options: argparse.Namespace) -> Target:
-    """The model that a command line names, without memory where that can be, and an example batch.
+    """Make the model that TARGET names, on the meta device if possible, and an example batch.
 
     Raises:
-        ValueError: If it is nothing of what TARGET can be, or there is no such model.
+        ValueError: If TARGET is in no known format, or there is no such model.
         FileNotFoundError: If there is no such file.
         ImportError: If timm or transformers is missing.
     """
@@ -37,8 +37,8 @@ def read_target(options: argparse.Namespace) -> Target:
         return Target(round(float(match[1]) * 10 ** THOUSANDS[match[2].lower()]), None)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(
-            f"{name!r} is no model: name a configuration of LightningCLI (.yaml), of transformers (.json), timm:NAME,"
-            " or a count of parameters such as 7B or 7e9."
+            f"{name!r} is not a model: pass a LightningCLI configuration (.yaml), a transformers configuration (.json),"
+            " timm:NAME, or a number of parameters such as 7B or 7e9."
         )
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
@@ -81,9 +81,9 @@ def _transformers(path: Path, sequence_length: int | None) -> Target:
     try:
         values = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:
-        raise ValueError(f"{path} is no configuration of transformers: it has no model_type.")
+        raise ValueError(f"{path} is not a configuration of transformers: it has no model_type.")
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def _transformers(path: Path, sequence_length: int | None) -> Target:
 
 
 def _example(config: Any, kind: type[nn.Module] | None, sequence_length: int | None) -> dict[str, Any]:
-    """Two samples, with labels if the model computes a loss from them."""
+    """A batch of two samples, with labels if the model computes a loss from them."""
     name = "" if kind is None else kind.__name__
     if (size := getattr(config, "image_size", None)) is not None:
         height, width = (size, size) if isinstance(size, int) else size

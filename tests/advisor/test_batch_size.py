@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
-from lightning_tricks.advisor.batch_size import accumulation_for, find_batch_size, sizes_tried
+from lightning_tricks.advisor.batch_size import accumulation_for, find_batch_size, search_sizes
 from tests.nets import Net, PlainNet, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def test_the_search_finds_the_largest(start: int, available: int) -> None:
                 asked.append(min(size, available))
                 return min(size, available) <= limit, available
 
-            tried = sizes_tried(fits, start, most)
+            tried = search_sizes(fits, start, most)
             largest = min(limit, available, most)
             assert max((size for size, fit in tried.items() if fit), default=0) == largest
             assert list(tried) == asked, "no size twice"
@@ -500,7 +500,7 @@ def test_a_loader_without_samples_is_no_lack_of_memory() -> None:
 @pytest.mark.parametrize(
     ("callback", "match"),
     [
-        (lt.BatchSizeWarmup(final=4), "BatchSizeWarmup, which sizes the batches"),
+        (lt.BatchSizeWarmup(final=4), "BatchSizeWarmup, which sets the batch size"),
         (GradientAccumulationScheduler({0: 2}), "effective=16.*GradientAccumulationScheduler"),
     ],
 )

@@ -97,7 +97,7 @@ def test_an_8_bit_optimizer_is_advised_only_if_it_fits() -> None:
 
 def test_weights_over_slow_links_are_warned_of() -> None:
     hardware = Hardware(80 * GB, devices=8, nodes=4, links="slow")
-    assert "Over slow links the weights travel" in " ".join(suggest_strategy(70 * 10**9, hardware=hardware).advice)
+    assert "Over slow links the weights are sent" in " ".join(suggest_strategy(70 * 10**9, hardware=hardware).advice)
     whole = suggest_strategy(SMALL, hardware=hardware)
     assert "slow links" not in " ".join(whole.advice)
 
@@ -112,7 +112,7 @@ def test_a_batch_that_is_asked_for_is_made_or_said() -> None:
     made = suggest_strategy(net, hardware=Hardware(GB, devices=4), batch=batch, batch_size=64)
     assert (made.effective_batch_size, made.advice) == (64, ())
     more = suggest_strategy(net, hardware=Hardware(GB, devices=4), batch=batch, batch_size=2)
-    assert "share 4 samples a step evenly, not 2: 2 devices are enough." in more.advice[0]
+    assert "share 4 samples per step evenly, not 2: 2 devices are enough." in more.advice[0]
     assert "with 1 sample at a time" in more.reasons[0]
     with pytest.raises(ValueError, match="batch_size=64 needs batch="):
         suggest_strategy(SMALL, hardware=Hardware(24 * GB), batch_size=64)

@@ -21,7 +21,7 @@ class Reused(PlainNet):
 
 
 def test_it_warns_with_the_rule_and_the_remedy() -> None:
-    with pytest.warns(UserWarning, match=r"Doctor, reused-modules: one Tanh stands at layers.1, layers.3.* Make one"):
+    with pytest.warns(UserWarning, match=r"Doctor, reused-modules: one Tanh is used at layers.1, layers.3.* Create"):
         fit(build(Reused), callbacks=[lt.Doctor()], max_epochs=1)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lightning_tricks as lt
-from lightning_tricks.advisor.environment import Device, Environment, environment_report, missing
+from lightning_tricks.advisor.environment import Device, Environment, environment_report, preset_status
 from tests.nets import quiet
 
 ZERO = [row["name"] for row in lt.presets() if row["strategy"] == "ZeROPreset"]
@@ -50,17 +50,17 @@ def test_nothing_is_missing_where_there_is_everything(name: str) -> None:
 
 def status(name: str, found: Environment) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
     row = next(row for row in lt.presets() if row["name"] == name)
-    got = missing(row, found)
+    got = preset_status(row, found)
     return got.name, got.status, got.reasons, got.remedies
 
 
 @pytest.mark.parametrize(
     ("name", "found", "expected", "reason", "remedy"),
     [
-        ("ddp_bf16", replace(FULL, devices=(A100, T4)), "slower", "no bf16 on T4", "take ddp_fp16"),
-        ("fsdp2_bf16", replace(FULL, devices=(T4,)), "slower", "no bf16 on T4", "take a preset in fp16"),
+        ("ddp_bf16", replace(FULL, devices=(A100, T4)), "slower", "no bf16 on T4", "use ddp_fp16"),
+        ("fsdp2_bf16", replace(FULL, devices=(T4,)), "slower", "no bf16 on T4", "use a preset in fp16"),
         ("ddp_fp16", replace(FULL, devices=(T4,)), "runs", "", ""),
-        ("single_fp16", replace(FULL, devices=(CPU,)), "slower", "fp16 is slow on a CPU", "take the form in bf16"),
+        ("single_fp16", replace(FULL, devices=(CPU,)), "slower", "fp16 is slow on a CPU", "use the preset in bf16"),
         ("single_bf16", replace(FULL, devices=(CPU,), backends=()), "slower", "no CUDA device", ""),
         ("ddp_bf16", replace(FULL, devices=(CPU,), backends=()), "cannot run", "without gloo", "pytorch.org"),
         ("ddp_bf16", replace(FULL, backends=("gloo",)), "cannot run", "without nccl", "pytorch.org"),
@@ -81,7 +81,7 @@ def status(name: str, found: Environment) -> tuple[str, str, tuple[str, ...], tu
         ("ddp_bf16", without("compiler", "ninja", "nvcc", "libaio"), "runs", "", ""),
         ("zero1_bf16", without(versions=versions(deepspeed=None)), "cannot run", "not installed", "pip install 'light"),
         ("zero1_bf16", without(versions=versions(deepspeed="0.18.9")), "cannot run", "older than 0.19.0", "install -U"),
-        ("zero2_fp16", without(deepspeed_fp16=False), "cannot run", "no fp16 on this cuda", "the form in bf16"),
+        ("zero2_fp16", without(deepspeed_fp16=False), "cannot run", "support fp16 on this cuda", "in bf16"),
         ("zero2_bf16", without(deepspeed_fp16=False), "runs", "", ""),
         (
             "zero1_bf16",

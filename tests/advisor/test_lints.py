@@ -39,7 +39,7 @@ def test_a_dropout_at_two_places() -> None:
     model = nn.Sequential(nn.Linear(2, 2), dropout, nn.Sequential(nn.Linear(2, 2), dropout), nn.ReLU())
     ((rule, text),) = lint(model)
     assert rule == "reused-modules"
-    assert "one Dropout stands at 1, 2.1:" in text
+    assert "one Dropout is used at 1, 2.1:" in text
     assert lint(nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Dropout())) == []
     aliased = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
     aliased["again"] = aliased["encoder"]
@@ -51,7 +51,7 @@ def test_a_dropout_at_two_places() -> None:
 def test_biases_before_batchnorm() -> None:
     ((rule, text),) = lint(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)))
     assert rule == "redundant-biases"
-    assert "takes 0.bias away again" in text
+    assert "cancels 0.bias" in text
     assert lint(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))) == []
 
 
@@ -64,7 +64,7 @@ def test_a_bf16_model_in_fp16(name: str) -> None:
     assert found(module, **fp16()) == {}
     module.layers.config = SimpleNamespace(**{name: torch.bfloat16})
     assert (
-        "layers comes from bf16, and trains with precision='16-mixed'"
+        "layers was pretrained in bf16 and trains with precision='16-mixed'"
         in found(module, **fp16())["bf16-weights-in-fp16"]
     )
     assert found(build(PlainNet), precision="bf16-mixed") == {}

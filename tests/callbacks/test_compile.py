@@ -446,7 +446,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: str) -> Non
 
 
 def test_a_module_that_is_not_there_or_not_called_is_an_error() -> None:
-    with pytest.raises(MisconfigurationException, match="called 'encoder'; name submodules such as 'layers'"):
+    with pytest.raises(MisconfigurationException, match=r"'encoder' is neither\. Names are 'layers'"):
         trained(Net, lt.Compile("encoder"))
 
     class Idle(Net):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from inspect import isfunction
+from functools import partial
+from inspect import isfunction, signature
+from math import cos, pi
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -18,7 +20,8 @@ from lightning_tricks import LRSchedule, schedules
 from lightning_tricks.callbacks import lr_schedule
 from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
-from tests.schedules.recording import SaveEveryStep, Tiny, ones
+from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones
+from tests.schedules.test_plateau import SCRIPT, expected
 
 CURVES = {
     "constant": {"warmup": 3},
@@ -27,38 +30,59 @@ CURVES = {
     "flat_cos": {"warmup": 2, "flat": 0.5},
     "inverse_sqrt": {"warmup": 0.25, "floor": 0.5},
     "linear": {"total_steps": 20},
-    "one_cycle": {"start": 0.1, "momentum": [0.8, 0.9]},
+    "one_cycle": {"initial": 0.1, "momentum": [0.8, 0.9]},
     "polynomial": {"power": 2},
+    "reduce_on_plateau": {"warmup": 3, "factor": 0.5, "patience": 0, "threshold": 0.9, "monitor": "train_loss"},
     "step_decay": {"milestones": [4, 0.75], "gamma": 0.5},
+    "swa_tail": {"of": "wsd", "warmup": 1, "shape": "linear", "start": 0.5, "swa_lr": 0.02, "anneal": 2},
     "wsd": {"warmup": 1, "cooldown": 0.5, "shape": "cosine"},
 }
+
+
+NEEDED = {"swa_tail": {"of": "cosine", "swa_lr": 0.05}}  # what a factory needs besides an optimizer and a module
+TAIL = ("start", "swa_lr", "anneal")
+
+
+def by_factory(name: str, optimizer: Any, module: Any, **settings: Any) -> Any:
+    """What the factory of a name returns in ``configure_optimizers``."""
+    if name != "swa_tail":
+        return getattr(schedules, name)(optimizer, module, **settings)
+    tail = {setting: settings.pop(setting) for setting in TAIL if setting in settings}
+    return schedules.swa_tail(getattr(schedules, settings.pop("of"))(optimizer, module, **settings), **tail)
 
 
 class WithFactory(Net):
     def __init__(self, name: str, **settings: Any) -> None:
         super().__init__()
-        self.factory, self.settings = getattr(schedules, name), settings
+        self.factory = partial(by_factory, name, **settings)
 
     def configure_optimizers(self) -> Any:
-        return self.factory(super().configure_optimizers(), self, **self.settings)
+        return self.factory(super().configure_optimizers(), self)
 
 
 def test_every_factory_is_a_curve_of_the_callback():
     curves = {name for name, value in vars(schedules.curves).items() if isfunction(value) and name[0] != "_"}
-    assert set(CURVES) == set(lr_schedule._CURVES) == curves - {"one_cycle_momentum", "swa_tail"}
+    assert set(lr_schedule._CURVES) == curves - {"one_cycle_momentum", "swa_tail"}
+    factories = {
+        name for name in schedules.__all__ if getattr(schedules, name).__annotations__.get("return") == "Schedule"
+    }
+    assert set(CURVES) == set(lr_schedule._FACTORIES) == factories
+    options = {name for name in signature(schedules.swa_tail).parameters if name != "schedule"}
+    assert options == lr_schedule._options("swa_tail") - {"of", "total_steps"}
 
 
-@pytest.mark.parametrize("settings", ["default", "given"])
 @pytest.mark.parametrize("name", CURVES)
-def test_it_trains_bit_equal_to_the_factory_of_its_name(name, settings):
-    given = CURVES[name] if settings == "given" else {}
-    with_factory, with_callback = build(WithFactory, name=name, **given), build()
-    fit(with_factory)
-    run = fit(with_callback, callbacks=[LRSchedule(name, **given)])
-    assert_equal(weights(with_factory), weights(with_callback))
-    (config,) = run.lr_scheduler_configs
-    assert (config.interval, config.frequency) == ("step", 1)
-    assert config.scheduler.last_epoch == run.global_step == 12
+def test_it_trains_bit_equal_to_the_factory_of_its_name(name):
+    for settings in (NEEDED.get(name, {}), CURVES[name]):
+        with_factory, with_callback = build(WithFactory, name=name, **settings), build()
+        expected = fit(with_factory).lr_scheduler_configs
+        run = fit(with_callback, callbacks=[LRSchedule(name, **settings)])
+        assert_equal(weights(with_factory), weights(with_callback))
+        ((config,), (theirs,)) = run.lr_scheduler_configs, expected
+        assert config.scheduler.state_dict() == theirs.scheduler.state_dict()
+        assert {**vars(config), "scheduler": None} == {**vars(theirs), "scheduler": None}
+        steps = config.scheduler.steps if name == "reduce_on_plateau" else config.scheduler.last_epoch
+        assert steps == run.global_step == 12
 
 
 def lrs(callbacks: list[Any], *args: Any, epochs: int = 2, **kwargs: Any) -> list[float]:
@@ -83,18 +107,104 @@ def test_one_callback_serves_two_fits():
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path):
-    whole = lrs([LRSchedule(), SaveEveryStep(tmp_path)])
+@pytest.mark.parametrize("name", [name for name in CURVES if name != "reduce_on_plateau"])
+def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, name):
+    settings = {setting: value for setting, value in CURVES[name].items() if setting != "momentum"}  # SGD has none here
+    whole = lrs([LRSchedule(name, **settings), SaveEveryStep(tmp_path)])
     for step in (1, 6, 8):
-        assert lrs([LRSchedule()], ckpt_path=tmp_path / f"{step}.ckpt", weights_only=True) == whole[step:]
+        resumed = [LRSchedule(name, **settings)]
+        assert lrs(resumed, ckpt_path=tmp_path / f"{step}.ckpt", weights_only=True) == whole[step:]
 
 
-def test_its_checkpoint_is_that_of_the_factory(tmp_path):
-    fit(build(WithFactory, name="flat_cos")).save_checkpoint(tmp_path / "factory.ckpt")
-    fit(build(), callbacks=[LRSchedule()]).save_checkpoint(tmp_path / "callback.ckpt")
-    ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("callback", "factory"))
-    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
-    assert ours["lr_schedulers"][0]["last_epoch"] == 12
+# -- a metric, and a tail ---------------------------------------------------------------------------------------------
+
+
+class Scripted(Tiny):
+    """Logs the metric of each epoch, with or without a schedule of its own."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", -SCRIPT[self.current_epoch])
+
+
+PLATEAU: dict[str, Any] = {"monitor": "score", "mode": "max", "factor": 0.5, "patience": 0, "warmup": 6, "floor": 0.01}
+
+
+def scripted(*callbacks: Any, factory: Any = lambda optimizer, module: optimizer, **kwargs: Any) -> list[float]:
+    """The learning rates of ten epochs of four steps."""
+    settings = {name: kwargs.pop(name) for name in ("check_val_every_n_epoch", "val_check_interval") if name in kwargs}
+    module = Scripted(factory)
+    trainer(max_epochs=10, callbacks=[*callbacks], **settings).fit(module, ones(4), ones(1), **kwargs)
+    return module.optimizer.lrs
+
+
+def test_a_plateau_of_the_monitored_metric_reduces():
+    assert scripted(LRSchedule("reduce_on_plateau", **PLATEAU)) == expected(10, W=6, factor=0.5, patience=0, floor=0.01)
+
+
+def test_a_plateau_is_stepped_in_the_epochs_in_which_that_of_the_factory_is():
+    for settings in ({"check_val_every_n_epoch": 2}, {"check_val_every_n_epoch": None, "val_check_interval": 4}):
+        ours = scripted(LRSchedule("reduce_on_plateau", **PLATEAU), **settings)
+        assert ours == scripted(factory=partial(schedules.reduce_on_plateau, **PLATEAU), **settings)
+        assert ours[-1] < 1
+
+
+def test_a_metric_that_is_not_logged_is_lightnings_error():
+    with pytest.raises(MisconfigurationException, match="val_loss which is not available"):
+        scripted(LRSchedule("reduce_on_plateau"))
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
+def test_a_plateau_is_resumed_as_that_of_the_factory(tmp_path):
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    factory = partial(schedules.reduce_on_plateau, **PLATEAU)
+    whole = scripted(LRSchedule("reduce_on_plateau", **PLATEAU), SaveEveryStep(tmp_path / "ours"))
+    assert scripted(SaveEveryStep(tmp_path / "theirs"), factory=factory) == whole
+    assert len(set(whole)) > 8
+    for step in (1, 3, 5, 6, 7, 13, 17, 18, 20, 23):
+        where = {
+            name: {"ckpt_path": tmp_path / name / f"{step}.ckpt", "weights_only": True} for name in ("ours", "theirs")
+        }
+        ours = scripted(LRSchedule("reduce_on_plateau", **PLATEAU), **where["ours"])
+        assert ours == scripted(factory=factory, **where["theirs"])
+        # Lightning itself leaves out the metric of the epoch that a run is resumed in
+        assert len(ours) == 40 - step
+        exact = 0 if step % 4 == 0 else 40 if step < 4 else 4 * (step // 4 + 1)
+        assert ours[: max(0, exact - step)] == whole[step : max(step, exact)]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
+def test_a_plateau_added_on_resume_stands_where_training_stands(tmp_path):
+    scripted(SaveEveryStep(tmp_path))
+    warm = scripted(LRSchedule("reduce_on_plateau", monitor="score", warmup=13), ckpt_path=tmp_path / "9.ckpt")
+    assert warm == [*(pytest.approx(t / 13) for t in (10, 11, 12)), *[1.0] * 28]
+    past = scripted(LRSchedule("reduce_on_plateau", monitor="score", warmup=4), ckpt_path=tmp_path / "9.ckpt")
+    assert past == [1.0] * 31
+
+
+def test_the_tail_goes_behind_a_constant_rate_or_another_curve():
+    assert lrs([LRSchedule("swa_tail", swa_lr=0.25)]) == [*[1.0] * 9, *[0.25] * 3]
+    warmed = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert lrs([LRSchedule("swa_tail", swa_lr=0.25, warmup=4, start=6)]) == [*warmed, *[0.25] * 6]
+    fallen = [1 - t / 12 for t in range(6)]
+    assert lrs([LRSchedule("swa_tail", of="linear", start=0.5, swa_lr=0.25, anneal=0)]) == [*fallen, *[0.25] * 6]
+    annealed = lrs([LRSchedule("swa_tail", of="inverse_sqrt", floor=1.0, start=4, swa_lr=0.5, anneal=0.25)])
+    assert annealed == pytest.approx([1.0] * 5 + [0.5 + 0.25 * (1 + cos(pi * t / 3)) for t in (1, 2)] + [0.5] * 5)
+
+
+def test_a_tail_in_steps_behind_an_endless_curve_needs_no_total():
+    callback = LRSchedule("swa_tail", start=2, swa_lr=0.25)
+    module = Tiny()
+    trainer(max_steps=4, max_time="00:01:00:00", callbacks=[callback]).fit(module, ones(6))
+    assert module.optimizer.lrs == [1.0, 1.0, 0.25, 0.25]
+    with pytest.raises(schedules.UnknownTotalSteps, match="max_time"):
+        trainer(max_time="00:01:00:00", callbacks=[LRSchedule("swa_tail", swa_lr=0.25)]).fit(Tiny(), ones(6))
+    told = LRSchedule("swa_tail", swa_lr=0.25, total_steps=4)
+    trainer(max_steps=4, max_time="00:01:00:00", callbacks=[told]).fit(module, ones(6))
+    assert module.optimizer.lrs == [1.0, 1.0, 1.0, 0.25]
+
+
+# -- beside others ----------------------------------------------------------------------------------------------------
 
 
 def test_the_learning_rate_monitor_sees_it(tmp_path):
@@ -121,34 +231,58 @@ def test_validation_alone_needs_no_schedule(tmp_path):
     trainer(callbacks=[LRSchedule()]).validate(module, loader(24), verbose=False)
 
 
-@pytest.mark.parametrize(
-    ("error", "settings", "message"),
-    [
+def test_a_wrong_argument_is_refused_at_once():
+    tail = {"curve": "swa_tail", "swa_lr": 0.1}
+    metric = {"curve": "reduce_on_plateau"}
+    cases = [
         (
             ValueError,
             {"curve": "flat_cosine"},
             r"curve must be one of .*, got 'flat_cosine'. Did you mean .flat_cos.\?",
         ),
-        (ValueError, {"curve": "swa_tail"}, "curve must be one of .*, got 'swa_tail'"),
-        (ValueError, {"curve": "reduce_on_plateau"}, "curve must be one of .*, got 'reduce_on_plateau'"),
         (TypeError, {"curve": "step_decay", "milestones": 5}, "milestones must be a list of ints .*, got 5"),
         (TypeError, {"curve": "step_decay", "milestones": [None]}, "milestones must be an int .*, got None"),
         (ValueError, {"curve": "wsd", "shape": "cos"}, "shape must be one of .*, got 'cos'"),
         (ValueError, {"curve": "one_cycle", "momentum": [0.9, 0.8]}, "lowest first .*: swap them"),
         (TypeError, {"curve": "one_cycle", "momentum": 0.9}, "momentum must be two numbers, .* got 0.9"),
+        (
+            TypeError,
+            {"curve": "one_cycle", "start": 0.1},
+            "'one_cycle' has no option start; it has floor, initial, mom",
+        ),
         (ValueError, {"curve": "cosine_restarts", "cycles": 0}, "cycles must be at least 1, got 0"),
         (TypeError, {"peak": 2}, "curve 'flat_cos' has no option peak; it has flat, floor, warmup"),
         (TypeError, {"curve": "cosine", "flat": 0.5}, "curve 'cosine' has no option flat; it has floor, warmup"),
+        (TypeError, {"of": "cosine"}, "curve 'flat_cos' has no option of; it has flat, floor, warmup"),
         (ValueError, {"warmup": -1}, "warmup must be .*, got -1"),
         (TypeError, {"warmup": True}, "warmup must be .*, got True"),
         (ValueError, {"flat": 1.5}, "flat must be .*, got 1.5"),
         (ValueError, {"floor": 2}, r"floor must be in \[0.0, 1.0\], got 2"),
         (ValueError, {"total_steps": 0}, "total_steps must be at least 1, got 0"),
-    ],
-)
-def test_a_wrong_argument_is_refused_at_once(error, settings, message):
-    with pytest.raises(error, match=message):
-        LRSchedule(**settings)
+        (
+            TypeError,
+            {**metric, "total_steps": 9},
+            "'reduce_on_plateau' has no option total_steps; it has factor, floor,",
+        ),
+        (TypeError, {**metric, "monitor": 3}, "monitor must be str, got 3"),
+        (ValueError, {**metric, "mode": "up"}, "mode must be one of 'min', 'max', got 'up'"),
+        (ValueError, {**metric, "factor": 1}, r"factor must be in \[0.0, 1.0\), got 1"),
+        (TypeError, {**metric, "patience": 0.5}, "patience must be a whole number, got 0.5"),
+        (ValueError, {**metric, "threshold": -1}, r"threshold must be in \[0.0, inf\), got -1"),
+        (TypeError, {"curve": "swa_tail"}, "'swa_tail' must have swa_lr, .* got none: pass swa_lr="),
+        (TypeError, {"curve": "swa_tail", "swa_lr": None}, "'swa_tail' must have swa_lr, .* got none: pass swa_lr="),
+        (ValueError, {**tail, "of": "swa_tail"}, "of must be one of 'constant', .*, got 'swa_tail'"),
+        (ValueError, {**tail, "of": 3}, "of must be one of 'constant', .*, got 3"),
+        (
+            TypeError,
+            {**tail, "flat": 0.5},
+            "'swa_tail' has no option flat; it has anneal, floor, of, start, swa_lr, warmup",
+        ),
+        (ValueError, {**tail, "of": "flat_cos", "flat": 1.5}, "flat must be .*, got 1.5"),
+        (ValueError, {**tail, "swa_lr": -1}, r"swa_lr must be in \[0.0, inf\), got -1"),
+        (TypeError, {**tail, "anneal": "1"}, "anneal must be an int .*, got '1'"),
+    ]
+    assert_refused(LRSchedule, cases)
 
 
 def test_two_schedules_are_refused_by_name():
@@ -164,10 +298,20 @@ def test_two_callbacks_are_refused():
 
 
 def test_manual_optimization_is_refused():
-    module = Net()
-    module.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match=r"Net.automatic_optimization is False.*tricks.cosine"):
-        fit(module, callbacks=[LRSchedule("cosine")])
+    calls = {
+        LRSchedule("cosine"): "lightning_tricks.cosine(optimizer, total_steps=...).",
+        LRSchedule("reduce_on_plateau"): "lightning_tricks.reduce_on_plateau(optimizer, self).",
+        LRSchedule("swa_tail", swa_lr=0.1): (
+            "lightning_tricks.swa_tail(lightning_tricks.constant(optimizer, total_steps=...), swa_lr=0.1)."
+        ),
+    }
+    for callback, call in calls.items():
+        module = Net()
+        module.automatic_optimization = False
+        with pytest.raises(
+            MisconfigurationException, match=rf"Net.automatic_optimization is False.*{re.escape(call)}$"
+        ):
+            fit(module, callbacks=[callback])
 
 
 class CLINet(Net):
@@ -210,43 +354,45 @@ def callback_of(tool: LightningCLI) -> LRSchedule:
     return next(callback for callback in tool.trainer.callbacks if isinstance(callback, LRSchedule))
 
 
+YAML = {
+    "": LRSchedule(),
+    "init_args: {curve: cosine, warmup: 5}": LRSchedule("cosine", warmup=5),
+    "init_args: {warmup: 0.05, floor: 0.01, total_steps: 9}": LRSchedule(warmup=0.05, floor=0.01, total_steps=9),
+    "init_args: {curve: flat_cos}, dict_kwargs: {flat: 0.5}": LRSchedule(flat=0.5),
+    "init_args: {curve: step_decay}, dict_kwargs: {milestones: [3, 0.5], gamma: 0.5}": (
+        LRSchedule("step_decay", milestones=[3, 0.5], gamma=0.5)
+    ),
+    "init_args: {curve: wsd}, dict_kwargs: {shape: linear, cooldown: 4}": (
+        LRSchedule("wsd", shape="linear", cooldown=4)
+    ),
+    "init_args: {curve: one_cycle}, dict_kwargs: {momentum: [0.85, 0.95]}": (
+        LRSchedule("one_cycle", momentum=[0.85, 0.95])
+    ),
+    "init_args: {curve: cosine_restarts}, dict_kwargs: {cycles: 2, growth: 2}": (
+        LRSchedule("cosine_restarts", cycles=2, growth=2)
+    ),
+    "init_args: {curve: polynomial}, dict_kwargs: {power: 2.0}": LRSchedule("polynomial", power=2.0),
+    "init_args: {curve: reduce_on_plateau, warmup: 3}, dict_kwargs: {monitor: acc, mode: max}": (
+        LRSchedule("reduce_on_plateau", warmup=3, monitor="acc", mode="max")
+    ),
+    "init_args: {curve: swa_tail, warmup: 3}, dict_kwargs: {of: wsd, cooldown: 4, swa_lr: 0.1}": (
+        LRSchedule("swa_tail", warmup=3, of="wsd", cooldown=4, swa_lr=0.1)
+    ),
+}
+
+
 @pytest.mark.parametrize("class_path", ["lightning_tricks.LRSchedule", "LRSchedule"])
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("", LRSchedule()),
-        ("init_args: {curve: cosine, warmup: 5}", LRSchedule("cosine", warmup=5)),
-        ("init_args: {warmup: 0.05, floor: 0.01, total_steps: 9}", LRSchedule(warmup=0.05, floor=0.01, total_steps=9)),
-        ("init_args: {curve: flat_cos}, dict_kwargs: {flat: 0.5}", LRSchedule(flat=0.5)),
-        (
-            "init_args: {curve: step_decay}, dict_kwargs: {milestones: [3, 0.5], gamma: 0.5}",
-            LRSchedule("step_decay", milestones=[3, 0.5], gamma=0.5),
-        ),
-        (
-            "init_args: {curve: wsd}, dict_kwargs: {shape: linear, cooldown: 4}",
-            LRSchedule("wsd", shape="linear", cooldown=4),
-        ),
-        (
-            "init_args: {curve: one_cycle}, dict_kwargs: {momentum: [0.85, 0.95]}",
-            LRSchedule("one_cycle", momentum=[0.85, 0.95]),
-        ),
-        (
-            "init_args: {curve: cosine_restarts}, dict_kwargs: {cycles: 2, growth: 2}",
-            LRSchedule("cosine_restarts", cycles=2, growth=2),
-        ),
-        ("init_args: {curve: polynomial}, dict_kwargs: {power: 2.0}", LRSchedule("polynomial", power=2.0)),
-    ],
-)
-def test_it_is_built_from_yaml(cli, class_path, arguments, expected):
-    tool = cli(f"{{class_path: {class_path}, {arguments}}}", run=False)
-    found = callback_of(tool)
-    assert (found.curve, found.total_steps, found.settings) == (expected.curve, expected.total_steps, expected.settings)
+def test_it_is_built_from_yaml(cli, class_path):
+    for arguments, callback in YAML.items():
+        found = callback_of(cli(f"{{class_path: {class_path}, {arguments}}}", run=False))
+        settings = callback.curve, callback.total_steps, callback.settings
+        assert (found.curve, found.total_steps, found.settings) == settings
 
 
-@pytest.mark.parametrize("warmup", ["1", "1.0"])
-def test_yaml_tells_one_step_from_the_whole_of_training(cli, warmup):
-    tool = cli(f"{{class_path: LRSchedule, init_args: {{warmup: {warmup}}}}}", run=False)
-    assert repr(callback_of(tool).settings) == f"{{'warmup': {warmup}}}"
+def test_yaml_tells_one_step_from_the_whole_of_training(cli):
+    for warmup in ("1", "1.0"):
+        tool = cli(f"{{class_path: LRSchedule, init_args: {{warmup: {warmup}}}}}", run=False)
+        assert repr(callback_of(tool).settings) == f"{{'warmup': {warmup}}}"
 
 
 def test_it_trains_from_the_command_line(cli):
@@ -268,8 +414,16 @@ def test_options_train_from_the_command_line(cli):
     assert tool.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 4)
 
 
+def test_a_metric_and_a_tail_train_from_the_command_line(cli):
+    options = "{monitor: train_loss, factor: 0.5, patience: 0, threshold: 0.9}"
+    tool = cli(f"{{class_path: LRSchedule, init_args: {{curve: reduce_on_plateau}}, dict_kwargs: {options}}}", "fit")
+    assert tool.trainer.optimizers[0].param_groups[0]["lr"] == 0.05  # the second epoch was not ten times as good
+    tool = cli("{class_path: LRSchedule, init_args: {curve: swa_tail}, dict_kwargs: {swa_lr: 0.02}}", "fit")
+    assert tool.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02)
+
+
 def test_milestones_out_of_order_are_refused_when_training_starts():
-    with pytest.raises(ValueError, match=r"milestones must come in order .*, got \[0.5, 3\] \(steps 6, 3\)"):
+    with pytest.raises(ValueError, match=r"milestones must come in order, .*, got \[0.5, 3\] \(6, 3 of 12 steps\)"):
         fit(build(), callbacks=[LRSchedule("step_decay", milestones=[0.5, 3])])
 
 

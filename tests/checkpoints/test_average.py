@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints
-from lightning_tricks.checkpoints.average import PIECE
+from lightning_tricks.checkpoints.average import CHUNK
 from tests.nets import Net, assert_equal, build, fit, loader, trainer
 from tests.ranks import run_ranks
 
@@ -132,7 +132,7 @@ def test_half_precision_is_summed_in_more_and_rounded_once(dtype: torch.dtype, t
 
 def test_a_tensor_of_many_pieces_and_of_any_layout(tmp_path: Path) -> None:
     states = [
-        {"long": torch.rand(2 * PIECE + 5), "turned": torch.rand(6, 7).T, "one": torch.tensor(v)} for v in (1.0, 2.0)
+        {"long": torch.rand(2 * CHUNK + 5), "turned": torch.rand(6, 7).T, "one": torch.tensor(v)} for v in (1.0, 2.0)
     ]
     average_checkpoints(saved(tmp_path, *states), tmp_path / "mean.pt", [1, 2])
     assert_equal(torch.load(tmp_path / "mean.pt"), reference(states, [1, 2]))
@@ -278,14 +278,14 @@ def test_other_models_are_refused_by_name(other: dict[str, Tensor], message: str
 
 def test_a_tensor_is_no_extra_state(tmp_path: Path) -> None:
     files = saved(tmp_path, {**A, "_extra_state": 1}, {**A, "_extra_state": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"_extra_state is no tensor and float32 \[1\]"):
+    with pytest.raises(ValueError, match=r"_extra_state is not a tensor and float32 \[1\]"):
         average_checkpoints(files, tmp_path / "mean.pt")
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0], "weights must be as many as the files, got 1 for 2 files"),
+        ([1.0], "weights must have one value per file, got 1 for 2 files"),
         ([1, -1], r"weights\[1\] must be in \[0.0, inf\), got -1"),
         ([float("nan"), 1], r"weights\[0\] must be in"),
         ([float("inf"), 1], r"weights\[0\] must be in"),

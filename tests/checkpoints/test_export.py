@@ -203,8 +203,8 @@ def test_a_submodule_is_exported_without_the_bytes_of_the_others(tmp_path: Path)
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"gone": torch.ones(2)}, "the state_dict has no gone, of which a callback has another value"),
-        ({"w": torch.ones(1)}, "a callback has a part of w only, since the training was sharded"),
+        ({"gone": torch.ones(2)}, "the state_dict has no gone, but a callback has values for it"),
+        ({"w": torch.ones(1)}, "a callback has only a part of w, since the training was sharded"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(raw: dict[str, Tensor], message: str, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from lightning_tricks.checkpoints.stream import SAFETENSORS_TYPES, StoredTensor, mapped, write_safetensors
+from lightning_tricks.checkpoints.stream import SAFETENSORS_TYPES, LazyTensor, memory_mapped, write_safetensors
 
 
-def stored(tensor: Tensor) -> StoredTensor:
-    return StoredTensor(tensor.shape, tensor.dtype, tensor.clone)
+def stored(tensor: Tensor) -> LazyTensor:
+    return LazyTensor(tensor.shape, tensor.dtype, tensor.clone)
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -64,7 +64,7 @@ def test_a_dtype_without_a_name_is_refused() -> None:
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2).half()])
 def test_a_tensor_that_is_not_as_announced_is_refused(other: Tensor) -> None:
     with pytest.raises(ValueError, match=r"a tensor of torch.float32 \[2\] is torch.float"):
-        write_safetensors(io.BytesIO(), {"a": StoredTensor(torch.Size([2]), torch.float32, lambda: other)})
+        write_safetensors(io.BytesIO(), {"a": LazyTensor(torch.Size([2]), torch.float32, lambda: other)})
 
 
 def test_one_tensor_at_a_time_is_alive() -> None:
@@ -77,7 +77,7 @@ def test_one_tensor_at_a_time_is_alive() -> None:
         alive.append(weakref.ref(tensor))
         return tensor
 
-    state = {name: StoredTensor(torch.Size([10]), torch.float32, read) for name in "abc"}
+    state = {name: LazyTensor(torch.Size([10]), torch.float32, read) for name in "abc"}
     write_safetensors(io.BytesIO(), state)
     assert len(alive) == 3
 
@@ -85,7 +85,7 @@ def test_one_tensor_at_a_time_is_alive() -> None:
 def test_mapped_tensors_are_tied_as_the_stored_ones_and_no_file_is_seen(tmp_path: Path) -> None:
     state: dict[str, Any] = {name: stored(tensor) for name, tensor in STATE.items()}
     state |= {"tied": state["turned"], "extra": {"a": 1}, "tensor": torch.ones(1)}
-    with mapped(state, tmp_path) as tensors:
+    with memory_mapped(state, tmp_path) as tensors:
         assert not os.listdir(tmp_path)
         assert list(tensors) == [*STATE, "tied"]
         for name, tensor in STATE.items():
@@ -93,5 +93,5 @@ def test_mapped_tensors_are_tied_as_the_stored_ones_and_no_file_is_seen(tmp_path
             assert bits(tensors[name]) == bits(tensor)
             assert tensors[name].untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         assert tensors["tied"].data_ptr() == tensors["turned"].data_ptr()
-    with mapped({"a": 1}, tmp_path) as tensors:
+    with memory_mapped({"a": 1}, tmp_path) as tensors:
         assert tensors == {}

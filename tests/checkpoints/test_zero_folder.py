@@ -93,11 +93,11 @@ def test_a_file_of_one_rank_is_missing(saved: Any, stage: int, tmp_path: Path) -
     if stage == 3:
         model = folder / "checkpoint" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
         model.rename(tmp_path / "away")
-        with pytest.raises(ValueError, match="model states of 1 ranks, of 2 that saved"):
+        with pytest.raises(ValueError, match="model states of 1 ranks, expected 2"):
             zero_weights(folder)
         (tmp_path / "away").rename(model)
     next(folder.glob("checkpoint/*rank_1_*optim_states.pt")).unlink()
-    with pytest.raises(ValueError, match=r"optimizer states of 1 ranks, of \[2\] that saved"):
+    with pytest.raises(ValueError, match="optimizer states of 1 ranks, expected 2"):
         zero_weights(folder)
 
 

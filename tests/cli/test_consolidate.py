@@ -40,7 +40,10 @@ def test_it_tells_what_it_wrote(folder: Path, capsys: pytest.CaptureFixture[str]
     [
         (["none.ckpt", "-o", "w.pt"], "There is no folder none.ckpt."),
         (["a.ckpt/meta.pt", "-o", "w.pt"], "a.ckpt/meta.pt is one file already: take its weights with"),
-        ([".", "-o", "w.pt"], ". is a folder, but no checkpoint: it has neither .metadata (FSDP) nor latest (ZeRO)."),
+        (
+            [".", "-o", "w.pt"],
+            ". is a folder, but not a checkpoint: it has neither .metadata (FSDP) nor latest (ZeRO).",
+        ),
         (["a.ckpt", "-o", "w.json"], "the name of the output must end in"),
     ],
 )

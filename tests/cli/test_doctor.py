@@ -65,7 +65,7 @@ def test_the_model_of_a_configuration_is_looked_at(tmp_path: Path, capsys: pytes
     assert "layers.1, layers.3" in finding["text"]
     assert report["presets"]
     assert main(["doctor", "-c", str(tmp_path / "config.yaml")]) == 0
-    assert "reused-modules: one Tanh stands at layers.1, layers.3" in capsys.readouterr().out
+    assert "reused-modules: one Tanh is used at layers.1, layers.3" in capsys.readouterr().out
 
 
 def test_a_missing_configuration_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

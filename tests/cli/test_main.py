@@ -86,11 +86,11 @@ def test_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["average", "a.ckpt", "-o", "b.ckpt"], "b.ckpt exists: choose another name, or overwrite it with force=True"),
         (["average", "none.ckpt", "-o", "c.ckpt"], "There is no file none.ckpt."),
         (["average", "a.ckpt", "other.ckpt", "-o", "c.ckpt"], "a.ckpt and other.ckpt are not of the same model"),
-        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "1", "2"], "weights must be as many as the files"),
+        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "1", "2"], "weights must have one value per file"),
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "-1"], "weights[0] must be in [0.0, inf), got -1.0."),
         (["average", "cut.ckpt", "-o", "c.ckpt"], "cut.ckpt is damaged or not a checkpoint."),
         (["average", "hostile.ckpt", "-o", "c.ckpt"], "hostile.ckpt was not read: it holds posix.system"),
-        (["average", ".", "-o", "c.ckpt"], ". is a folder: make its weights one file first"),
+        (["average", ".", "-o", "c.ckpt"], ". is a folder: write its weights to one file first"),
         (["export", "a.ckpt", "-o", "c.json"], "the name of the output must end in .ckpt, .pt"),
         (["export", "a.ckpt", "-o", "none/c.pt"], "There is no folder none"),
         (["export", "other.ckpt", "-o", "c.pt", "--which", "raw"], "other.ckpt: without the state of an optimizer"),
@@ -99,7 +99,7 @@ def test_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "strip_prefix: no weight is in 'model.'; there are: net..",
         ),
         (["export", "a.ckpt", "-o", "c.pt", "--callback", "SWA"], "a.ckpt: no averages of the callback 'SWA'"),
-        (["export", ".", "-o", "c.pt"], ". is a folder, but no checkpoint"),
+        (["export", ".", "-o", "c.pt"], ". is a folder, but not a checkpoint"),
     ],
 )
 def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(

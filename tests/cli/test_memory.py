@@ -75,13 +75,13 @@ def test_a_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["7Q"], "'7Q' is no model: name a configuration of LightningCLI (.yaml)"),
+        (["7Q"], "'7Q' is not a model: pass a LightningCLI configuration (.yaml)"),
         (["none.yaml"], "There is no file none.yaml."),
         (["none.json"], "There is no file none.json."),
-        (["other.json"], "other.json is no configuration of transformers"),
+        (["other.json"], "other.json is not a configuration of transformers"),
         (["timm:resnet5000"], "timm has no model 'resnet5000'"),
-        (["broken.json"], "broken.json is no JSON: Expecting property name"),
-        (["1e400"], "'1e400' is no model"),
+        (["broken.json"], "broken.json is not JSON: Expecting property name"),
+        (["1e400"], "'1e400' is not a model"),
         (["7B", "--strategy", "zero"], "strategy must be one of"),
         (["7B", "--batch-size", "8"], "batch_size=8 needs batch="),
         (["7B", "--optimizer", "adamww"], "optimizer must be one of"),
@@ -99,7 +99,7 @@ def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest
 def test_a_length_that_is_none_is_wrong_usage(length: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["memory", "bert.json", f"--sequence-length={length}"])
-    assert f"'{length}' is no whole number above 0" in capsys.readouterr().err
+    assert f"'{length}' is not a positive integer" in capsys.readouterr().err
 
 
 def test_extras_come_before_the_model_or_after(capsys: pytest.CaptureFixture[str]) -> None:

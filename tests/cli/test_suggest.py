@@ -55,4 +55,4 @@ def test_without_a_device_its_memory_is_asked_for(
     for wrong in ("8 apples", "24"):
         with pytest.raises(SystemExit, match="2"):
             run("7B", "--device-memory", wrong)
-        assert f"{wrong!r} is no size: write for example 24GB" in capsys.readouterr().err
+        assert f"{wrong!r} is not a size: write for example 24GB" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_where_a_trick_works_comes_from_the_matrix(tmp_path: Path) -> None:
     assert works_with("CurveLR", matrix) == ""
     assert works_with("EMA", tmp_path / "none.json") == ""
     (row,) = (row for row in tricks("EMA", matrix) if row.name == "EMA")
-    assert row.told().endswith("costs: an fp32 copy of the weights\nworks with: fp32, ddp")
+    assert row.description().endswith("costs: an fp32 copy of the weights\nworks with: fp32, ddp")
 
 
 @pytest.mark.parametrize("rich", [True, False])

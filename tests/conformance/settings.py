@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 import lightning_tricks as lt
 from tests.conformance.trick import Trick, guard, neutral, schedule, terminator
 
@@ -126,7 +128,7 @@ SETTINGS: dict[str, Trick] = {
     ),
     "SkipNonFinite": guard(lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed"),
     "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
-    "constant": Trick(schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant}),
+    "constant": Trick(schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant}, twin="cosine"),
     "cosine": schedule(lt.cosine),
     "cosine_restarts": schedule(lt.cosine_restarts),
     "flat_cos": schedule(lt.flat_cos),
@@ -150,3 +152,6 @@ SETTINGS: dict[str, Trick] = {
     ),
     "wsd": schedule(lt.wsd),
 }
+
+# Where a fit costs much: what has a twin there is left to `make test-all` and `make matrix`.
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if trick.twin else name for name, trick in SETTINGS.items()]

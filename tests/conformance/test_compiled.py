@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from tests.conformance.runs import Compiled, run
-from tests.conformance.settings import SETTINGS
+from tests.conformance.settings import NAMES, SETTINGS
 from tests.nets import PlainNet, assert_close
 
 
 # torch's compiler looks at it where a hook interrupts a network
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_network_gives_the_same(name: str, cell: Callable[..., None]) -> None:
     eager, compiled = run(SETTINGS[name], base=PlainNet), run(SETTINGS[name], base=Compiled)
     assert_close({key: compiled[key] for key in eager}, eager)

@@ -49,8 +49,14 @@ def test_the_trick_does_something_unless_it_is_to_be_neutral(name: str) -> None:
         assert SETTINGS[name].neutral == all(torch.equal(tricked[key], ended[key]) for key in ended)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("regime", REGIMES)
+CASES = [  # What has a twin is quick in one regime.
+    pytest.param(regime, name, marks=[pytest.mark.slow] if SETTINGS[name].twin and regime != "fp32" else [])
+    for regime in REGIMES
+    for name in SETTINGS
+]
+
+
+@pytest.mark.parametrize(("regime", "name"), CASES)
 def test_the_no_op_limit_is_bit_equal_to_a_run_without(name: str, regime: str) -> None:
     trick, settings = SETTINGS[name], REGIMES[regime]()
     if "accumulate" in trick.refused and "accumulate_grad_batches" in settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,21 +14,30 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_tricks as lt
 from tests.conformance.engines import cpu_deepspeed
 from tests.conformance.runs import Gather, ShardedNet, Steps, fitted, run
-from tests.conformance.settings import SETTINGS
+from tests.conformance.settings import NAMES, SETTINGS
 from tests.nets import PlainNet, assert_close, build, fit, loader, rank_loader
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_cases, run_ranks
 
 
-def two_ranks(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    trick = SETTINGS[name]
-    ended = run(trick, base=PlainNet, devices=2, train=rank_loader(), use_distributed_sampler=False, **settings)
+def two_ranks(name: str, strategy: str) -> dict[str, Any]:
+    torch.compiler.reset()
+    settings = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+    ended = run(SETTINGS[name], base=PlainNet, train=rank_loader(), **settings)
     return {key: value.numpy() for key, value in ended.items()}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.fixture(scope="module")
+def ended(selected: Callable[..., list[str]]) -> Callable[[str], Cases]:
+    """What all tricks give with a strategy, in the same two processes."""
+    return cache(lambda strategy: run_cases(two_ranks, selected("name", strategy=strategy), strategy))
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_bf16"])
-def test_two_ranks_agree_and_equal_one_process(name: str, strategy: str, cell: Callable[..., None]) -> None:
-    first, second = run_ranks(two_ranks, name, {"strategy": strategy})
+def test_two_ranks_agree_and_equal_one_process(
+    name: str, strategy: str, ended: Callable[[str], Cases], cell: Callable[..., None]
+) -> None:
+    first, second = ended(strategy)[name]
     assert all((first[key] == second[key]).all() for key in first)
     bf16, by_itself = strategy == "ddp_bf16", "accumulate" in SETTINGS[name].refused
     batches = {"train": loader(48, 16)} if by_itself else {"train": loader(48), "accumulate_grad_batches": 2}
@@ -40,6 +50,7 @@ def test_two_ranks_agree_and_equal_one_process(name: str, strategy: str, cell: C
 
 
 def sharded(name: str, engine: str) -> dict[str, Any] | str:
+    torch.compiler.reset()
     fsdp = engine == "FSDP2"
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if fsdp else cpu_deepspeed()
     trick, gather, steps = SETTINGS[name], Gather(), Steps()
@@ -59,10 +70,18 @@ def sharded(name: str, engine: str) -> dict[str, Any] | str:
     return {name: weight.numpy() for name, weight in gather.weights.items()}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.fixture(scope="module")
+def gathered(selected: Callable[..., list[str]]) -> Callable[[str], Cases]:
+    """The whole weights or refusals of all tricks with an engine, in the same two processes."""
+    return cache(lambda engine: run_cases(sharded, selected("name", engine=engine), engine))
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("engine", ["FSDP2", "DeepSpeed"])
-def test_sharded_weights_are_right_or_refused_by_name(name: str, engine: str, cell: Callable[..., None]) -> None:
-    first, _ = run_ranks(sharded, name, engine)
+def test_sharded_weights_are_right_or_refused_by_name(
+    name: str, engine: str, gathered: Callable[[str], Cases], cell: Callable[..., None]
+) -> None:
+    first, _ = gathered(engine)[name]
     if engine in SETTINGS[name].refused:
         assert {"FSDP2": "ModelParallelStrategy", "DeepSpeed": "DeepSpeedStrategy"}[engine] in first
         assert name.removesuffix("Mixin") in first

@@ -35,6 +35,7 @@ class Trick:
         stops: Whether it ends the fit at a bad batch: where it is on, the last epoch begins with one, unless the fit is
             one that goes on from what the trick has left.
         refused: The regimes (of ``REGIMES``) in which it raises an error by name before the first optimizer step.
+        twin: The entry that stands for it where a fit costs much; what is its own is tested where fits are cheap.
     """
 
     callbacks: dict[str, Callable[[], list[Callback]]] | None = None
@@ -48,6 +49,7 @@ class Trick:
     spoiled: bool = False
     stops: bool = False
     refused: tuple[str, ...] = ()
+    twin: str | None = None
 
     def plain(self, base: type[Net]) -> type[Net]:
         """``base`` with what the trick needs to be there."""
@@ -81,7 +83,9 @@ class Trick:
 
 
 def schedule(factory: Callable[..., Any], **off: float) -> Trick:
-    return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)})  # never falls
+    """A curve, which never falls where it is off; all curves are steps of the same ``CurveLR``."""
+    twin = None if factory is lt.cosine else "cosine"
+    return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)}, twin=twin)
 
 
 def spoil_last_epoch(module: Any, batch: Any, _: int) -> Any:

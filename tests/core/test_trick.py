@@ -73,7 +73,7 @@ def test_fractions_are_steps() -> None:
         ("Mixup", "alpha 0.4, start 0, stop 11 of 12"),
     ]
     assert rows(lt.GradualUnfreeze([2, 0.5], parameters=[r"s\.0\.w", r"s\.0\.b"])) == [
-        ("GradualUnfreeze", r"at [2, 6 of 12], groups [s\.0\.w, s\.0\.b]")
+        ("GradualUnfreeze", r"at [2, 6 of 12], parameters [s\.0\.w, s\.0\.b]")
     ]
 
 

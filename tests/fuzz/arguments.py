@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_tricks as lt
+from lightning_tricks.core.selection import Patterns
 from tests.nets import Net, PlainNet, loader, trainer
 from tests.public import PUBLIC
 
@@ -137,7 +138,8 @@ def parameters(name: str) -> dict[str, Any]:
     return {
         each: hints.get(each, Any)
         for each, kind in kinds.items()
-        if kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL) and each not in OBJECTS
+        if kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        and (each not in OBJECTS or hints.get(each) in (Patterns, Patterns | None))
     }
 
 

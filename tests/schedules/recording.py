@@ -1,15 +1,61 @@
-"""A tiny module whose optimizer keeps the learning rates of every step it takes."""
+"""What the tests of schedules share: a tiny module whose optimizer keeps the learning rates of its steps, and more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tricks.schedules import (
+    constant,
+    cosine,
+    cosine_restarts,
+    flat_cos,
+    inverse_sqrt,
+    linear,
+    one_cycle,
+    polynomial,
+    step_decay,
+    wsd,
+)
+
+FALLING = [cosine, cosine_restarts, flat_cos, linear, one_cycle, polynomial, step_decay, wsd]
+FACTORIES = [constant, inverse_sqrt, *FALLING]
+
+
+def optimizer(*lrs: Any, kind: Any = torch.optim.SGD, **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer with a group of one weight for each learning rate; one group at 1.0 by default."""
+    return kind([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in lrs or (1.0,)], **settings)
+
+
+def scheduler_of(schedule: dict[str, Any]) -> Any:
+    return schedule["lr_scheduler"]["scheduler"]
+
+
+def lrs_of(schedule: dict[str, Any], steps: int) -> list[list[float]]:
+    """The learning rate of each group in each of the first steps."""
+    taken = []
+    for _ in range(steps):
+        taken.append([float(group["lr"]) for group in schedule["optimizer"].param_groups])
+        schedule["optimizer"].step()
+        scheduler_of(schedule).step()
+    return taken
+
+
+Case = tuple[type[Exception], dict[str, Any], str]  # an error, the arguments that raise it, and what it says
+
+
+def assert_refused(call: Callable[..., Any], cases: Iterable[Case]) -> None:
+    """Each of the arguments raises its error."""
+    for error, arguments, message in cases:
+        with pytest.raises(error, match=message):
+            call(**arguments)
 
 
 class RecordingSGD(torch.optim.SGD):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise, product
 from math import cos, pi, sqrt
 
 import pytest
@@ -67,120 +68,119 @@ def naive_step_decay(t, T, W, floor, milestones=None, gamma=0.1):
     return max(factor, floor)
 
 
+@cache
+def restart_bounds(T, W, cycles, growth):
+    W, growth = exact(W), exact(growth)
+    unit = (T - W) / sum(growth**n for n in range(cycles))
+    return [W + unit * sum(growth**n for n in range(cycle)) for cycle in range(cycles + 1)]
+
+
 def naive_restarts(t, T, W, floor, cycles=3, growth=1):
     if t >= T:
         return floor
-    W, growth = exact(W), exact(growth)
-    unit = (T - W) / sum(growth**n for n in range(cycles))
-    start = W
-    for n in range(cycles):
-        end = start + unit * growth**n
+    for start, end in pairwise(restart_bounds(T, W, cycles, growth)):
         if start <= t < end:
             return floor + (1 - floor) * half_cosine(float((t - start) / (end - start)))
-        start = end
     raise AssertionError(t)
 
 
-def naive_one_cycle(t, T, W, floor, start=1 / 25):
+def naive_one_cycle(t, T, W, floor, initial=0.04):
     if t < W - 1:
-        return start + (1 - start) * (1 - cos(pi * t / (W - 1))) / 2
+        return initial + (1 - initial) * (1 - cos(pi * t / (W - 1))) / 2
     return floor if t >= T - 1 else floor + (1 - floor) * half_cosine((t - W + 1) / (T - W))
 
 
-WARMED = [
-    (curves.constant, naive_constant),
-    (curves.linear, naive_linear),
-    (curves.cosine, naive_cosine),
-    (curves.flat_cos, naive_flat_cos),
-    (partial(curves.flat_cos, flat=1), partial(naive_flat_cos, F=1)),
-    (partial(curves.flat_cos, flat=2.5), partial(naive_flat_cos, F=2.5)),
-    (curves.polynomial, naive_polynomial),
-    (partial(curves.polynomial, power=2), partial(naive_polynomial, power=2)),
-    (partial(curves.polynomial, power=0.5), partial(naive_polynomial, power=0.5)),
-    (curves.inverse_sqrt, naive_inverse_sqrt),
-    (curves.wsd, naive_wsd),
-    (partial(curves.wsd, cooldown=1), partial(naive_wsd, C=1)),
-    (partial(curves.wsd, cooldown=0), partial(naive_wsd, C=0)),
-    *((partial(curves.wsd, shape=s), partial(naive_wsd, shape=s)) for s in curves.COOLDOWNS),
-    *((partial(curves.wsd, cooldown=2.5, shape=s), partial(naive_wsd, C=2.5, shape=s)) for s in curves.COOLDOWNS),
-    (curves.step_decay, naive_step_decay),
-    (partial(curves.step_decay, gamma=0.5), partial(naive_step_decay, gamma=0.5)),
-    (partial(curves.step_decay, milestones=(3, 3, 7.5)), partial(naive_step_decay, milestones=(3, 3, 7.5))),
-    (partial(curves.step_decay, milestones=()), partial(naive_step_decay, milestones=())),
-    (curves.cosine_restarts, naive_restarts),
-    *(
-        (partial(curves.cosine_restarts, cycles=c, growth=g), partial(naive_restarts, cycles=c, growth=g))
-        for c, g in [(1, 1), (2, 1.0), (2, 2), (3, 2.0), (4, 1.5), (3, 3), (7, 1)]
+# For each curve its naive form, and settings of both: those of the curve by its own names, the others as they are.
+CURVES = {
+    "constant": (naive_constant, [{}]),
+    "linear": (naive_linear, [{}]),
+    "cosine": (naive_cosine, [{}]),
+    "flat_cos": (naive_flat_cos, [{}, {"flat": 1}, {"flat": 2.5}]),
+    "polynomial": (naive_polynomial, [{}, {"power": 2}, {"power": 0.5}]),
+    "inverse_sqrt": (naive_inverse_sqrt, [{}]),
+    "wsd": (
+        naive_wsd,
+        [{}, {"cooldown": 1}, {"cooldown": 0}]
+        + [{"shape": shape} for shape in curves.COOLDOWNS]
+        + [{"cooldown": 2.5, "shape": shape} for shape in curves.COOLDOWNS],
     ),
-]
+    "step_decay": (naive_step_decay, [{}, {"gamma": 0.5}, {"milestones": (3, 3, 7.5)}, {"milestones": ()}]),
+    "cosine_restarts": (
+        naive_restarts,
+        [{}]
+        + [
+            {"cycles": cycles, "growth": growth}
+            for cycles, growth in [(1, 1), (2, 1.0), (2, 2), (3, 2.0), (4, 1.5), (3, 3), (7, 1)]
+        ],
+    ),
+}
+SYMBOLS = {"flat": "F", "cooldown": "C"}  # the names of settings in the naive forms
 
 
-def name(pair):
-    curve = pair[0]
-    return f"{curve.func.__name__} {curve.keywords}" if isinstance(curve, partial) else curve.__name__
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_equals_its_formula_at_every_step_and_past_the_end(name):
+    curve, (naive, variants) = getattr(curves, name), CURVES[name]
+    for settings, warmup, floor in product(variants, [0, 1, 3, 2.5, 0.4], [0.0, 0.1]):
+        symbols = {SYMBOLS.get(setting, setting): value for setting, value in settings.items()}
+        for total in range(1, 61):
+            for t in range(total + 11):
+                case = settings, warmup, floor, total, t
+                expected = min(1.0, (t + 1) / warmup) if t < warmup else naive(t, total, warmup, floor, **symbols)
+                ours = curve(t, total_steps=total, warmup=warmup, floor=floor, **settings)
+                assert abs(ours - expected) <= 1e-12, case
+                assert 0 < ours <= 1 if t == 0 and warmup else 0 <= ours <= 1, case
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.1])
-@pytest.mark.parametrize("warmup", [0, 1, 3, 2.5, 0.4])
-@pytest.mark.parametrize(("curve", "naive"), WARMED, ids=map(name, WARMED))
-def test_a_curve_equals_its_formula_at_every_step_and_past_the_end(curve, naive, warmup, floor):
-    for total in range(1, 61):
-        for t in range(total + 11):
-            expected = min(1.0, (t + 1) / warmup) if t < warmup else naive(t, total, warmup, floor)
-            ours = curve(t, total_steps=total, warmup=warmup, floor=floor)
-            assert abs(ours - expected) <= 1e-12, (t, total)
-            assert 0 < ours <= 1 if t == 0 and warmup else 0 <= ours <= 1
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_stays_at_its_last_value_past_the_end(name):
+    for settings in CURVES[name][1]:
+        curve = partial(getattr(curves, name), **settings)
+        if name == "inverse_sqrt":
+            assert curve(10**6, total_steps=7, floor=0.25) == 0.25
+            continue
+        last = {curve(t, total_steps=8, floor=0.25) for t in range(8, 50)}
+        assert last == {1.0 if name == "constant" else curve(8, total_steps=8, floor=0.25)}, settings
+        assert last == {0.25} or name in ("constant", "step_decay"), settings
 
 
-@pytest.mark.parametrize(("start", "floor"), [(1 / 25, 4e-6), (0.5, 0.0), (0.0, 0.25), (1.0, 1.0)])
-@pytest.mark.parametrize("warmup", [0, 1, 2, 2.5, 11])
-def test_one_cycle_equals_its_formula(warmup, start, floor):
-    for total in range(max(1, int(warmup + 1)), 61):
-        for t in range(total + 11):
-            ours = curves.one_cycle(t, total_steps=total, warmup=warmup, start=start, floor=floor)
-            assert abs(ours - naive_one_cycle(t, total, warmup, floor, start)) <= 1e-12, (t, total)
-            assert 0 <= ours <= 1
-            momentum = curves.one_cycle_momentum(t, total_steps=total, warmup=warmup, low=0.25, high=0.75)
-            assert abs(momentum - (0.75 - 0.5 * naive_one_cycle(t, total, warmup, 0, 0))) <= 1e-12, (t, total)
+def test_warmup_starts_at_one_part_and_never_at_zero():
+    for name, (_, variants) in CURVES.items():
+        for settings, warmup in product(variants, [1, 2, 2.5, 10]):
+            assert getattr(curves, name)(0, total_steps=20, warmup=warmup, **settings) == 1 / warmup, (name, settings)
 
 
-@pytest.mark.parametrize("cycles", range(1, 12))
-@pytest.mark.parametrize("growth", [1, 2, 3])
-def test_every_restart_begins_at_one_however_its_length_is_rounded(cycles, growth):
-    for unit in range(1, 40):
+def test_one_cycle_equals_its_formula():
+    ends = [(0.04, 4e-6), (0.5, 0.0), (0.0, 0.25), (1.0, 1.0)]
+    for warmup, (initial, floor) in product([0, 1, 2, 2.5, 11], ends):
+        for total in range(max(1, int(warmup + 1)), 61):
+            for t in range(total + 11):
+                case = warmup, initial, floor, total, t
+                ours = curves.one_cycle(t, total_steps=total, warmup=warmup, initial=initial, floor=floor)
+                assert abs(ours - naive_one_cycle(t, total, warmup, floor, initial)) <= 1e-12, case
+                assert 0 <= ours <= 1, case
+                momentum = curves.one_cycle_momentum(t, total_steps=total, warmup=warmup, low=0.25, high=0.75)
+                assert abs(momentum - (0.75 - 0.5 * naive_one_cycle(t, total, warmup, 0, 0))) <= 1e-12, case
+
+
+def test_every_restart_begins_at_one_however_its_length_is_rounded():
+    for cycles, growth, unit in product(range(1, 12), [1, 2, 3], range(1, 40)):
         starts = [unit * sum(growth**n for n in range(cycle)) for cycle in range(cycles + 1)]
         settings = {"total_steps": starts.pop(), "cycles": cycles, "growth": growth}
-        assert {curves.cosine_restarts(start, **settings) for start in starts} == {1.0}, unit
+        assert {curves.cosine_restarts(start, **settings) for start in starts} == {1.0}, settings
 
 
-@pytest.mark.parametrize("anneal", [0, 1, 2.5, 6])
-@pytest.mark.parametrize("start", [0, 4, 4.5, 10])
-@pytest.mark.parametrize("level", [0.0, 0.25, 2.0])
-def test_swa_tail_equals_its_formula(start, anneal, level):
+def test_swa_tail_equals_its_formula():
     before = partial(curves.linear, total_steps=10)
-    for t in range(30):
-        expected = 1 - t / 10 if t < start else level
-        if start <= t < start + anneal:
-            expected = level + (1 - start / 10 - level) * half_cosine((t - start) / anneal)
-        ours = curves.swa_tail(t, curve=before, start=start, level=level, anneal=anneal)
-        assert abs(ours - expected) <= 1e-12, t
+    for anneal, start, level in product([0, 1, 2.5, 6], [0, 4, 4.5, 10], [0.0, 0.25, 2.0]):
+        for t in range(30):
+            expected = 1 - t / 10 if t < start else level
+            if start <= t < start + anneal:
+                expected = level + (1 - start / 10 - level) * half_cosine((t - start) / anneal)
+            ours = curves.swa_tail(t, curve=before, start=start, level=level, anneal=anneal)
+            assert abs(ours - expected) <= 1e-12, (anneal, start, level, t)
 
 
-@pytest.mark.parametrize(("curve", "naive"), WARMED, ids=map(name, WARMED))
-def test_a_curve_stays_at_its_last_value_past_the_end(curve, naive):
-    if naive is naive_inverse_sqrt:
-        assert curve(10**6, total_steps=7, floor=0.25) == 0.25
-        return
-    last = {curve(t, total_steps=8, floor=0.25) for t in range(8, 50)}
-    assert last == {1.0 if naive is naive_constant else curve(8, total_steps=8, floor=0.25)}
-    if not name((curve, naive)).startswith(("constant", "step_decay")):
-        assert last == {0.25}
-
-
-@pytest.mark.parametrize("warmup", [1, 2, 2.5, 10])
-@pytest.mark.parametrize(("curve", "naive"), WARMED, ids=map(name, WARMED))
-def test_warmup_starts_at_one_part_and_never_at_zero(curve, naive, warmup):
-    assert curve(0, total_steps=20, warmup=warmup) == 1 / warmup
+# -- torch's schedulers -----------------------------------------------------------------------------------------------
 
 
 def torch_factors(make, steps: int, kind=torch.optim.SGD, **settings) -> tuple[list[float], list[float]]:
@@ -201,70 +201,62 @@ def assert_near(ours, theirs):
     assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 10, 11, 33, 100, 101])
-@pytest.mark.parametrize(
-    ("pct", "div", "final"), [(0.3, 25.0, 1e4), (0.15, 25.0, 1e4), (0.77, 25.0, 1e4), (0.3, 10.0, 50.0)]
-)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_one_cycle_and_its_momentum_equal_torch(total, pct, div, final, kind):
+def test_one_cycle_and_its_momentum_equal_torch(kind):
     momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    theirs = torch_factors(
-        lambda optimizer: lr_scheduler.OneCycleLR(
-            optimizer, 1.0, total, pct_start=pct, div_factor=div, final_div_factor=final, base_momentum=0.8
-        ),
-        total,
-        kind,
-        **momentum,
-    )
-    settings = {"total_steps": total, "warmup": pct * total}
-    assert_near(
-        [curves.one_cycle(t, **settings, start=1 / div, floor=1 / div / final) for t in range(total)], theirs[0]
-    )
-    assert_near([curves.one_cycle_momentum(t, **settings, low=0.8, high=0.95) for t in range(total)], theirs[1])
+    shapes = [(0.3, 25.0, 1e4), (0.15, 25.0, 1e4), (0.77, 25.0, 1e4), (0.3, 10.0, 50.0)]
+    for total, (share, div, final) in product([1, 2, 3, 4, 7, 10, 11, 33, 100, 101], shapes):
+        theirs = partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=total, base_momentum=0.8)
+        theirs = partial(theirs, pct_start=share, div_factor=div, final_div_factor=final)
+        factors, momenta = torch_factors(theirs, total, kind, **momentum)
+        ours = partial(curves.one_cycle, total_steps=total, warmup=share * total)
+        assert_near([ours(t, initial=1 / div, floor=1 / div / final) for t in range(total)], factors)
+        ours = partial(curves.one_cycle_momentum, total_steps=total, warmup=share * total)
+        assert_near([ours(t, low=0.8, high=0.95) for t in range(total)], momenta)
 
 
-@pytest.mark.parametrize("total", [1, 2, 3, 10, 33])
-def test_one_cycle_has_the_defaults_of_torch(total):
-    theirs = torch_factors(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total), total, momentum=0.9)
-    assert_near([curves.one_cycle(t, total_steps=total) for t in range(total)], theirs[0])
-    assert_near([curves.one_cycle_momentum(t, total_steps=total) for t in range(total)], theirs[1])
+def test_one_cycle_has_the_defaults_of_torch():
+    for total in (1, 2, 3, 10, 33):
+        theirs = partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=total)
+        factors, momenta = torch_factors(theirs, total, momentum=0.9)
+        assert_near([curves.one_cycle(t, total_steps=total) for t in range(total)], factors)
+        assert_near([curves.one_cycle_momentum(t, total_steps=total) for t in range(total)], momenta)
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.05])
-@pytest.mark.parametrize("total", [1, 2, 10, 101])
-def test_cosine_equals_torch_up_to_the_end(total, floor):
-    theirs, _ = torch_factors(partial(lr_scheduler.CosineAnnealingLR, T_max=total, eta_min=floor), total + 1)
-    assert_near([curves.cosine(t, total_steps=total, floor=floor) for t in range(total + 1)], theirs)
+def test_cosine_equals_torch_up_to_the_end():
+    for total, floor in product([1, 2, 10, 101], [0.0, 0.05]):
+        theirs, _ = torch_factors(partial(lr_scheduler.CosineAnnealingLR, T_max=total, eta_min=floor), total + 1)
+        assert_near([curves.cosine(t, total_steps=total, floor=floor) for t in range(total + 1)], theirs)
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.05])
-@pytest.mark.parametrize(("first", "growth", "cycles"), [(1, 1, 4), (7, 1, 3), (3, 2, 5), (4, 3, 6), (10, 2, 1)])
-def test_cosine_restarts_equals_torch_up_to_the_end(first, growth, cycles, floor):
-    total = first * sum(growth**n for n in range(cycles))
-    restarts = partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=first, T_mult=growth, eta_min=floor)
-    ours = partial(curves.cosine_restarts, total_steps=total, cycles=cycles, growth=growth, floor=floor)
-    assert_near([ours(t) for t in range(total)], torch_factors(restarts, total)[0])
+def test_cosine_restarts_equals_torch_up_to_the_end():
+    shapes = [(1, 1, 4), (7, 1, 3), (3, 2, 5), (4, 3, 6), (10, 2, 1)]
+    for (first, growth, cycles), floor in product(shapes, [0.0, 0.05]):
+        total = first * sum(growth**n for n in range(cycles))
+        restarts = partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=first, T_mult=growth, eta_min=floor)
+        ours = partial(curves.cosine_restarts, total_steps=total, cycles=cycles, growth=growth, floor=floor)
+        assert_near([ours(t) for t in range(total)], torch_factors(restarts, total)[0])
 
 
-@pytest.mark.parametrize("total", [1, 2, 10, 101])
-def test_linear_and_polynomial_equal_torch(total):
-    for floor in (0.0, 0.05):
-        line = partial(lr_scheduler.LinearLR, start_factor=1.0, end_factor=floor, total_iters=total)
-        ours = [curves.linear(t, total_steps=total, floor=floor) for t in range(total + 10)]
-        assert_near(ours, torch_factors(line, total + 10)[0])
-    for power in (0.5, 0.9, 1, 3):
-        theirs, _ = torch_factors(partial(lr_scheduler.PolynomialLR, total_iters=total, power=power), total + 10)
-        assert_near([curves.polynomial(t, total_steps=total, power=power) for t in range(total + 10)], theirs)
+def test_linear_and_polynomial_equal_torch():
+    for total in (1, 2, 10, 101):
+        for floor in (0.0, 0.05):
+            line = partial(lr_scheduler.LinearLR, start_factor=1.0, end_factor=floor, total_iters=total)
+            ours = [curves.linear(t, total_steps=total, floor=floor) for t in range(total + 10)]
+            assert_near(ours, torch_factors(line, total + 10)[0])
+        for power in (0.5, 0.9, 1, 3):
+            theirs, _ = torch_factors(partial(lr_scheduler.PolynomialLR, total_iters=total, power=power), total + 10)
+            assert_near([curves.polynomial(t, total_steps=total, power=power) for t in range(total + 10)], theirs)
 
 
-@pytest.mark.parametrize("milestones", [[1], [3, 7], [2, 2, 9], [5, 40]])
-@pytest.mark.parametrize("gamma", [0.1, 0.5])
-def test_step_decay_equals_torch(milestones, gamma):
-    theirs, _ = torch_factors(partial(lr_scheduler.MultiStepLR, milestones=milestones, gamma=gamma), 30)
-    assert_near([curves.step_decay(t, total_steps=20, milestones=milestones, gamma=gamma) for t in range(30)], theirs)
+def test_step_decay_equals_torch():
+    for milestones, gamma in product([[1], [3, 7], [2, 2, 9], [5, 40]], [0.1, 0.5]):
+        theirs, _ = torch_factors(partial(lr_scheduler.MultiStepLR, milestones=milestones, gamma=gamma), 30)
+        ours = partial(curves.step_decay, total_steps=20, milestones=milestones, gamma=gamma)
+        assert_near([ours(t) for t in range(30)], theirs)
 
 
-@pytest.mark.parametrize("warmup", [1, 4, 10])
-def test_warmup_equals_torchs_linear_rise(warmup):
-    rise = partial(lr_scheduler.LinearLR, start_factor=1 / warmup, total_iters=warmup - 1)
-    assert_near([curves.constant(t, warmup=warmup) for t in range(20)], torch_factors(rise, 20)[0])
+def test_warmup_equals_torchs_linear_rise():
+    for warmup in (1, 4, 10):
+        rise = partial(lr_scheduler.LinearLR, start_factor=1 / warmup, total_iters=warmup - 1)
+        assert_near([curves.constant(t, warmup=warmup) for t in range(20)], torch_factors(rise, 20)[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,9 +17,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_tricks.schedules import cosine, curves
-from lightning_tricks.schedules.param_groups import discriminative_groups, layer_decay_groups, no_weight_decay_groups
+from lightning_tricks.schedules.param_groups import (
+    discriminative_groups,
+    layer_decay_groups,
+    no_weight_decay_groups,
+    numbered_layers,
+)
 from tests.nets import PlainNet, assert_close, build, fit, loader, weights
 from tests.ranks import run_ranks
+from tests.schedules.recording import assert_refused
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
 TOKENS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -61,21 +68,21 @@ def of_timm(name: str, **settings: Any) -> Any:
         return timm.create_model(name, **settings)
 
 
-@pytest.mark.parametrize("classes", [7, 0])
 @pytest.mark.parametrize("name", TIMM)
-def test_as_timm_groups(name, classes):
+def test_as_timm_groups(name):
     from timm.optim import param_groups_layer_decay
 
-    model = of_timm(name, num_classes=classes)
-    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    theirs = param_groups_layer_decay(model, 0.05, no_weight_decay_list=exempt, layer_decay=0.7)
-    expected = {p: (group["lr_scale"] * 0.3, group["weight_decay"]) for group in theirs for p in group["params"]}
-    mine = layer_decay_groups(model, 0.3, 0.7, weight_decay=0.05)
-    assert not any("lr_scale" in group for group in mine)
-    found = {p: (group["lr"], group["weight_decay"]) for group in mine for p in group["params"]}
-    assert found.keys() == expected.keys()
-    assert all(found[p] == pytest.approx(expected[p]) for p in found)
-    assert len(mine) == len(theirs)
+    for classes in (7, 0):
+        model = of_timm(name, num_classes=classes)
+        exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+        theirs = param_groups_layer_decay(model, 0.05, no_weight_decay_list=exempt, layer_decay=0.7)
+        expected = {p: (group["lr_scale"] * 0.3, group["weight_decay"]) for group in theirs for p in group["params"]}
+        mine = layer_decay_groups(model, 0.3, 0.7, weight_decay=0.05)
+        assert not any("lr_scale" in group for group in mine)
+        found = {p: (group["lr"], group["weight_decay"]) for group in mine for p in group["params"]}
+        assert found.keys() == expected.keys()
+        assert all(found[p] == pytest.approx(expected[p]) for p in found)
+        assert len(mine) == len(theirs)
 
 
 def test_frozen_layers_keep_their_depth():
@@ -104,13 +111,13 @@ def test_a_module_that_holds_a_model_has_its_layers(wrap):
     assert {p: depths(outer)[name] for name, p in outer.named_parameters()} == expected
 
 
-@pytest.mark.parametrize(("classes", "shift"), [(5, 0), (0, 1)])
-def test_what_stands_beside_a_held_model_is_its_head(classes, shift):
-    inner = of_timm("resnet18", num_classes=classes)
-    outer = Holds(net=inner, own=nn.Linear(4, 2), before=nn.Linear(2, 2))
-    expected = {f"net.{name}": depth + shift for name, depth in depths(inner).items()}
-    own = dict.fromkeys(["own.weight", "own.bias", "before.weight", "before.bias"], 0)
-    assert depths(outer) == {**expected, **own}
+def test_what_stands_beside_a_held_model_is_its_head():
+    for classes, shift in [(5, 0), (0, 1)]:
+        inner = of_timm("resnet18", num_classes=classes)
+        outer = Holds(net=inner, own=nn.Linear(4, 2), before=nn.Linear(2, 2))
+        expected = {f"net.{name}": depth + shift for name, depth in depths(inner).items()}
+        own = dict.fromkeys(["own.weight", "own.bias", "before.weight", "before.bias"], 0)
+        assert depths(outer) == {**expected, **own}
 
 
 def test_what_a_held_timm_model_exempts_is_exempt():
@@ -212,21 +219,17 @@ def test_what_lies_between_an_encoder_and_a_decoder_belongs_to_the_encoder():
     assert_layers(depths(model), ["encoder.block", "decoder.block"], 2, others, 0)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: blocks(),
-        lambda: Holds(a=of_timm("resnet18"), b=of_timm("vit_tiny_patch16_224")),
-        lambda: of_timm("poolformer_s12"),  # has no group_matcher
-        lambda: of_transformers("SwinForImageClassification", image_size=16, embed_dim=4, depths=[1], num_heads=[1]),
-    ],
-)
-def test_unknown_layers_are_refused_with_the_remedy(model):
-    made = model()
-    name = next(name for name, _ in made.named_parameters())
-    message = r"must be or hold one timm or Hugging Face model .*else pass pattern, a regex .*as r'\^blocks.*are '"
-    with pytest.raises(ValueError, match=message + re.escape(name)):
-        layer_decay_groups(made, 0.1, 0.5)
+def test_unknown_layers_are_refused_with_the_remedy():
+    for model in (
+        blocks(),
+        Holds(a=of_timm("resnet18"), b=of_timm("vit_tiny_patch16_224")),
+        of_timm("poolformer_s12"),  # has no group_matcher
+        of_transformers("SwinForImageClassification", image_size=16, embed_dim=4, depths=[1], num_heads=[1]),
+    ):
+        name = next(name for name, _ in model.named_parameters())
+        message = r"must be or hold one timm or Hugging Face model .*else pass pattern, a regex .*as r'\^blocks.*are '"
+        with pytest.raises(ValueError, match=message + re.escape(name)):
+            layer_decay_groups(model, 0.1, 0.5)
 
 
 # -- a pattern --------------------------------------------------------------------------------------------------------
@@ -260,11 +263,20 @@ def test_a_pattern_goes_before_what_the_model_says():
     assert found["layer4.1.conv1.weight"] == found["layer4.0.conv1.weight"] == 1
 
 
-@pytest.mark.parametrize("pattern", [r"^block\.(\d+)", r"^blocks\.\d+", r"^(blocks)", r"(\w+)\.\d"])
-def test_a_pattern_without_numbers_is_refused(pattern):
+def test_a_pattern_without_numbers_is_refused():
     message = r"pattern must be found in parameters' names with the layer's number .*got .*Parameters are 'token'"
-    with pytest.raises(ValueError, match=message):
-        layer_decay_groups(blocks(), 0.1, 0.5, pattern=pattern)
+    for pattern in (r"^block\.(\d+)", r"^blocks\.\d+", r"^(blocks)", r"(\w+)\.\d"):
+        with pytest.raises(ValueError, match=message):
+            layer_decay_groups(blocks(), 0.1, 0.5, pattern=pattern)
+
+
+def test_what_has_no_number_belongs_to_its_neighbours_or_to_the_head():
+    model = nn.ModuleDict({"stem": nn.Linear(1, 1), "blocks": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])})
+    model["head"] = nn.Linear(1, 1)
+    layers = numbered_layers(model, r"^blocks\.(\d+)")
+    order = [layers[f"{name}.weight"] for name in ("stem", "blocks.0", "blocks.1", "head")]
+    assert order == sorted(set(order))
+    assert all(layers[name.replace("weight", "bias")] == key for name, key in layers.items())
 
 
 # -- every group of every function ------------------------------------------------------------------------------------
@@ -289,15 +301,15 @@ MAKES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_groups_partition_what_trains_in_any_order_of_the_functions(seed):
-    generator = random.Random(seed)
-    model = random_model(generator)
-    groups, before = None, [*model.parameters()]
-    for name in generator.sample(sorted(MAKES), generator.randint(1, 3)):
-        groups = MAKES[name](model, groups=groups)
-        learning_rates(model, [{"lr": 1.0, **group} for group in groups])
-    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+def test_groups_partition_what_trains_in_any_order_of_the_functions():
+    generator = random.Random(0)
+    for _ in range(30):
+        model = random_model(generator)
+        groups, before = None, [*model.parameters()]
+        for name in generator.sample(sorted(MAKES), generator.randint(1, 3)):
+            groups = MAKES[name](model, groups=groups)
+            learning_rates(model, [{"lr": 1.0, **group} for group in groups])
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_shared_parameter_counts_once_by_its_first_name():
@@ -381,11 +393,16 @@ def test_frozen_parameters_need_no_pattern_and_may_have_one():
     assert len(discriminative_groups(model, {"blocks": 0.3, "": 0.1})) == 1
 
 
-@pytest.mark.parametrize("lrs", [{"heads": 0.1, "": 0.2}, {"": 0.1, "head": 0.2}, {"stem": 0.1, "^stem": 0.2, "": 1.0}])
-def test_a_pattern_that_gives_no_learning_rate_is_refused(lrs):
-    useless = next(pattern for pattern in ("heads", "head", "^stem") if pattern in lrs)
-    with pytest.raises(ValueError, match=rf"{re.escape(repr(useless))} gives none: .*general patterns last.*'token'"):
-        discriminative_groups(blocks(), lrs)
+def test_a_pattern_that_gives_no_learning_rate_is_refused():
+    useless = {
+        "heads": {"heads": 0.1, "": 0.2},
+        "head": {"": 0.1, "head": 0.2},
+        "^stem": {"stem": 0.1, "^stem": 0.2, "": 1.0},
+    }
+    for pattern, lrs in useless.items():
+        message = rf"{re.escape(repr(pattern))} gives none: .*general patterns last.*'token'"
+        with pytest.raises(ValueError, match=message):
+            discriminative_groups(blocks(), lrs)
 
 
 # -- weight decay -----------------------------------------------------------------------------------------------------
@@ -432,33 +449,29 @@ def test_flat_shards_are_refused():
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "make", "message"),
-    [
-        (ValueError, lambda m: layer_decay_groups(m, -1, 0.5), r"lr must be in \[0.0, inf\), got -1"),
-        (TypeError, lambda m: layer_decay_groups(m, "1", 0.5), r"lr must be a number .*got '1'"),
-        (ValueError, lambda m: layer_decay_groups(m, 1, 1.5), r"decay must be in \[0.0, 1.0\], got 1.5"),
-        (ValueError, lambda m: layer_decay_groups(m, 1, 0.5, pattern="("), r"pattern: '\(' is no regex: missing \)"),
-        (TypeError, lambda m: layer_decay_groups(m, 1, 0.5, pattern=3), r"pattern must be str, got 3"),
-        (
-            ValueError,
-            lambda m: layer_decay_groups(m, 1, 0.5, pattern=r"blocks\.(\d)", weight_decay=-0.1),
-            r"weight_decay must be in \[0.0, inf\), got -0.1",
-        ),
-        (ValueError, lambda m: no_weight_decay_groups(m, -0.1), r"weight_decay must be in \[0.0, inf\), got -0.1"),
-        (
-            ValueError,
-            lambda m: discriminative_groups(m, {"head": -1}),
-            r"lrs\['head'\] must be in \[0.0, inf\), got -1",
-        ),
-        (ValueError, lambda m: discriminative_groups(m, {"[": 1}), r"lrs: '\[' is no regex: unterminated"),
-        (TypeError, lambda m: discriminative_groups(m, {}), r"lrs must map patterns to learning rates, as .*got {}"),
-        (TypeError, lambda m: discriminative_groups(m, [0.1, 0.2]), r"lrs must map patterns .*got \[0.1, 0.2\]"),
-    ],
-)
-def test_an_error_names_the_argument_the_value_and_what_is_allowed(error, make, message):
-    with pytest.raises(error, match=message):
-        make(blocks())
+def test_an_error_names_the_argument_the_value_and_what_is_allowed():
+    layers = partial(layer_decay_groups, blocks(), 1, 0.5)
+    decays = [(ValueError, {"weight_decay": -0.1}, r"weight_decay must be in \[0.0, inf\), got -0.1")]
+    cases = [
+        (ValueError, {"lr": -1}, r"lr must be in \[0.0, inf\), got -1"),
+        (TypeError, {"lr": "1"}, r"lr must be a number .*got '1'"),
+        (ValueError, {"decay": 1.5}, r"decay must be in \[0.0, 1.0\], got 1.5"),
+    ]
+    assert_refused(lambda lr=1, decay=0.5: layer_decay_groups(blocks(), lr, decay), cases)
+    cases = [
+        (ValueError, {"pattern": "("}, r"pattern: '\(' is no regex: missing \)"),
+        (TypeError, {"pattern": 3}, r"pattern must be str, got 3"),
+    ]
+    assert_refused(layers, cases)
+    assert_refused(partial(layers, pattern=r"blocks\.(\d)"), decays)
+    assert_refused(partial(no_weight_decay_groups, blocks()), decays)
+    cases = [
+        (ValueError, {"lrs": {"head": -1}}, r"lrs\['head'\] must be in \[0.0, inf\), got -1"),
+        (ValueError, {"lrs": {"[": 1}}, r"lrs: '\[' is no regex: unterminated"),
+        (TypeError, {"lrs": {}}, r"lrs must map patterns to learning rates, as .*got {}"),
+        (TypeError, {"lrs": [0.1, 0.2]}, r"lrs must map patterns .*got \[0.1, 0.2\]"),
+    ]
+    assert_refused(partial(discriminative_groups, blocks()), cases)
 
 
 # -- in a fit ---------------------------------------------------------------------------------------------------------
@@ -534,12 +547,12 @@ def test_a_decay_of_1_is_one_learning_rate_for_all():
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), same.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_an_optimizer_takes_resumes_and_steps_the_groups(kind):
-    model = blocks()
-    make = lambda: kind(layer_decay_groups(model, 0.1, 0.5, pattern=r"blocks\.(\d)", weight_decay=0.01))  # noqa: E731
-    optimizer, resumed = make(), make()
-    sum(parameter.square().sum() for parameter in model.parameters()).backward()
-    optimizer.step()
-    resumed.load_state_dict(optimizer.state_dict())
-    assert [group["name"] for group in resumed.param_groups] == [group["name"] for group in optimizer.param_groups]
+def test_an_optimizer_takes_resumes_and_steps_the_groups():
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+        model = blocks()
+        settings: Any = {"pattern": r"blocks\.(\d)", "weight_decay": 0.01}
+        optimizer, resumed = (kind(layer_decay_groups(model, 0.1, 0.5, **settings)) for _ in range(2))
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        resumed.load_state_dict(optimizer.state_dict())
+        assert [group["name"] for group in resumed.param_groups] == [group["name"] for group in optimizer.param_groups]

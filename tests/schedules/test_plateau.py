@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_tricks.schedules import PlateauLR, UnknownTotalSteps, linear, reduce_on_plateau
 from tests.nets import TORCH_2_9, trainer
-from tests.schedules.recording import SaveEveryStep, Tiny, ones
-from tests.schedules.test_factories import optimizer
+from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones, optimizer, scheduler_of
 
 SCRIPT = [5.0, 4.0, 4.5, 4.5, 3.0, 3.5, 3.5, 3.5, 3.5, 2.0]  # the metric of each epoch
 
@@ -66,21 +66,21 @@ def expected(epochs: int, steps: int = 4, *, W: int = 0, factor: float = 0.1, pa
     return taken
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"patience": 1, "factor": 0.5},
+    {"patience": 0, "factor": 0.5},
+    {"patience": 0, "factor": 0.5, "floor": 0.2},
+    {"patience": 0, "factor": 0.5, "warmup": 6},
+    {"patience": 0, "factor": 0.0, "warmup": 13, "floor": 0.25},
+]
+
+
 @pytest.mark.parametrize("kind", [Scripted, ScriptedManual])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"patience": 1, "factor": 0.5},
-        {"patience": 0, "factor": 0.5},
-        {"patience": 0, "factor": 0.5, "floor": 0.2},
-        {"patience": 0, "factor": 0.5, "warmup": 6},
-        {"patience": 0, "factor": 0.0, "warmup": 13, "floor": 0.25},
-    ],
-)
-def test_a_fit_follows_the_rule_in_every_step(kind, settings):
-    naive = {"W" if name == "warmup" else name: value for name, value in settings.items()}
-    assert fit(kind(**settings)) == expected(10, **naive)
+def test_a_fit_follows_the_rule_in_every_step(kind):
+    for settings in SETTINGS:
+        naive = {"W" if name == "warmup" else name: value for name, value in settings.items()}
+        assert fit(kind(**settings)) == expected(10, **naive), settings
 
 
 def test_a_maximum_is_what_the_negative_is_for_a_minimum():
@@ -91,12 +91,11 @@ def test_a_maximum_is_what_the_negative_is_for_a_minimum():
     assert rising[-1] == 0.5**8
 
 
-@pytest.mark.parametrize("warmup", [5, 0.25])
-def test_the_warmup_counts_optimizer_steps_under_accumulation(warmup):
-    module = Scripted(patience=0, factor=0.5, warmup=warmup)
-    module.script = [1.0] * 10
-    taken = fit(module, accumulate_grad_batches=2)  # two steps an epoch, the warm-up ends in the third
-    assert taken == [0.2, 0.4, 0.6, 0.8, *[1.0] * 4, *(0.5**n for n in range(1, 7) for _ in range(2))]
+def test_the_warmup_counts_optimizer_steps_under_accumulation():
+    for warmup in (5, 0.25):
+        module = Scripted(patience=0, factor=0.5, warmup=warmup, script=[1.0] * 10)
+        taken = fit(module, accumulate_grad_batches=2)  # two steps an epoch, the warm-up ends in the third
+        assert taken == [0.2, 0.4, 0.6, 0.8, *[1.0] * 4, *(0.5**n for n in range(1, 7) for _ in range(2))]
 
 
 def test_a_warmup_of_a_fraction_of_a_step_reaches_the_base():
@@ -160,19 +159,19 @@ def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, kind):
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-@pytest.mark.parametrize("step", [3, 4, 5, 12, 18, 20])
-def test_a_resumed_fit_of_lightning_is_that_of_torchs_scheduler(tmp_path, step):
+def test_a_resumed_fit_of_lightning_is_that_of_torchs_scheduler(tmp_path):
     for kind, folder in ((Scripted, tmp_path / "ours"), (WithTorchs, tmp_path / "theirs")):
         folder.mkdir()
         fit(kind(patience=0, factor=0.5), callbacks=[SaveEveryStep(folder)])
-    ours = fit(Scripted(patience=0, factor=0.5), ckpt_path=tmp_path / "ours" / f"{step}.ckpt")
-    assert ours == fit(WithTorchs(patience=0, factor=0.5), ckpt_path=tmp_path / "theirs" / f"{step}.ckpt")
+    for step in (3, 4, 5, 12, 18, 20):
+        ours = fit(Scripted(patience=0, factor=0.5), ckpt_path=tmp_path / "ours" / f"{step}.ckpt")
+        assert ours == fit(WithTorchs(patience=0, factor=0.5), ckpt_path=tmp_path / "theirs" / f"{step}.ckpt")
 
 
 def test_a_resumed_scheduler_takes_the_same_learning_rates_from_every_epoch():
     def start() -> PlateauLR:
         settings = {"factor": 0.5, "patience": 0, "floor": 0.1, "warmup": 6}
-        return reduce_on_plateau(optimizer(1.0, 0.25), **settings)["lr_scheduler"]["scheduler"]
+        return scheduler_of(reduce_on_plateau(optimizer(1.0, 0.25), **settings))
 
     def advance(scheduler: PlateauLR, epochs: range) -> list[list[float]]:
         taken = []
@@ -196,14 +195,14 @@ def test_a_resumed_scheduler_takes_the_same_learning_rates_from_every_epoch():
 
 
 def test_other_settings_are_followed_with_one_warning():
-    first = reduce_on_plateau(optimizer(), patience=0, factor=0.5)["lr_scheduler"]["scheduler"]
-    second = reduce_on_plateau(optimizer(), patience=2, factor=0.25)["lr_scheduler"]["scheduler"]
+    first = scheduler_of(reduce_on_plateau(optimizer(), patience=0, factor=0.5))
+    second = scheduler_of(reduce_on_plateau(optimizer(), patience=2, factor=0.25))
     first.step(1.0)
     with pytest.warns(UserWarning, match=r"'patience': 0.* is not this run's, .*'patience': 2.* followed") as caught:
         second.load_state_dict(first.state_dict())
     assert len(caught) == 1
     assert (second.best, second.patience, second.factor) == (1.0, 2, 0.25)
-    upwards = reduce_on_plateau(optimizer(), mode="max")["lr_scheduler"]["scheduler"]
+    upwards = scheduler_of(reduce_on_plateau(optimizer(), mode="max"))
     with pytest.warns(UserWarning, match=r"'mode': 'min'"):
         upwards.load_state_dict(first.state_dict())
     upwards.step(0.5)
@@ -212,14 +211,14 @@ def test_other_settings_are_followed_with_one_warning():
 
 def test_its_state_is_plain_data_even_from_numpy(tmp_path):
     numbers = {name: np.float64(0.1) for name in ("factor", "threshold", "floor")}
-    scheduler = reduce_on_plateau(optimizer(), warmup=3, **numbers)["lr_scheduler"]["scheduler"]
+    scheduler = scheduler_of(reduce_on_plateau(optimizer(), warmup=3, **numbers))
     scheduler.step(torch.tensor(1.0))
     torch.save(scheduler.state_dict(), tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True) == scheduler.state_dict()
 
 
 def test_the_state_of_another_scheduler_is_refused_by_name():
-    theirs = linear(optimizer(), total_steps=4)["lr_scheduler"]["scheduler"].state_dict()
+    theirs = scheduler_of(linear(optimizer(), total_steps=4)).state_dict()
     with pytest.raises(ValueError, match="another kind of scheduler than PlateauLR, with 'last_epoch', 'settings'"):
         PlateauLR(optimizer()).load_state_dict(theirs)
 
@@ -238,7 +237,7 @@ def test_every_group_has_its_own_base_and_floor_also_one_that_joins(wrap):
     mine.param_groups[1]["lr_scale"] = 0.5
     mine.param_groups[2]["max_lr"] = wrap(4.0)
     tensors = [group["lr"] for group in mine.param_groups]
-    scheduler = reduce_on_plateau(mine, factor=0.5, patience=0, warmup=4, floor=0.25)["lr_scheduler"]["scheduler"]
+    scheduler = scheduler_of(reduce_on_plateau(mine, factor=0.5, patience=0, warmup=4, floor=0.25))
     seen = [[float(group["lr"]) for group in mine.param_groups]]
     for step in range(6):
         if step in (2, 5):  # in the warm-up and behind it
@@ -269,26 +268,23 @@ def test_a_step_counts_once_also_where_torch_calls_the_hooks_of_a_parents_step_t
     assert (scheduler.steps, mine.param_groups[0]["lr"]) == (3, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"mode": "mx"}, ValueError, r"mode must be one of 'min', 'max', got 'mx'"),
-        ({"factor": 1.0}, ValueError, r"factor must be in \[0.0, 1.0\), got 1.0"),
-        ({"factor": "0.1"}, TypeError, r"factor must be a number .* got '0.1'"),
-        ({"patience": -1}, ValueError, r"patience must be .*, got -1"),
-        ({"patience": 2.5}, TypeError, r"patience must be a whole number, got 2.5"),
-        ({"patience": False}, TypeError, r"patience must be a whole number, got False"),
-        ({"threshold": -1.0}, ValueError, r"threshold must be .*, got -1.0"),
-        ({"floor": 2}, ValueError, r"floor must be in \[0.0, 1.0\], got 2"),
-        ({"warmup": 1.5}, ValueError, r"warmup must be .*, got 1.5"),
-        ({"warmup": True}, TypeError, r"warmup must be .*, got True"),
-        ({"warmup": 0.5}, UnknownTotalSteps, r"neither module nor total_steps"),
-    ],
-)
-def test_a_wrong_value_is_named(settings, error, message):
+def test_a_wrong_value_is_named():
     mine = optimizer()
-    with pytest.raises(error, match=message):
-        reduce_on_plateau(mine, **settings)
+    cases = [
+        (TypeError, {"monitor": 3}, r"monitor must be str, got 3"),
+        (ValueError, {"mode": "mx"}, r"mode must be one of 'min', 'max', got 'mx'"),
+        (ValueError, {"factor": 1.0}, r"factor must be in \[0.0, 1.0\), got 1.0"),
+        (TypeError, {"factor": "0.1"}, r"factor must be a number .* got '0.1'"),
+        (ValueError, {"patience": -1}, r"patience must be .*, got -1"),
+        (TypeError, {"patience": 2.5}, r"patience must be a whole number, got 2.5"),
+        (TypeError, {"patience": False}, r"patience must be a whole number, got False"),
+        (ValueError, {"threshold": -1.0}, r"threshold must be .*, got -1.0"),
+        (ValueError, {"floor": 2}, r"floor must be in \[0.0, 1.0\], got 2"),
+        (ValueError, {"warmup": 1.5}, r"warmup must be .*, got 1.5"),
+        (TypeError, {"warmup": True}, r"warmup must be .*, got True"),
+        (UnknownTotalSteps, {"warmup": 0.5}, r"neither module nor total_steps"),
+    ]
+    assert_refused(partial(reduce_on_plateau, mine), cases)
     assert "initial_lr" not in mine.param_groups[0]
 
 

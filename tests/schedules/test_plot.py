@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_tricks.schedules import CurveLR, cosine, flat_cos, linear, one_cycle
+from lightning_tricks.schedules import CurveLR, cosine, flat_cos, linear, one_cycle, swa_tail
 from lightning_tricks.schedules.plot import plot_schedule
 
 
@@ -61,6 +61,7 @@ def halves(step: int) -> float:
 
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "CurveLR": lambda o: cosine(o, total_steps=20, warmup=3)["lr_scheduler"]["scheduler"],
+    "swa_tail": lambda o: swa_tail(cosine(o, total_steps=20), start=4, swa_lr=0.05)["lr_scheduler"]["scheduler"],
     "one_cycle": lambda o: one_cycle(o, total_steps=20, momentum=(0.85, 0.95))["lr_scheduler"]["scheduler"],
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [halves, lambda step: 1 / (step + 1)]),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
@@ -84,15 +85,15 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 LENGTH = 9
 
 
-@pytest.mark.parametrize("before", [0, 4])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_any_scheduler_is_drawn_as_it_goes_on(name, before):
-    scheduler = SCHEDULERS[name](adam())
-    taken(scheduler, before)
-    _, ax = plot_schedule(scheduler, LENGTH)
-    if name != "ChainedScheduler":  # which does not know its step
-        assert list(ax.lines[0].get_xdata()) == list(range(before, before + LENGTH))
-    assert lines(ax) == taken(scheduler, LENGTH)
+def test_any_scheduler_is_drawn_as_it_goes_on(name):
+    for before in (0, 4):
+        scheduler = SCHEDULERS[name](adam())
+        taken(scheduler, before)
+        _, ax = plot_schedule(scheduler, LENGTH)
+        if name != "ChainedScheduler":  # which does not know its step
+            assert list(ax.lines[0].get_xdata()) == list(range(before, before + LENGTH))
+        assert lines(ax) == taken(scheduler, LENGTH)
 
 
 def state(scheduler: LRScheduler) -> bytes:
@@ -104,21 +105,21 @@ def state(scheduler: LRScheduler) -> bytes:
     return pickle.dumps(everything)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_drawing_changes_nothing(name):
-    scheduler = SCHEDULERS[name](adam())
-    taken(scheduler, 2)
-    before, attributes = state(scheduler), {**vars(scheduler)}
-    step, groups = scheduler.optimizer.step, [dict(group) for group in scheduler.optimizer.param_groups]
-    random = torch.get_rng_state()
-    plot_schedule(scheduler, 5)
-    assert state(scheduler) == before
-    assert all(vars(scheduler)[key] is value for key, value in attributes.items())
-    assert scheduler.optimizer.step is step
-    for group, old in zip(scheduler.optimizer.param_groups, groups, strict=True):
-        assert group.keys() == old.keys()
-        assert all(group[key] is old[key] for key in old)
-    assert torch.equal(torch.get_rng_state(), random)
+def test_drawing_changes_nothing():
+    for name, make in SCHEDULERS.items():
+        scheduler = make(adam())
+        taken(scheduler, 2)
+        before, attributes = state(scheduler), {**vars(scheduler)}
+        step, groups = scheduler.optimizer.step, [dict(group) for group in scheduler.optimizer.param_groups]
+        random = torch.get_rng_state()
+        plot_schedule(scheduler, 5)
+        assert state(scheduler) == before, name
+        assert all(vars(scheduler)[key] is value for key, value in attributes.items()), name
+        assert scheduler.optimizer.step is step, name
+        for group, old in zip(scheduler.optimizer.param_groups, groups, strict=True):
+            assert group.keys() == old.keys(), name
+            assert all(group[key] is old[key] for key in old), name
+        assert torch.equal(torch.get_rng_state(), random), name
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_as_it_is():
@@ -143,25 +144,18 @@ def test_no_copy_is_made_of_weights_and_optimizer_state(monkeypatch):
 # -- what may be drawn -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
+def test_a_factory_is_drawn_for_a_base_learning_rate_of_1():
+    for factory in (
+        linear,  # takes the steps as its total
         partial(linear, total_steps=4),
         lambda optimizer: linear(optimizer, total_steps=4),
         lambda optimizer: linear(optimizer, total_steps=4)["lr_scheduler"],
         lambda optimizer: linear(optimizer, total_steps=4)["lr_scheduler"]["scheduler"],
         lambda optimizer: {"optimizer": optimizer, "lr_scheduler": lr_scheduler.LinearLR(optimizer, 1, 0, 4)},
-    ],
-)
-def test_a_factory_is_drawn_for_a_base_learning_rate_of_1(factory):
-    _, ax = plot_schedule(factory, 4)
-    assert lines(ax) == [[1.0, 0.75, 0.5, 0.25]]
-    assert ax.get_ylabel() == "learning rate / base"
-
-
-def test_a_factory_takes_the_steps_as_its_total():
-    _, ax = plot_schedule(linear, 4)
-    assert lines(ax) == [[1.0, 0.75, 0.5, 0.25]]
+    ):
+        _, ax = plot_schedule(factory, 4)
+        assert lines(ax) == [[1.0, 0.75, 0.5, 0.25]]
+        assert ax.get_ylabel() == "learning rate / base"
 
 
 def test_the_dictionary_of_a_factory_is_drawn_as_its_scheduler():
@@ -172,22 +166,22 @@ def test_the_dictionary_of_a_factory_is_drawn_as_its_scheduler():
     assert ax.get_ylabel() == "learning rate"
 
 
-@pytest.mark.parametrize("name", ["CurveLR", "one_cycle", "OneCycleLR"])
-def test_the_steps_that_are_left_are_drawn_where_the_total_is_known(name):
-    scheduler = SCHEDULERS[name](adam())
-    taken(scheduler, 5)
-    _, ax = plot_schedule(scheduler)
-    assert len(ax.lines[0].get_xdata()) == 15
+def test_the_steps_that_are_left_are_drawn_where_the_total_is_known():
+    for name in ("CurveLR", "swa_tail", "one_cycle", "OneCycleLR"):
+        scheduler = SCHEDULERS[name](adam())
+        taken(scheduler, 5)
+        _, ax = plot_schedule(scheduler)
+        assert len(ax.lines[0].get_xdata()) == 15, name
 
 
-@pytest.mark.parametrize("name", ["one_cycle", "OneCycleLR"])
-def test_a_momentum_that_is_cycled_is_drawn_on_the_right(name):
-    scheduler = SCHEDULERS[name](adam())
-    figure, ax = plot_schedule(scheduler, LENGTH)
-    left, right = figure.axes
-    assert left is ax
-    assert (left.get_ylabel(), right.get_ylabel()) == ("learning rate", "momentum")
-    assert lines(right) == taken(scheduler, LENGTH, "betas")
+def test_a_momentum_that_is_cycled_is_drawn_on_the_right():
+    for name in ("one_cycle", "OneCycleLR"):
+        scheduler = SCHEDULERS[name](adam())
+        figure, ax = plot_schedule(scheduler, LENGTH)
+        left, right = figure.axes
+        assert left is ax
+        assert (left.get_ylabel(), right.get_ylabel()) == ("learning rate", "momentum")
+        assert lines(right) == taken(scheduler, LENGTH, "betas")
 
 
 def test_the_momentum_of_a_factory_is_drawn_too():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,23 +16,24 @@ from lightning_tricks import BatchSizeWarmup
 from lightning_tricks.schedules.scaling import effective_batch_size, scale_adam, scale_lr, scaled_lrs
 from tests.nets import PlainNet, build, fit, loader, trainer
 from tests.ranks import run_ranks
+from tests.schedules.recording import assert_refused
 
 BATCHES = {"batch_size": 1024, "base_batch_size": 256}
 
 
-@pytest.mark.parametrize("warmup", [0.05, 100])
-def test_the_rules_by_hand(warmup):
+def test_the_rules_by_hand():
     generator = random.Random(0)
     for _ in range(50):
         lr, batch, base = generator.uniform(1e-5, 1), generator.randint(1, 5000), generator.randint(1, 5000)
         sizes: Any = {"batch_size": batch, "base_batch_size": base}
-        assert scale_lr(lr, **sizes, warmup=warmup) == pytest.approx(lr * batch / base)
+        for warmup in (0.05, 100):
+            assert scale_lr(lr, **sizes, warmup=warmup) == pytest.approx(lr * batch / base)
         assert scale_lr(lr, **sizes, rule="sqrt") == pytest.approx(lr * (batch / base) ** 0.5)
 
 
-@pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_the_same_batch_size_leaves_the_learning_rate_alone(rule):
-    assert scale_lr(0.3, batch_size=7, base_batch_size=7, rule=rule) == 0.3
+def test_the_same_batch_size_leaves_the_learning_rate_alone():
+    for rule in ("linear", "sqrt"):
+        assert scale_lr(0.3, batch_size=7, base_batch_size=7, rule=rule) == 0.3
 
 
 def test_a_linear_rise_without_warm_up_warns():
@@ -44,9 +46,8 @@ def test_a_fall_needs_no_warm_up():
     assert scale_lr(0.4, batch_size=64, base_batch_size=256) == 0.1  # warnings are errors here
 
 
-@pytest.mark.parametrize(
-    ("error", "settings", "message"),
-    [
+def test_an_error_names_the_argument_the_value_and_what_is_allowed():
+    cases = [
         (ValueError, {"rule": "cubic"}, r"rule must be one of 'linear', 'sqrt', got 'cubic'"),
         (ValueError, {"rule": "Linear"}, r"Did you mean 'linear'\?"),
         (ValueError, {"lr": -0.1}, r"lr must be in \[0.0, inf\), got -0.1"),
@@ -55,11 +56,8 @@ def test_a_fall_needs_no_warm_up():
         (TypeError, {"base_batch_size": 2.5}, r"base_batch_size must be a whole number, got 2.5"),
         (TypeError, {"warmup": True}, r"warmup must be an int .*or a float .*got True"),
         (ValueError, {"warmup": 1.5}, r"warmup must be .*got 1.5"),
-    ],
-)
-def test_an_error_names_the_argument_the_value_and_what_is_allowed(error, settings, message):
-    with pytest.raises(error, match=message):
-        scale_lr(**{"lr": 0.1, **BATCHES, **settings})
+    ]
+    assert_refused(lambda **settings: scale_lr(**{"lr": 0.1, **BATCHES, **settings}), cases)
 
 
 # -- Adam -------------------------------------------------------------------------------------------------------------
@@ -92,18 +90,14 @@ def test_adams_rule_ends_where_a_beta_would_be_negative():
         scale_adam(1e-3, batch_size=641, base_batch_size=64)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0.0, 1.0\), got 1.0"),
-        ({"eps": -1e-8}, r"eps must be in \[0.0, inf\), got -1e-08"),
-        ({"lr": -1}, r"lr must be in \[0.0, inf\), got -1"),
-        ({"base_batch_size": 0}, r"base_batch_size must be at least 1, got 0"),
-    ],
-)
-def test_an_error_of_adams_rule_names_the_argument(settings, message):
-    with pytest.raises(ValueError, match=message):
-        scale_adam(**{"lr": 1e-3, **BATCHES, **settings})
+def test_an_error_of_adams_rule_names_the_argument():
+    cases = [
+        (ValueError, {"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0.0, 1.0\), got 1.0"),
+        (ValueError, {"eps": -1e-8}, r"eps must be in \[0.0, inf\), got -1e-08"),
+        (ValueError, {"lr": -1}, r"lr must be in \[0.0, inf\), got -1"),
+        (ValueError, {"base_batch_size": 0}, r"base_batch_size must be at least 1, got 0"),
+    ]
+    assert_refused(lambda **settings: scale_adam(**{"lr": 1e-3, **BATCHES, **settings}), cases)
 
 
 # -- the batch size of a Trainer --------------------------------------------------------------------------------------
@@ -137,15 +131,9 @@ def step_of_ddp(accumulate: int) -> dict[str, Any]:
     return {"seen": module.seen, **{name: value.tolist() for name, value in module.state_dict().items()}}
 
 
-def test_one_device():
+def test_accumulated_batches_of_one_device_count():
     assert asked() == 8
-
-
-def test_accumulated_batches_count():
     assert asked(accumulate_grad_batches=3) == 24
-
-
-def test_a_scheduler_of_one_factor_counts():
     assert asked(callbacks=[GradientAccumulationScheduler({0: 4})]) == 32
 
 
@@ -166,10 +154,11 @@ def test_nodes_count_before_any_of_them_starts():
     assert effective_batch_size(run, per_device=8) == 48
 
 
-@pytest.mark.parametrize(("error", "value"), [(ValueError, 0), (TypeError, 8.0)])
-def test_a_batch_size_is_a_count(error, value):
-    with pytest.raises(error, match="per_device must be"):
-        effective_batch_size(trainer(), per_device=value)
+def test_a_batch_size_is_a_count():
+    cases = [
+        (error, {"per_device": value}, "per_device must be") for error, value in ((ValueError, 0), (TypeError, 8.0))
+    ]
+    assert_refused(partial(effective_batch_size, trainer()), cases)
 
 
 def test_a_step_of_two_ranks_is_a_step_of_one_process_on_the_effective_batch():

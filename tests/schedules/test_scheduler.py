@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning_tricks import schedules
 from lightning_tricks.schedules import CurveLR, curves, flat_cos, one_cycle, swa_tail
 from tests.nets import TORCH_2_9, trainer
-from tests.schedules.recording import SaveEveryStep, Tiny, ones
-from tests.schedules.test_factories import FACTORIES, optimizer
+from tests.schedules.recording import FACTORIES, SaveEveryStep, Tiny, assert_refused, ones, optimizer, scheduler_of
 
 FLAT_COS = partial(curves.flat_cos, total_steps=12, warmup=2.5, floor=0.01)
 ONE_CYCLE = partial(curves.one_cycle, total_steps=12)
@@ -32,7 +33,7 @@ def cycled(optimizer: Any, module: Any) -> Any:
     return one_cycle(optimizer, module, momentum=(0.85, 0.95))
 
 
-def start(curve: partial[float] = FLAT_COS, lr: Any = 0.1) -> CurveLR:
+def start(curve: Any = FLAT_COS, lr: Any = 0.1) -> CurveLR:
     kind = torch.optim.Adam if isinstance(lr, torch.Tensor) else torch.optim.SGD
     return CurveLR(kind([torch.nn.Parameter(torch.ones(1))], lr=lr, foreach=False), curve)
 
@@ -60,9 +61,8 @@ def test_the_state_is_a_copy():
 
 
 def test_the_state_loads_as_weights_only_even_if_given_numpy_numbers(tmp_path):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    schedule = flat_cos(optimizer, total_steps=12, warmup=np.float64(0.1), floor=np.float64(0.01))
-    state = schedule["lr_scheduler"]["scheduler"].state_dict()
+    schedule = flat_cos(optimizer(0.1), total_steps=12, warmup=np.float64(0.1), floor=np.float64(0.01))
+    state = scheduler_of(schedule).state_dict()
     torch.save(state, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
 
@@ -75,20 +75,44 @@ def test_a_scheduler_pickles_with_its_optimizer():
     assert advance(twin, 12) == advance(scheduler, 12)
 
 
-@pytest.mark.parametrize("curve", [FLAT_COS, ONE_CYCLE])
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
-@pytest.mark.parametrize("optimizer_too", [False, True])
-def test_resuming_at_any_step_gives_the_same_learning_rates(curve, lr, optimizer_too):
-    whole = advance(start(curve, lr.clone() if isinstance(lr, torch.Tensor) else lr), 15)
-    for step in range(15):
-        first, second = (start(curve, lr.clone() if isinstance(lr, torch.Tensor) else lr) for _ in range(2))
-        advance(first, step)
-        if optimizer_too:
-            second.optimizer.load_state_dict(first.optimizer.state_dict())
-        second.load_state_dict(first.state_dict())
-        assert second.get_last_lr() == first.get_last_lr()
-        assert second._step_count == first._step_count
-        assert advance(second, 15 - step) == whole[step:]
+def halved(step: float) -> float:
+    return 0.5**step
+
+
+@dataclass(frozen=True)
+class Halved:
+    every: int
+
+    def __call__(self, step: float) -> float:
+        return 0.5 ** (step // self.every)
+
+
+@pytest.mark.parametrize("wrap", [float, torch.tensor])
+def test_resuming_at_any_step_gives_the_same_learning_rates(wrap):
+    for curve, optimizer_too in product([FLAT_COS, ONE_CYCLE, halved, Halved(3)], [False, True]):
+        whole = advance(start(curve, wrap(0.1)), 15)
+        for step in range(15):
+            first, second = (start(curve, wrap(0.1)) for _ in range(2))
+            advance(first, step)
+            if optimizer_too:
+                second.optimizer.load_state_dict(first.optimizer.state_dict())
+            second.load_state_dict(first.state_dict())
+            assert second.get_last_lr() == first.get_last_lr()
+            assert second._step_count == first._step_count
+            assert advance(second, 15 - step) == whole[step:]
+
+
+def test_a_curve_of_ones_own_is_named_in_the_state_and_copied(tmp_path):
+    states = {halved: {"curve": "halved"}, Halved(3): {"curve": "Halved", "every": 3}}
+    states |= {partial(halved): {"curve": "halved"}}
+    for curve, settings in states.items():
+        scheduler = start(curve)
+        assert scheduler.state_dict() == {"last_epoch": 0, "settings": settings}
+        advance(scheduler, 2)
+        twin = pickle.loads(pickle.dumps(scheduler))
+        assert advance(twin, 4) == advance(scheduler, 4) == [0.1 * curve(t) for t in range(2, 6)]
+        torch.save(scheduler.state_dict(), tmp_path / "state.pt")
+        assert torch.load(tmp_path / "state.pt", weights_only=True) == scheduler.state_dict()
 
 
 @pytest.mark.skipif(TORCH_2_9, reason="a limit of torch 2.9: its schedulers give away learning rates that are Tensors")
@@ -121,9 +145,9 @@ class Recorded(torch.optim.AdamW):
 
 
 class TwoGroups(Tiny):
-    def __init__(self, schedule: Any, tensor: bool = False) -> None:
+    def __init__(self, schedule: Any, wrap: Any = float) -> None:
         super().__init__(schedule)
-        self.wrap = torch.tensor if tensor else float
+        self.wrap = wrap  # of each learning rate
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -153,13 +177,15 @@ def fit(schedule: Any, folder: Any, epochs: int = 3, resume: int | None = None, 
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-@pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("schedule", [*FACTORIES, tailed, cycled], ids=lambda schedule: schedule.__name__)
-def test_a_fit_resumed_from_any_step_takes_the_same_learning_rates(tmp_path, schedule, tensor):
-    whole = fit(schedule, tmp_path, tensor=tensor)
-    assert len(whole) == 10
-    for step in range(1, 10):
-        assert fit(schedule, tmp_path, resume=step, tensor=tensor) == whole[step:]
+def test_a_fit_resumed_from_any_step_takes_the_same_learning_rates(tmp_path, schedule):
+    for wrap in (float, torch.tensor):
+        folder = tmp_path / wrap.__name__
+        folder.mkdir()
+        whole = fit(schedule, folder, wrap=wrap)
+        assert len(whole) == 10
+        for step in range(1, 10):
+            assert fit(schedule, folder, resume=step, wrap=wrap) == whole[step:]
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
@@ -178,24 +204,19 @@ def test_a_fit_resumed_for_longer_warns_once_and_follows_the_new_total(tmp_path,
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheduler: pickle.loads(pickle.dumps(scheduler))])
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_a_copy_goes_on_with_an_optimizer_of_its_own(copied):
+    for make in (
         *(partial(factory, total_steps=12) for factory in FACTORIES),
         lambda optimizer: swa_tail(flat_cos(optimizer, total_steps=12), swa_lr=0.03),
         lambda optimizer: one_cycle(optimizer, total_steps=12, momentum=(0.8, 0.9)),
-    ],
-)
-def test_a_copy_goes_on_with_an_optimizer_of_its_own(make, copied):
-    schedule = make(optimizer(0.1, 0.2, momentum=0.9))
-    scheduler = schedule["lr_scheduler"]["scheduler"]
-    advance(scheduler, 5)
-    twin = copied(scheduler)
-    assert twin.optimizer is not scheduler.optimizer
-    assert advance(twin, 10) == advance(scheduler, 10)
-    assert [group["momentum"] for group in twin.optimizer.param_groups] == [
-        group["momentum"] for group in scheduler.optimizer.param_groups
-    ]
+    ):
+        scheduler = scheduler_of(make(optimizer(0.1, 0.2, momentum=0.9)))
+        advance(scheduler, 5)
+        twin = copied(scheduler)
+        assert twin.optimizer is not scheduler.optimizer
+        assert advance(twin, 10) == advance(scheduler, 10)
+        groups = zip(twin.optimizer.param_groups, scheduler.optimizer.param_groups, strict=True)
+        assert all(copied_group["momentum"] == group["momentum"] for copied_group, group in groups)
 
 
 class Layers(torch.nn.Sequential):
@@ -260,20 +281,17 @@ def test_a_group_unfrozen_in_a_fit_follows_from_its_own_base_also_resumed(tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch's, of a copied optimizer
-@pytest.mark.parametrize("wrap", [float, torch.tensor])
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_group_that_joins_takes_part_from_its_first_step_under_the_outer_curve(wrap, copied):
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=wrap(1.0), foreach=False)
-    schedule = schedules.swa_tail(schedules.linear(optimizer, total_steps=8), start=4, swa_lr=0.25)
-    scheduler = schedule["lr_scheduler"]["scheduler"]
-    scheduler = copy.deepcopy(scheduler) if copied else scheduler
-    optimizer = scheduler.optimizer
-    for _ in range(6):
-        optimizer.step()
-        scheduler.step()
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": wrap(2.0)})
-    optimizer.step()
-    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.5]
+def test_a_group_that_joins_takes_part_from_its_first_step_under_the_outer_curve():
+    for wrap, copied in product([float, torch.tensor], [False, True]):
+        adam = optimizer(wrap(1.0), kind=torch.optim.Adam, foreach=False)
+        scheduler = scheduler_of(swa_tail(schedules.linear(adam, total_steps=8), start=4, swa_lr=0.25))
+        scheduler = copy.deepcopy(scheduler) if copied else scheduler
+        for _ in range(6):
+            scheduler.optimizer.step()
+            scheduler.step()
+        scheduler.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": wrap(2.0)})
+        scheduler.optimizer.step()
+        assert [float(group["lr"]) for group in scheduler.optimizer.param_groups] == [0.25, 0.5]
 
 
 def test_a_scheduler_continues_from_a_given_step():
@@ -282,13 +300,23 @@ def test_a_scheduler_continues_from_a_given_step():
 
 
 def test_the_state_of_another_scheduler_is_refused_by_name() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    theirs = torch.optim.lr_scheduler.StepLR(optimizer, 3).state_dict()
+    theirs = torch.optim.lr_scheduler.StepLR(optimizer(), 3).state_dict()
     with pytest.raises(ValueError, match="another kind of scheduler than CurveLR, with 'step_size'"):
-        CurveLR(optimizer, partial(curves.linear, total_steps=4)).load_state_dict(theirs)
+        start().load_state_dict(theirs)
 
 
-def test_a_curve_that_is_not_bound_by_partial_is_refused() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(TypeError, match=r"curve must be .* functools\.partial"):
-        CurveLR(optimizer, lambda step: 1.0)
+def test_a_curve_that_cannot_be_pickled_is_refused() -> None:
+    def local(step: float) -> float:
+        return 1.0
+
+    cases = [
+        (TypeError, {"curve": curve}, r"curve must be .* can be pickled, .* functools\.partial, got ")
+        for curve in (local, lambda step: 1.0, 0.5, None)
+    ]
+    cases += [
+        (TypeError, {"momentum": 0.9}, r"momentum must be .* can be pickled, .*, got 0.9"),
+        (ValueError, {"momentum": halved}, "momentum can be cycled where there is some, got SGD without"),
+        (TypeError, {"last_epoch": 0.5}, "last_epoch must be int, got 0.5"),
+        (ValueError, {"last_epoch": 3}, "last_epoch must be -1 for groups without an initial_lr, got 3"),
+    ]
+    assert_refused(lambda **settings: CurveLR(optimizer(), **{"curve": halved, **settings}), cases)

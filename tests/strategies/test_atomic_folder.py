@@ -233,7 +233,7 @@ def names_and_resume(engine: str, folder: str) -> None:
         missing = "meta.pt" if engine == "fsdp2" else "latest"
         (path / "step=3.ckpt" / missing).unlink()
     run.strategy.barrier()
-    with pytest.raises(MisconfigurationException, match=r"step=3\.ckpt is no whole checkpoint: it has no"):
+    with pytest.raises(MisconfigurationException, match=r"step=3\.ckpt is not a complete checkpoint: it has no"):
         make_trainer(engine).fit(build(Wide), rank_loader(), ckpt_path=path / "step=3.ckpt")
 
 
@@ -263,7 +263,7 @@ def lose_and_break(name: str, folder: str) -> str:
 @pytest.mark.parametrize("name", ["fsdp2_bf16", "zero3_bf16"])
 def test_presets_resume_whole_folders_only(name: str, tmp_path: Path) -> None:
     for told in run_ranks(lose_and_break, name, str(tmp_path)):
-        assert "is no whole checkpoint: it has no" in told
+        assert "is not a complete checkpoint: it has no" in told
 
 
 def full_disk(engine: str, folder: str) -> list[str]:

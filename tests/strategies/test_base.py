@@ -74,7 +74,7 @@ def test_a_plugin_of_another_kind_or_precision_is_refused(
             trainer(strategy=name, plugins=[given])
     elif not isinstance(given, own):
         with pytest.raises(
-            MisconfigurationException, match=f"works with a {own.__name__}, got the plugin {type(given).__name__}"
+            MisconfigurationException, match=f"needs the plugin {own.__name__}, got {type(given).__name__}"
         ):
             trainer(strategy=name, plugins=[given])
     else:
@@ -165,7 +165,7 @@ def one_after_the_other() -> None:
         fit(module, **first[engine], **settings)
         for name in others:
             with pytest.raises(
-                MisconfigurationException, match=f"sharded by {engine} .* strategy='{name}'. Make the mod"
+                MisconfigurationException, match=f"sharded by {engine} .* strategy='{name}'. Create a new mod"
             ):
                 fit(module, strategy=name, **settings)
     with pytest.raises(

@@ -155,7 +155,7 @@ def test_registering_twice_changes_nothing() -> None:
 
 def test_a_name_that_is_somebody_elses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(StrategyRegistry["ddp_bf16"], "strategy", SingleDeviceStrategy)
-    with pytest.raises(RuntimeError, match=r"'ddp_bf16' is registered already, by .*SingleDeviceStrategy"):
+    with pytest.raises(RuntimeError, match=r"'ddp_bf16' is already registered by .*SingleDeviceStrategy"):
         register()
     assert StrategyRegistry["ddp_bf16"]["strategy"] is SingleDeviceStrategy
 

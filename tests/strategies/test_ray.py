@@ -35,7 +35,7 @@ FAST = {
 
 @pytest.mark.parametrize("name", ["accelerator", "devices", "num_nodes"])
 def test_what_ray_decides_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"from Ray, got {name}\. Say it by ScalingConfig"):
+    with pytest.raises(TypeError, match=rf"from Ray, got {name}\. Pass ScalingConfig"):
         ray_trainer("ddp_bf16", **{name: 2})
 
 
@@ -119,7 +119,7 @@ def in_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_trainer_is_what_ray_says(in_workers: dict[str, Any]) -> None:
     facts = {"device": "cpu", "devices": 2, "nodes": 1, "world": 2, "environment": "RayLightningEnvironment"}
     assert in_workers["facts"] == [{**facts, "precision": "bf16-mixed", "preset": "ddp_bf16"}] * 2
-    assert re.match("ray_trainer is called by .* got a call from outside. Call it in", in_workers["outside"])
+    assert re.match("ray_trainer must be called .* got a call from outside. Call it in", in_workers["outside"])
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""How much memory training takes."""
+"""Estimating the memory that training takes."""

@@ -1,4 +1,4 @@
-"""The memory of a forward and backward pass, measured on tensors without any."""
+"""Measuring the memory of a forward and backward pass on fake tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightning_tricks.core.replay.module_state import ModuleState
 
 
 class Step(nn.Module):
-    """``training_step`` of a LightningModule; of another module the forward pass and a loss of its outputs.
+    """The training step of a module: ``training_step``, or a forward pass and a loss of its outputs.
 
     Args:
-        model: The module.
+        model: A LightningModule or another module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,61 +32,59 @@ class Step(nn.Module):
         self.model = model
 
     def loss(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The loss of a batch with these parameters and buffers.
+        """Compute the loss of a batch with other parameters and buffers.
 
         Raises:
-            ValueError: If the step fails without a Trainer and without values, or returns no loss.
+            ValueError: If the step fails on fake tensors without a Trainer, or returns no loss.
         """
         try:
             loss = torch.func.functional_call(self, dict(weights), (batch,))
         except Exception as error:
             raise ValueError(
-                f"a step of {type(self.model).__name__} on tensors without values and without a Trainer failed:"
-                f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} Pass the network inside"
-                " it and its inputs as the batch, or estimate without batch=."
+                f"a step of {type(self.model).__name__} on fake tensors and without a Trainer failed:"
+                f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} Pass the inner network"
+                " and its inputs as the batch, or estimate without batch=."
             ) from error
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise ValueError(
                 f"a step of {type(self.model).__name__} must return a loss that depends on its weights, got"
-                f" {type(loss).__name__}. With manual optimization pass the network inside it and its inputs."
+                f" {type(loss).__name__}. With manual optimization pass the inner network and its inputs."
             )
         return loss
 
     def forward(self, batch: Any) -> Any:
-        """What ``loss`` runs, with the weights put in."""
+        """Run the step; ``loss`` calls it with the weights replaced."""
         if isinstance(self.model, pl.LightningModule):
-            self._silence()
+            self._disable_logging()
             output = self.model.training_step(*step_arguments(self.model, batch, 0))
             return output["loss"] if isinstance(output, Mapping) else output
-        output = self._output(batch)
-        if isinstance(loss := getattr(output, "loss", None), Tensor):  # transformers
+        output = self._call_model(batch)
+        if isinstance(loss := getattr(output, "loss", None), Tensor):  # Set in the outputs of transformers.
             return loss
-        leaves = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if isinstance(output, Mapping):  # The tree functions do not look into the outputs of transformers.
+            output = dict(output)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         return sum(leaf.float().sum() for leaf in leaves)
 
-    def _silence(self) -> None:
-        """Log nothing, and let metrics, which look at values, count nothing; who runs the step puts that back."""
+    def _disable_logging(self) -> None:
+        """Replace logging and metrics, which need values. The caller restores them with ``ModuleState``."""
         vars(self.model)["log"] = vars(self.model)["log_dict"] = _silent
         for metric in self.model.modules():
             if isinstance(metric, Metric):
                 vars(metric)["update"] = _silent
                 vars(metric)["forward"] = vars(metric)["compute"] = _zero
 
-    def _output(self, batch: Any) -> Any:
+    def _call_model(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             return self.model(**batch)
         if not isinstance(batch, tuple | list):
             return self.model(batch)
         kinds = [p.kind for p in inspect.signature(self.model.forward).parameters.values()]
-        places = sum(
-            kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
-        )
-        return self.model(*(batch if inspect.Parameter.VAR_POSITIONAL in kinds else batch[:places]))  # then targets
-
-
-def _plain(output: Any) -> Any:
-    """An output of transformers as a dictionary, into which the tree functions look."""
-    return dict(output) if isinstance(output, Mapping) else output
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return self.model(*batch)
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        count = sum(kind in positional for kind in kinds)
+        return self.model(*batch[:count])  # The rest of the batch are targets.
 
 
 def _zero(*_: Any, **__: Any) -> Tensor:
@@ -99,14 +97,20 @@ def _silent(*_: Any, **__: Any) -> None:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a step beside weights, gradients and optimizer states: the highest of lines over the batch size.
+    """Bytes of a step besides weights, gradients and optimizer states, as a function of the batch size.
 
-    Each moment of a step takes some bytes and some more for each sample; a larger batch has its peak at another moment.
+    At each moment of a step the bytes are a linear function of the batch size. The peak is the maximum of these lines;
+    for another batch size it may be at another moment.
+
+    Args:
+        samples: The number of samples in the measured batch.
+        lines: The lines, as pairs of a number of bytes and a number of bytes per sample.
+        casts: Bytes of 16-bit copies of the weights, which the lines do not include.
     """
 
-    samples: int  # in the batch that was measured
-    lines: tuple[tuple[float, float], ...]  # bytes, bytes for each sample
-    casts: int  # bytes of 16-bit copies of the weights, not in the lines
+    samples: int
+    lines: tuple[tuple[float, float], ...]
+    casts: int
 
     def at(self, samples: int) -> int:
         """The bytes for a batch of ``samples``."""
@@ -115,26 +119,26 @@ class Activations:
 
 @dataclass(frozen=True)
 class Regime:
-    """How a step is run.
+    """The conditions under which a step runs.
 
     Args:
-        held: The floating-point type of weights and batch; None: their own.
-        autocast: The type of matrix products; None: no autocast.
-        keeps_gradients: Whether gradients stay through the backward pass, as in DDP's buckets.
-        cuda: Whether CUDA is meant, whatever the tensors are on.
+        dtype: The dtype of floating-point weights and of the batch; None if they keep their own.
+        autocast: The dtype of matrix products; None without autocast.
+        keeps_gradients: Whether gradients stay in memory during the backward pass, as in DDP's buckets.
+        cuda: Whether the estimate is for CUDA, wherever the tensors are.
     """
 
-    held: torch.dtype | None
+    dtype: torch.dtype | None
     autocast: torch.dtype | None
     keeps_gradients: bool
     cuda: bool
 
 
 def batch_samples(batch: Any) -> int:
-    """The number of samples in a batch: the first size of its first tensor that has one.
+    """The number of samples in a batch: the first dimension of its first tensor with samples.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such tensor.
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim and len(leaf):
@@ -143,13 +147,13 @@ def batch_samples(batch: Any) -> int:
 
 
 def measure(model: nn.Module, batch: Any, samples: int, regime: Regime) -> Activations:
-    """Measure a step on ``samples`` samples and on twice as many; nothing is allocated, the module stays as it is.
+    """Measure a step on ``samples`` samples and on twice as many, without allocating memory or changing the module.
 
     Args:
-        model: A LightningModule, of which ``training_step`` runs, or another module.
-        batch: An example, of any size.
-        samples: The batch size that is to be exact; others follow from the two.
-        regime: How the step is run.
+        model: A LightningModule, whose ``training_step`` runs, or another module.
+        batch: An example batch of any size.
+        samples: The batch size for which the result is exact; other sizes follow from the two measurements.
+        regime: The conditions under which the step runs.
     """
     state, training = ModuleState(model), [(module, module.training) for module in model.modules()]
     try:
@@ -160,37 +164,38 @@ def measure(model: nn.Module, batch: Any, samples: int, regime: Regime) -> Activ
         for module, flag in training:
             module.training = flag
         state.restore()
-    casts = once.casts
-    return Activations(samples, _lines(samples, once.times, twice.times, casts), casts)
+    return Activations(samples, _lines(samples, once.times, twice.times, once.casts), once.casts)
 
 
 @dataclass(frozen=True)
 class _Run:
-    times: list[int]  # bytes after each function, beside those of all gradients
+    """Bytes after each function, without those of all gradients; and bytes of casts at their peak."""
+
+    times: list[int]
     casts: int
 
 
 def _run(model: nn.Module, batch: Any, samples: int, regime: Regime) -> _Run:
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
-    step, before = Step(model), batch_samples(batch)
+    step, example_samples = Step(model), batch_samples(batch)
 
     def fake(tensor: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype
         return torch.empty(tensor.shape if shape is None else shape, dtype=dtype, device=device)
 
     def sized(tensor: Tensor) -> Tensor:
-        scaled = tensor.ndim and len(tensor) == before
-        return fake(tensor, (samples, *tensor.shape[1:]) if scaled else None, regime.held)
+        has_samples = tensor.ndim and len(tensor) == example_samples
+        return fake(tensor, (samples, *tensor.shape[1:]) if has_samples else None, regime.dtype)
 
     with ExitStack() as stack:
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes are of one thread
-        # a fake tensor does not say what its LSTM keeps
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # The modes below apply to one thread.
+        # Fake tensors do not report what oneDNN's LSTM keeps.
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False, allow_tf32=None))
         stack.enter_context(fake_mode())
         live = stack.enter_context(LiveBytes(on_cpu=not regime.cuda))
-        buffers = {name: fake(buffer, dtype=regime.held) for name, buffer in step.named_buffers()}
+        buffers = {name: fake(buffer, dtype=regime.dtype) for name, buffer in step.named_buffers()}
         weights = {
-            name: nn.Parameter(fake(p, dtype=regime.held), p.requires_grad) for name, p in step.named_parameters()
+            name: nn.Parameter(fake(p, dtype=regime.dtype), p.requires_grad) for name, p in step.named_parameters()
         }
         for tensor in weights.values():
             tensor.grad = torch.empty_like(tensor) if tensor.requires_grad else None
@@ -204,7 +209,7 @@ def _run(model: nn.Module, batch: Any, samples: int, regime: Regime) -> _Run:
             loss = step.loss({**weights, **buffers}, inputs)
         if not regime.keeps_gradients:
             for tensor in weights.values():
-                tensor.grad = None  # as Lightning does before the backward pass
+                tensor.grad = None  # Lightning sets gradients to None before the backward pass.
         loss.backward()
         return _Run([now - gradients for now in live.times], live.casts)
 
@@ -220,8 +225,8 @@ def _autocast(device: str, regime: Regime) -> Iterator[None]:
 
 
 def _lines(samples: int, once: list[int], twice: list[int], casts: int) -> tuple[tuple[float, float], ...]:
-    """The line of each moment; of those with the same slope the highest."""
-    if len(once) != len(twice):  # a step that goes other ways with more samples
+    """The lines through two measurements at each moment; only the highest of those with the same slope."""
+    if len(once) != len(twice):  # The step runs other functions with more samples.
         once, twice = [max(once)], [max(twice)]
     pairs = {(2 * a - b - casts, (b - a) / samples) for a, b in zip(once, twice, strict=True)}
     return tuple({slope: (fixed, slope) for fixed, slope in sorted(pairs)}.values())

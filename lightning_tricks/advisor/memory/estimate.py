@@ -1,4 +1,4 @@
-"""How much memory training takes, without training."""
+"""Estimating the memory that training takes, without training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
 
-# The parts of a device's memory, and what they are.
+# The parts of a device's memory, with their names in tables.
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -30,45 +30,45 @@ PARTS = {
     "buffers": "buffers",
     "casts": "16-bit weights",
     "gathered": "gathered weights",
-    "communication": "gradients on their way",
+    "communication": "gradient buckets",
     "activations": "activations",
     "passing": "or, in the optimizer's step",
 }
-# Those that are there while the optimizer steps, as well.
+# The parts that stay while the optimizer steps.
 LASTING = ("weights", "gradients", "optimizer", "extras", "buffers")
 
 
 @final
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that training takes on each device, part by part; made by ``estimate_memory``.
+    """The bytes that training takes on each device, by part; the result of ``estimate_memory``.
 
-    ``total = lasting + max(casts + gathered + communication + activations, passing)``, where lasting are weights,
-    gradients, optimizer, extras and buffers: the step of the optimizer comes when activations are gone.
+    ``total = lasting + max(casts + gathered + communication + activations, passing)``, where lasting is the sum of
+    weights, gradients, optimizer, extras and buffers: activations are freed before the optimizer steps.
 
     Args:
-        strategy: Name of the strategy.
+        strategy: The name of the strategy.
         precision: Lightning's name of the precision.
-        world: Devices in all.
-        batch_size: Samples on each device; None if activations were not measured.
-        weights: Parameters.
-        gradients: Of the trained parameters.
-        optimizer: Optimizer states and, under ZeRO, the fp32 masters.
-        extras: What ``extras=`` names.
-        buffers: Such as BatchNorm's statistics.
-        casts: 16-bit copies of fp32 weights under autocast.
-        gathered: Whole layers put together from the slices.
-        communication: Buckets of gradients.
-        activations: All else that a forward and backward pass holds at its peak, the batch included.
-        passing: What comes and goes while the optimizer steps.
+        world: The number of devices on all nodes.
+        batch_size: The number of samples on each device; None if activations were not measured.
+        weights: Bytes of the parameters.
+        gradients: Bytes of the gradients of trainable parameters.
+        optimizer: Bytes of the optimizer states and, under ZeRO, of the fp32 master weights.
+        extras: Bytes of the copies of the weights that ``extras=`` names.
+        buffers: Bytes of buffers, such as BatchNorm's statistics.
+        casts: Bytes of 16-bit copies of fp32 weights under autocast.
+        gathered: Bytes of full layers gathered from shards.
+        communication: Bytes of gradient buckets.
+        activations: Bytes of everything else at the peak of the forward and backward pass, including the batch.
+        passing: Bytes of temporary tensors while the optimizer steps.
         host: Bytes in the memory of each node.
         nvme: Bytes on the disk of each node.
-        largest_layer: Bytes of the layer with the most weights, as it is computed with.
-        measured: How activations depend on the batch size; None if they were not measured.
+        largest_layer: Bytes of the layer with the most weights, in the dtype of the forward pass.
+        measured: The measured activations by batch size; None if they were not measured.
 
     Example:
         >>> from lightning_tricks.advisor import estimate_memory
-        >>> estimate_memory(7_000_000_000, strategy="zero3_bf16", devices=8).weights  # 2 bytes each, in 8 slices
+        >>> estimate_memory(7_000_000_000, strategy="zero3_bf16", devices=8).weights  # 2 bytes each, in 8 shards
         1750000000
     """
 
@@ -98,18 +98,18 @@ class MemoryEstimate:
         return lasting + max(self.casts + self.gathered + self.communication + self.activations, self.passing)
 
     def with_batch(self, batch_size: int) -> MemoryEstimate:
-        """The estimate for another batch size on each device; nothing runs again.
+        """The estimate for another batch size on each device, from the same measurement.
 
         Raises:
             ValueError: If activations were not measured.
         """
         check_count("batch_size", batch_size)
         if self.measured is None:
-            raise ValueError("activations of another batch size need a batch: estimate_memory(model, batch=...).")
+            raise ValueError("activations for another batch size need batch=: estimate_memory(model, batch=...).")
         return replace(self, batch_size=batch_size, activations=self.measured.at(batch_size))
 
     def largest_batch(self, device_memory: float) -> int:
-        """The most samples with which ``total`` stays within so many bytes; 0 if not even one fits."""
+        """The largest batch size with ``total <= device_memory``, in bytes; 0 if not even one sample fits."""
         low, high = 0, 1
         while self.with_batch(high).total <= device_memory and high < 2**24:
             low, high = high, 2 * high
@@ -119,12 +119,12 @@ class MemoryEstimate:
         return low
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, for JSON."""
-        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "measured"}
-        return {**numbers, "total": self.total}
+        """All values, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "measured"}
+        return {**values, "total": self.total}
 
     def rows(self) -> list[tuple[str, int]]:
-        """The parts that take something, and their bytes."""
+        """The names and bytes of the parts that take memory."""
         return [(text, getattr(self, part)) for part, text in PARTS.items() if getattr(self, part)]
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class MemoryEstimate:
         return "\n".join([*lines, *(f"{size:>10}  {name}" for name, size in self._sums())])
 
     def table(self) -> Table:
-        """The parts as a table of rich, with bars.
+        """The parts as a rich table with bars.
 
         Raises:
             ImportError: If rich is missing.
@@ -153,7 +153,7 @@ class MemoryEstimate:
         return table
 
     def _title(self) -> str:
-        batch = "activations not measured" if self.batch_size is None else f"batch {self.batch_size} a device"
+        batch = "activations not measured" if self.batch_size is None else f"batch {self.batch_size} per device"
         return f"{self.strategy}, {self.precision}, {self.world} device{'s' * (self.world > 1)}, {batch}"
 
     def _sums(self) -> list[tuple[str, str]]:
@@ -164,7 +164,7 @@ class MemoryEstimate:
 
 
 def readable(size: float) -> str:
-    """Bytes as people say them.
+    """Bytes with three digits and a unit.
 
     >>> readable(0), readable(2_340_000), readable(80e9)
     ('0 B', '2.34 MB', '80 GB')
@@ -175,9 +175,10 @@ def readable(size: float) -> str:
     return f"{size:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-# Elements that DeepSpeed sends at a time, as the presets set it, and that it keeps gathered since they are used again
-# within max_reuse_distance: the last ones of the forward pass.
-BUCKET = 200_000_000
+BUCKET = 200_000_000  # Elements that DeepSpeed sends at a time, as set by the presets.
+
+# The last elements of the forward pass, which DeepSpeed keeps gathered because the backward pass uses them within its
+# max_reuse_distance of 10**9 elements.
 REUSED = 500_000_000
 
 EXTRAS = ("ema", "swa", "sam")
@@ -196,33 +197,37 @@ def estimate_memory(
     extras: Collection[str] = (),
     device: str = "cuda",
 ) -> MemoryEstimate:
-    """The bytes that training a model takes on each device, with activations measured and nothing allocated.
+    """Estimate the bytes that training takes on each device; activations are measured without allocating memory.
 
-    Weights, gradients and optimizer states are counted: fp32 or mixed precision takes ``4 + 4 + states`` bytes a
-    parameter, and 2 more for 16-bit copies in mixed; ZeRO in 16 bits ``2 + 2 + (4 + states)``, of which stage 1
-    slices the last, 2 the last two, 3 all; FSDP2 slices ``4 + 4 + states``. States are 8 for AdamW. Activations are
-    those of a training step on tensors without memory, in this precision, on a batch of the size asked for (that one
-    exactly) and on twice as many samples, which together give any other: see ``MemoryEstimate.with_batch``. What
-    kernels and libraries take inside of them (as much again in an LSTM of oneDNN, on the CPU), and what an allocator
-    leaves in pieces, is not seen.
+    Weights, gradients and optimizer states are counted, in bytes per parameter: ``4 + 4 + states`` for fp32 and mixed
+    precision, and 2 more for the 16-bit copies of mixed precision; FSDP2 shards ``4 + 4 + states``. ZeRO in 16 bits
+    takes ``2 + 2 + (4 + states)``: stage 1 shards the last term, stage 2 the last two, stage 3 all. The states of AdamW
+    take 8.
+
+    Activations are measured in a training step on fake tensors in this precision, with a batch of ``batch_size``, for
+    which the estimate is exact, and with twice as many samples, from which other sizes follow: see
+    ``MemoryEstimate.with_batch``. Not included are the workspace of kernels and libraries (oneDNN's LSTM on a CPU takes
+    as much again) and the allocator's fragmentation.
 
     Args:
-        model: A LightningModule, of which ``training_step`` runs; another module, called with the batch (a loss is
-            made of its outputs); on any device, "meta" too. Or a plain count of parameters. It stays as it is.
+        model: A LightningModule, whose ``training_step`` runs; or another module, which is called with the batch, and
+            whose outputs are summed to a loss. It may be on any device, including "meta", and stays unchanged. Or a
+            number of parameters.
         optimizer: A name: "sgd", "sgd_momentum", "adam", "adamw", "adamw_8bit", "adafactor", "lion", "muon" and more;
-            or a torch optimizer, its class, or a function from parameters to it, of which states are counted.
-        precision: Lightning's name, for example "bf16-mixed"; None: the preset's, or "bf16-mixed".
-        strategy: One of ``presets()``, "ddp", or None for one whole model on each device without buckets.
-        devices: Of each node.
-        nodes: Machines.
-        batch: An example batch for activations. A batch of a module that is no LightningModule has its inputs first.
-        batch_size: Samples on each device; None: those of ``batch``.
-        extras: What keeps a copy of the weights: "ema", "swa", "sam".
-        device: Where training is to run, "cuda" or "cpu": which functions autocast computes in fp32.
+            or a torch optimizer, its class, or a function from parameters to it, whose states are counted.
+        precision: Lightning's name of the precision, by default the preset's, or "bf16-mixed".
+        strategy: A name of ``presets()``, "ddp", or None for a full model on each device without buckets.
+        devices: The number of devices per node, at least 1.
+        nodes: The number of nodes, at least 1.
+        batch: An example batch to measure activations with. For a module that is not a LightningModule it starts with
+            the inputs.
+        batch_size: The number of samples on each device, by default those of ``batch``.
+        extras: Tricks that keep a copy of the weights: "ema", "swa", "sam".
+        device: The type of device to train on, "cuda" or "cpu", which decides what autocast computes in fp32.
 
     Raises:
-        ValueError: If a name is unknown, a precision is not the preset's, or the step does not run without a Trainer.
-        TypeError: If an argument is of another kind.
+        ValueError: If a name is unknown, the precision is not the preset's, or the step fails without a Trainer.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> import torch
@@ -246,10 +251,10 @@ def estimate_memory(
         check_count("model", model)
     layout = layout_of(strategy, precision)
     parameters = parameters_of(model)
-    trained = [weight for weight in parameters.weights if weight.trained]
-    kept_in = torch.float32 if layout.engine == "zero" else layout.held
-    states = states_of(optimizer, trained, kept_in, foreach=device == "cuda")
-    measured = _measured(model, batch, batch_size, layout, device)
+    trainable = [weight for weight in parameters.weights if weight.trainable]
+    dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype
+    states = states_of(optimizer, trainable, dtype, foreach=device == "cuda")
+    measured = _measure_activations(model, batch, batch_size, layout, device)
     samples = None if measured is None else batch_size or measured.samples
     return MemoryEstimate(
         strategy=layout.strategy,
@@ -262,18 +267,25 @@ def estimate_memory(
     )
 
 
-def _measured(
+def _measure_activations(
     model: nn.Module | int, batch: Any, batch_size: int | None, layout: Layout, device: str
 ) -> Activations | None:
     if batch_size is not None:
         check_count("batch_size", batch_size)
     if batch is None:
         if batch_size is not None:
-            raise ValueError(f"batch_size={batch_size} needs batch=: an example batch, of any size.")
+            raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")
         return None
     if not isinstance(model, nn.Module):
-        raise ValueError("batch= needs a module: a plain count of parameters has no activations.")
-    regime = Regime(layout.computed, layout.autocast, layout.engine != "single", device == "cuda")
+        raise ValueError(
+            "batch= needs a module, got a number of parameters, which has no activations: leave batch= out."
+        )
+    regime = Regime(
+        dtype=layout.compute_dtype,
+        autocast=layout.autocast,
+        keeps_gradients=layout.engine != "single",
+        cuda=device == "cuda",
+    )
     return measure(model, batch, batch_size or batch_samples(batch), regime)
 
 
@@ -286,66 +298,72 @@ def _parts(
     extras: Collection[str],
     measured: Activations | None,
 ) -> dict[str, int]:
-    """Bytes on each device, in each node's memory and on its disk."""
-    zero, away = layout.engine == "zero", layout.offload != "none"
-    masters = parameters.bytes(torch.float32, trained=True) if zero else 0
-    weights = _share(parameters.bytes(layout.held), layout.slices(3, world))
-    gradients = _share(parameters.bytes(layout.held, trained=True), layout.slices(2, world))
-    optimizer = _share(masters + states.held, layout.slices(1, world))
-    copies = masters or parameters.bytes(layout.held, trained=True)
-    here = {
-        "weights": 0 if away and layout.stage == 3 else weights,
-        "gradients": 0 if away else gradients,
-        "optimizer": 0 if away else optimizer,
-        "extras": _share(len(extras) * copies, layout.slices(1, world)),
+    """Bytes on each device, in each node's memory and on its disk, by the fields of ``MemoryEstimate``."""
+    dtype, offloaded = layout.weight_dtype, layout.offload != "none"
+    masters = parameters.bytes(torch.float32, trainable=True) if layout.engine == "zero" else 0
+    weights = _shard(parameters.bytes(dtype), layout.shards(3, world))
+    gradients = _shard(parameters.bytes(dtype, trainable=True), layout.shards(2, world))
+    optimizer = _shard(masters + states.persistent, layout.shards(1, world))
+    copies = masters or parameters.bytes(dtype, trainable=True)
+    return {
+        "weights": 0 if offloaded and layout.stage == 3 else weights,
+        "gradients": 0 if offloaded else gradients,
+        "optimizer": 0 if offloaded else optimizer,
+        "extras": _shard(len(extras) * copies, layout.shards(1, world)),
         "buffers": parameters.buffer_bytes,
         "casts": _casts(layout, parameters, measured),
-        "passing": 0 if away else _share(states.passing, layout.slices(1, world)),
-        "largest_layer": _computed(layout, parameters, parameters.largest_layer),
-        **_on_the_way(layout, parameters),
+        "passing": 0 if offloaded else _shard(states.temporary, layout.shards(1, world)),
+        "largest_layer": _forward_bytes(layout, parameters, parameters.largest_layer),
+        **_communicated(layout, parameters),
+        **_offloaded(layout, parameters, masters + states.persistent, nodes),
     }
-    return {**here, **_elsewhere(layout, parameters, masters + states.held, nodes)}
 
 
-def _on_the_way(layout: Layout, parameters: Parameters) -> dict[str, int]:
-    """Gathered weights, and gradients that are being sent."""
+def _communicated(layout: Layout, parameters: Parameters) -> dict[str, int]:
+    """Bytes of gathered weights and of gradient buckets."""
     gathered = communication = 0
     if layout.engine == "ddp" and not layout.bucket_view:
-        communication = parameters.bytes(layout.held, trained=True)
-    if layout.engine == "fsdp2":  # a group that computes, the next one, and what is in none; a group's gradients
-        gathered = _computed(layout, parameters, 2 * parameters.largest_group + parameters.outside_groups)
-        communication = 2 * _computed(layout, parameters, parameters.largest_group)
+        communication = parameters.bytes(layout.weight_dtype, trainable=True)
+    if layout.engine == "fsdp2":
+        # Gathered are the running group, the next one and the root. The gradients of a group exist twice: as they are
+        # computed and in the buffer of the reduction.
+        gathered = _forward_bytes(layout, parameters, 2 * parameters.largest_group + parameters.outside_groups)
+        communication = 2 * _forward_bytes(layout, parameters, parameters.largest_group)
     if layout.engine == "zero" and layout.stage == 3:
-        gathered = _computed(layout, parameters, parameters.largest_layer + REUSED)
-    if layout.engine == "zero":  # two buckets, to fill one while the other is sent, below stage 3
-        communication = (1 if layout.stage == 3 else 2) * BUCKET * (layout.held or torch.float32).itemsize
+        gathered = _forward_bytes(layout, parameters, parameters.largest_layer + REUSED)
+    if layout.engine == "zero":
+        buckets = 1 if layout.stage == 3 else 2  # Below stage 3 one bucket is filled while the other is sent.
+        communication = buckets * BUCKET * (layout.weight_dtype or torch.float32).itemsize
     return {"gathered": gathered, "communication": communication}
 
 
-def _computed(layout: Layout, parameters: Parameters, numel: int) -> int:
-    """Bytes of so many parameters, no more than there are, in the type that they are computed with."""
-    everything = parameters.numel()
-    return -(-parameters.bytes(layout.computed) * min(numel, everything) // everything)
+def _forward_bytes(layout: Layout, parameters: Parameters, numel: int) -> int:
+    """Bytes of ``numel`` parameters, or of all if there are fewer, in the dtype of the forward pass."""
+    total = parameters.numel()
+    return -(-parameters.bytes(layout.compute_dtype) * min(numel, total) // total)
 
 
 def _casts(layout: Layout, parameters: Parameters, measured: Activations | None) -> int:
+    """Bytes of 16-bit copies of the weights."""
     if measured is not None:
         return measured.casts
-    wide = [weight for weight in parameters.weights if weight.dtype == torch.float32]
-    return sum(weight.bytes(layout.autocast) for weight in wide) if layout.casts else 0
+    if not layout.casts:
+        return 0
+    return sum(weight.bytes(layout.autocast) for weight in parameters.weights if weight.dtype == torch.float32)
 
 
-def _elsewhere(layout: Layout, parameters: Parameters, states: int, nodes: int) -> dict[str, int]:
-    """In the memory of each node and on its disk: what is offloaded, in slices over the nodes."""
+def _offloaded(layout: Layout, parameters: Parameters, states: int, nodes: int) -> dict[str, int]:
+    """Bytes that are offloaded to the memory and the disk of each node."""
     if layout.offload == "none":
         return {"host": 0, "nvme": 0}
-    weights = parameters.bytes(layout.held) if layout.stage == 3 else 0
-    # DeepSpeed's optimizer steps on fp32 gradients
-    gradients = parameters.bytes(torch.float32 if layout.engine == "zero" else layout.held, trained=True)
+    weights = parameters.bytes(layout.weight_dtype) if layout.stage == 3 else 0
+    dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype  # DeepSpeed steps on fp32 gradients.
+    gradients = parameters.bytes(dtype, trainable=True)
     if layout.offload == "nvme":
-        return {"host": _share(gradients, nodes), "nvme": _share(weights + states, nodes)}
-    return {"host": _share(weights + gradients + states, nodes), "nvme": 0}
+        return {"host": _shard(gradients, nodes), "nvme": _shard(weights + states, nodes)}
+    return {"host": _shard(weights + gradients + states, nodes), "nvme": 0}
 
 
-def _share(size: int, slices: int) -> int:
-    return -(-size // slices)
+def _shard(size: int, shards: int) -> int:
+    """The bytes of one of several shards, rounded up."""
+    return -(-size // shards)

@@ -1,4 +1,4 @@
-"""Tensors without memory, and a count of the bytes that they would take."""
+"""Fake tensors, which have no memory, and a count of the bytes that they would take."""
 
 from __future__ import annotations
 
@@ -7,38 +7,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it.
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# What CUDA's autocast runs in fp32 and the CPU's does not, by the names of the functions.
+# Names of the functions that autocast runs in fp32 on CUDA but not on a CPU.
 CUDA_FP32 = {
     *("layer_norm", "group_norm", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "pow"),
     *("softplus", "cosine_similarity", "nll_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "logsumexp"),
     *("binary_cross_entropy_with_logits", "cross_entropy", "cdist", "norm", "__pow__", "__rpow__"),
 }
-CUDA_FP32_RESULT = {"softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum"}  # these read 16 bits, and write 32
+# Names of the functions that read 16 bits and return fp32 under CUDA's autocast.
+CUDA_FP32_RESULT = {"softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum"}
 
-DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # where it is among the arguments
+# The position of the dropout probability among the arguments.
+DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
 def fake_mode() -> FakeTensorMode:
-    """Inside it tensors have a shape and no memory; real ones that come in are taken as such."""
+    """A context in which new tensors have no memory; real ones from outside are accepted."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that functions return inside it, less those that are freed.
+    """A context that counts the bytes of the storages that functions return, until they are freed.
 
     Args:
-        on_cpu: Whether the CPU's libraries are meant.
+        on_cpu: Whether to count the workspace of the CPU's libraries.
 
     Attributes:
-        now: The bytes there are.
-        peak: The most there were since it was set.
-        times: The bytes after each function.
-        casts: The most bytes of 16-bit casts of parameters there were; they are in the others, too.
+        now: The current number of bytes.
+        peak: The largest number of bytes since it was last set.
+        times: The number of bytes after each function.
+        casts: The largest number of bytes of 16-bit casts of parameters, which the other counts include.
     """
 
     def __init__(self, *, on_cpu: bool = False) -> None:
@@ -46,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self._on_cpu = on_cpu
         self.now = self.peak = self.casts = self._casts_now = 0
         self.times: list[int] = []
-        self._known: dict[int, bool] = {}  # whether a storage is one of a parameter
+        self._known: dict[int, bool] = {}  # By the key of a storage, whether it belongs to a parameter.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -56,13 +58,18 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._watch(leaf.untyped_storage(), cast)
-        inside = _inside(func, args) if self._on_cpu else 0
-        self.times.append(self.now + inside)
+        workspace = _onednn_workspace(func, args) if self._on_cpu else 0
+        self.times.append(self.now + workspace)
         self.peak = max(self.peak, self.now)
         return result
 
     def leave_out(self, tensor: Tensor, *, parameter: bool = False) -> None:
-        """Do not count a tensor that was there before."""
+        """Exclude a tensor that existed before from the count.
+
+        Args:
+            tensor: The tensor.
+            parameter: Whether it is a parameter, whose casts are counted.
+        """
         self._known[tensor.untyped_storage()._cdata] = parameter
 
     def _watch(self, storage: torch.UntypedStorage, cast: bool) -> None:
@@ -83,8 +90,8 @@ class LiveBytes(TorchDispatchMode):
         del self._known[key]
 
 
-def _inside(func: Any, args: Any) -> int:
-    """Bytes that oneDNN, on the CPU, takes inside of a convolution: the weights or their gradient in its own layout."""
+def _onednn_workspace(func: Any, args: Any) -> int:
+    """The bytes of oneDNN's reordered copy of a convolution's weights, or of their gradient, on a CPU."""
     if func is torch.ops.aten.convolution.default:
         return args[1].numel() * args[1].element_size()
     if func is torch.ops.aten.convolution_backward.default:
@@ -93,21 +100,21 @@ def _inside(func: Any, args: Any) -> int:
 
 
 def _number(tensor: Tensor) -> float | bool:
-    """What ``.item()`` gives of a tensor that has no value: steps take numbers to log them, and truths to check."""
+    """A substitute for the value of a fake tensor: steps read numbers to log them, and booleans to check something."""
     if tensor.dtype == torch.bool:
         return False
     if tensor.dtype.is_floating_point:
         return 0.5
     raise ValueError(
-        "the step takes a whole number out of a tensor, .item() or int(...), and what memory it needs may depend on it:"
-        " pass a module whose step takes sizes from shapes, or estimate without batch=."
+        "the step reads an integer from a tensor, .item() or int(...), and its memory may depend on the value: pass a"
+        " module whose step takes sizes from shapes, or estimate without batch=."
     )
 
 
 class LikeCUDA(TorchFunctionMode):
-    """Lets functions on the CPU hold what they hold on CUDA.
+    """A context in which functions on a CPU keep what they keep on CUDA.
 
-    Autocast has other lists of what to compute in fp32 there, and attention with dropout does not make its matrix.
+    CUDA's autocast computes other functions in fp32, and attention with dropout does not store the attention matrix.
 
     Args:
         autocast: Whether autocast is on.
@@ -119,20 +126,21 @@ class LikeCUDA(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        place = DROPOUT.get(name)
-        if place is not None and not kwargs.get("need_weights", name == "multi_head_attention_forward"):
-            args, kwargs = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args, {**kwargs}
-            kwargs.pop("dropout_p", None)
+        position = DROPOUT.get(name)
+        if position is not None and not kwargs.get("need_weights", name == "multi_head_attention_forward"):
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}
         elif self._autocast and name in CUDA_FP32:
-            args, kwargs = tree_map(_wide, (args, kwargs))
-        elif self._autocast and name in CUDA_FP32_RESULT and isinstance(args[0], Tensor) and _is_narrow(args[0]):
+            args, kwargs = tree_map(_to_fp32, (args, kwargs))
+        elif self._autocast and name in CUDA_FP32_RESULT and _is_16_bit(args[0]):
             kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
         return func(*args, **kwargs)
 
 
-def _is_narrow(value: Any) -> bool:
+def _is_16_bit(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
-def _wide(value: Any) -> Any:
-    return value.float() if _is_narrow(value) else value
+def _to_fp32(value: Any) -> Any:
+    return value.float() if _is_16_bit(value) else value

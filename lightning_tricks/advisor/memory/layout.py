@@ -1,4 +1,4 @@
-"""Where a strategy keeps what: which parts are whole on every device, in slices, in host memory or on a disk."""
+"""The memory layout of a strategy: which parts it replicates, shards or offloads, and their dtypes."""
 
 from __future__ import annotations
 
@@ -17,47 +17,56 @@ ENGINES = {"SinglePreset": "single", "DDPPreset": "ddp", "FSDP2Preset": "fsdp2",
 
 @dataclass(frozen=True)
 class Layout:
-    """One strategy in one precision."""
+    """The memory layout of a strategy in a precision.
+
+    Args:
+        strategy: The name of the strategy.
+        precision: Lightning's name of the precision.
+        engine: "single", "ddp", "fsdp2" or "zero".
+        stage: The sharded parts: none (0), optimizer states (1), gradients too (2), weights too (3).
+        offload: The place of sharded parts: "none" (the device), "cpu" or "nvme".
+        bucket_view: Whether gradients are views into DDP's buckets, rather than copied there.
+    """
 
     strategy: str
     precision: str
     engine: str = "single"
-    stage: int = 0  # what is sliced: optimizer states (1), gradients too (2), weights too (3)
+    stage: int = 0
     offload: str = "none"
-    bucket_view: bool = True  # gradients live in DDP's buckets and are not copied there
+    bucket_view: bool = True
 
     @property
-    def held(self) -> torch.dtype | None:
-        """The floating-point type that weights are held in; None: each in its own."""
+    def weight_dtype(self) -> torch.dtype | None:
+        """The dtype of stored floating-point weights; None if they keep their own."""
         if self.engine == "zero":
             return HALF.get(self.precision)
         return TRUE.get(self.precision)
 
     @property
-    def computed(self) -> torch.dtype | None:
-        """The type that weights come to the forward pass in; None: each in its own."""
-        return HALF.get(self.precision) if self.engine in ("zero", "fsdp2") else self.held
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype of floating-point weights in the forward pass; None if they keep their own."""
+        return HALF.get(self.precision) if self.engine in ("zero", "fsdp2") else self.weight_dtype
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The type that matrix products are computed in, if another."""
+        """The dtype of matrix products under autocast; None without autocast."""
         return HALF.get(self.precision)
 
     @property
     def casts(self) -> bool:
-        """Whether 16-bit copies of wider weights live through the forward and backward pass."""
-        return self.autocast is not None and self.computed is None
+        """Whether autocast keeps 16-bit copies of the weights during the forward and backward pass."""
+        return self.autocast is not None and self.compute_dtype is None
 
-    def slices(self, part: int, world: int) -> int:
-        """Into how many slices a part (1 optimizer, 2 gradients, 3 weights) is cut."""
-        return world if self.stage >= part else 1
+    def shards(self, stage: int, world: int) -> int:
+        """The number of shards of the part that ZeRO shards from ``stage`` on, with ``world`` devices."""
+        return world if self.stage >= stage else 1
 
 
 def layout_of(strategy: str | None, precision: str | None) -> Layout:
-    """The layout of a preset, of "ddp", or of one device (None, "auto").
+    """Look up the layout of a preset, of "ddp", or of a single device (None or "auto").
 
     Raises:
-        ValueError: For an unknown name, or a precision that is not the preset's.
+        ValueError: If a name is unknown, or the precision is not that of the preset.
     """
     if precision is not None:
         check_choice("precision", precision, PRECISIONS)

@@ -1,4 +1,4 @@
-"""What a model is made of: how many numbers, of which type, and how large its pieces are."""
+"""The parameters of a model: their sizes and dtypes, and the sizes of its layers and sharding groups."""
 
 from __future__ import annotations
 
@@ -10,59 +10,66 @@ from torch import nn
 
 from lightning_tricks.strategies.fsdp2.blocks import sharding_groups
 
-BLOCKS = 32  # of a plain count nothing else is known: as many as a language model of 7 billion parameters has
+BLOCKS = 32  # Assumed for a number of parameters: the blocks of a language model with 7 billion of them.
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter."""
+    """The shape and dtype of one parameter, and whether it requires gradients."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    trained: bool
+    trainable: bool
 
     @property
     def numel(self) -> int:
-        """Its numbers."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def bytes(self, dtype: torch.dtype | None = None) -> int:
-        """Its bytes, as it is or with ``dtype`` in the place of another floating-point type."""
+        """The size in bytes; ``dtype`` replaces a floating-point dtype."""
         return self.numel * (dtype if dtype and self.dtype.is_floating_point else self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a model, each once however often it is used."""
+    """The parameters of a model; tied weights count once.
+
+    Args:
+        weights: All parameters.
+        buffer_bytes: The size of all buffers in bytes.
+        largest_layer: The number of elements of the module with the most parameters of its own.
+        largest_group: The number of elements of the largest group that FSDP2 gathers.
+        outside_groups: The number of elements outside of these groups, which FSDP2 gathers for the whole step.
+    """
 
     weights: tuple[Weight, ...]
     buffer_bytes: int
-    largest_layer: int  # the numbers of the module with the most parameters of its own
-    largest_group: int  # of the largest of the groups that FSDP2 gathers one by one
-    outside_groups: int  # of the rest, which it keeps whole for the step
+    largest_layer: int
+    largest_group: int
+    outside_groups: int
 
-    def bytes(self, dtype: torch.dtype | None = None, *, trained: bool = False) -> int:
-        """The bytes of all, or of those that are ``trained``."""
-        return sum(weight.bytes(dtype) for weight in self.weights if weight.trained or not trained)
+    def bytes(self, dtype: torch.dtype | None = None, *, trainable: bool = False) -> int:
+        """The size in bytes of all parameters, or of the trainable ones."""
+        return sum(weight.bytes(dtype) for weight in self.weights if weight.trainable or not trainable)
 
-    def numel(self, *, trained: bool = False) -> int:
-        """The numbers in all, or in those that are ``trained``."""
-        return sum(weight.numel for weight in self.weights if weight.trained or not trained)
+    def numel(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(weight.numel for weight in self.weights)
 
 
 def parameters_of(model: nn.Module | int) -> Parameters:
-    """The parameters of a module; a plain count is one of fp32 weights, all trained, in equal blocks."""
+    """The parameters of a module; a number stands for trainable fp32 weights in ``BLOCKS`` equal blocks."""
     if not isinstance(model, nn.Module):
-        part = -(-model // BLOCKS)
-        return Parameters((Weight((model,), torch.float32, True),), 0, part, part, 0)
+        block = -(-model // BLOCKS)
+        return Parameters((Weight((model,), torch.float32, True),), 0, block, block, 0)
     weights = tuple(Weight(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters())
     layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     groups = [sum(p.numel() for p in group.parameters()) for group in sharding_groups(model)]
-    everything = sum(weight.numel for weight in weights)
     return Parameters(
         weights,
-        sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        max(layers),
-        max(groups, default=0),
-        everything - sum(groups),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        largest_layer=max(layers),
+        largest_group=max(groups, default=0),
+        outside_groups=sum(weight.numel for weight in weights) - sum(groups),
     )

@@ -1,4 +1,4 @@
-"""What optimizers hold: bytes of their states, and of what comes and goes in a step."""
+"""The memory of optimizers: bytes of their states, and of temporary tensors in a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TORCH: dict[str, Callable[..., Optimizer]] = {
     "adamax": torch.optim.Adamax,
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
 }
-# Bytes for each trained parameter, of optimizers that live elsewhere or depend on the shapes.
+# Bytes per trainable parameter, for optimizers that are not in torch or whose states depend on shapes.
 TABLE = {
     "lion": 4.0,
     "muon": 4.0,
@@ -49,22 +49,23 @@ TABLE = {
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of an optimizer for one set of parameters."""
+    """The bytes of an optimizer for a set of parameters: its states, and the peak of temporary tensors in a step."""
 
-    held: int  # between steps
-    passing: int  # made and freed within a step
+    persistent: int
+    temporary: int
 
 
 def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtype | None, *, foreach: bool) -> States:
-    """The bytes that an optimizer holds for ``weights``, and those that come and go while it steps.
+    """Count the bytes of an optimizer.
 
-    A name is looked up; of what torch can build a step is made on tensors without memory, and its storages are counted.
+    A name in ``TABLE`` is looked up. Other optimizers step on fake tensors, and the bytes of their storages are
+    counted.
 
     Args:
-        optimizer: A name, an optimizer (which is not touched), its class, or a function from parameters to it.
-        weights: The parameters that are trained.
-        dtype: The floating-point type that they are held in for it; None: their own.
-        foreach: Whether it steps on many parameters at a time, as torch's do on CUDA.
+        optimizer: A name, an optimizer (which stays unchanged), its class, or a function from parameters to it.
+        weights: The trainable parameters.
+        dtype: The dtype in which the optimizer sees floating-point parameters; None if they keep their own.
+        foreach: Whether torch's optimizers step on many parameters at a time, as on CUDA.
     """
     if isinstance(optimizer, str):
         check_choice("optimizer", optimizer, sorted([*TORCH, *TABLE]))
@@ -74,42 +75,47 @@ def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtyp
     if not weights:
         return States(0, 0)
     with fake_mode(), LiveBytes() as live:
-        made = [torch.empty(w.shape, dtype=dtype if dtype and w.dtype.is_floating_point else w.dtype) for w in weights]
-        parameters = [nn.Parameter(each) for each in made]
-        for each in parameters:
-            each.grad = torch.empty_like(each)
+        tensors = [
+            torch.empty(w.shape, dtype=dtype if dtype and w.dtype.is_floating_point else w.dtype) for w in weights
+        ]
+        parameters = [nn.Parameter(tensor) for tensor in tensors]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
         before = live.now
         copied = _copy(optimizer, parameters)
         for group in copied.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = foreach
-        type(copied).step(copied)  # not the bound one, which a scheduler may have wrapped for the original
+        # A scheduler may have replaced the bound method `copied.step` by one that steps the original optimizer.
+        type(copied).step(copied)
         live.peak = after = live.now
-        type(copied).step(copied)  # the first one made the states
-        return States(after - before, live.peak - after)
+        type(copied).step(copied)  # The first step has made the states; the peak is that of the second.
+        return States(persistent=after - before, temporary=live.peak - after)
 
 
 def _copy(optimizer: OptimizerLike, parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer like it over other parameters."""
+    """Copy an optimizer, or make one, with other parameters."""
     if isinstance(optimizer, Optimizer):
-        copied, left = copy.copy(optimizer), iter(parameters)
+        copied, remaining = copy.copy(optimizer), iter(parameters)
         count = sum(old.requires_grad for group in optimizer.param_groups for old in group["params"])
         if count > len(parameters):
             raise ValueError(
                 f"optimizer has {count} parameters, the model trains {len(parameters)}: pass the model's own."
             )
-        pairs = {old: next(left) for group in optimizer.param_groups for old in group["params"] if old.requires_grad}
+        pairs = {
+            old: next(remaining) for group in optimizer.param_groups for old in group["params"] if old.requires_grad
+        }
         copied.param_groups = [
             {**group, "params": [pairs[old] for old in group["params"] if old in pairs]}
             for group in optimizer.param_groups
         ]
         copied.state = defaultdict(dict)
-        for old, state in optimizer.state.items():  # Adagrad's is there from the beginning
+        for old, state in optimizer.state.items():  # Adagrad makes its states at construction.
             if old in pairs:
                 copied.state[pairs[old]] = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), state)
         return copied
     if not callable(optimizer):
-        raise TypeError(f"optimizer must be a name, a torch optimizer or what makes one, got {optimizer!r}.")
+        raise TypeError(f"optimizer must be a name, a torch optimizer, its class or a function, got {optimizer!r}.")
     rate = inspect.signature(optimizer).parameters.get("lr")
     needed = {"lr": 0.1} if rate is not None and rate.default is rate.empty else {}
     made = optimizer(parameters, **needed)

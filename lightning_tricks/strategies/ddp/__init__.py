@@ -1,1 +1,1 @@
-"""Data parallelism."""
+"""Data parallelism: the DDP presets."""

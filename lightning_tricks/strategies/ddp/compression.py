@@ -1,4 +1,4 @@
-"""How the gradients of data parallelism travel: in 16 bits, as low-rank factors, or not beyond a node."""
+"""Compressed gradients for data parallelism: in 16 bits, as low-rank factors, or averaged within a node only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from lightning_tricks.core.checks import check_choice, check_count, check_range
 
 Compression = Literal["none", "bf16", "fp16", "powersgd", "local_sgd"]
 
-_ARGUMENTS: dict[str, tuple[str, ...]] = {  # what each understands
+# The arguments of DDPPreset that each compression takes.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "bf16": (),
     "fp16": (),
@@ -33,9 +34,10 @@ _NEVER = sys.maxsize
 
 @torch.no_grad()
 def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace tensors by their means over the ranks, in place: what holds them keeps holding them."""
-    for _, same in groupby(sorted(tensors, key=lambda each: str(each.dtype)), lambda each: each.dtype):
-        parts = list(same)
+    """Replace tensors by their means over the ranks, in place, with one reduction per dtype."""
+    by_dtype = groupby(sorted(tensors, key=lambda tensor: str(tensor.dtype)), lambda tensor: tensor.dtype)
+    for _, of_one_dtype in by_dtype:
+        parts = list(of_one_dtype)
         flat = torch.cat([part.reshape(-1) for part in parts]).div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
         means = flat.split([part.numel() for part in parts])
@@ -43,40 +45,45 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -
 
 
 class Compressor:
-    """A communication hook of torch's DDP and what has to happen around it; this one only casts.
+    """A communication hook of torch's DDP and its bookkeeping during training; this base class has none.
 
     Args:
-        hook: The communication hook.
+        hook: The communication hook, called as ``hook(process_group, bucket)``.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
     def register(self, model: DistributedDataParallel, node_size: int) -> None:
-        """Make the gradients of the model travel so; ``node_size`` ranks in a row are near to each other."""
-        # torch refuses its own bf16 hook, by its name, where there is no NCCL; but gloo adds bf16 as well
+        """Register the hook with the model; ``node_size`` consecutive ranks are on one node."""
+        # torch refuses its own bf16 hook by name without NCCL, although gloo can add bf16. A lambda has another name.
         model.register_comm_hook(None, lambda group, bucket: self.hook(group, bucket))
 
     def begin(self, step: int) -> None:
-        """Training begins, ``step`` optimizer steps of it are behind already."""
+        """Prepare for training that starts at optimizer step ``step``."""
 
-    def after_step(self, scale: float, look: bool) -> None:
-        """An optimizer has stepped; ``scale`` multiplies losses from now on, somebody may ``look`` at the weights."""
+    def after_step(self, loss_scale: float, average_now: bool) -> None:
+        """Update the compressor after an optimizer step.
 
-    def agree(self) -> None:
-        """Give all ranks the same weights."""
+        Args:
+            loss_scale: The factor of losses from now on, 1.0 without a GradScaler.
+            average_now: Whether weights that differ between ranks must be averaged, for validation or a checkpoint.
+        """
 
-    def agree_on_states(self, optimizer: Optimizer) -> None:
-        """Give all ranks the same optimizer states."""
+    def average_weights(self) -> None:
+        """Average the weights over all ranks, if they differ."""
+
+    def average_states(self, optimizer: Optimizer) -> None:
+        """Average the optimizer states over all ranks, if they differ."""
 
 
 @final
 class PowerSGD(Compressor):
-    """Gradient matrices as products of two thin ones, what that loses added to the next gradient.
+    """Gradient matrices as products of two thin matrices; the error is added to the next gradient.
 
     Args:
-        rank: Columns of the thin matrices.
-        start: Optimizer steps before which gradients travel whole.
+        rank: The number of columns of the thin matrices, at least 1.
+        start: The number of optimizer steps with uncompressed gradients.
     """
 
     def __init__(self, rank: int = 4, start: int = 1000) -> None:
@@ -86,35 +93,36 @@ class PowerSGD(Compressor):
 
     @override
     def register(self, model: DistributedDataParallel, node_size: int) -> None:
-        # epsilon: a gradient of zeros must not become 0/0
+        # The epsilon keeps a gradient of zeros from becoming 0/0.
         self.state = PowerSGDState(None, self.rank, start_powerSGD_iter=_NEVER, orthogonalization_epsilon=1e-20)
         self.noise: dict[int, Tensor] = {}
         model.register_comm_hook(self.state, powerSGD_hook)
 
     @override
     def begin(self, step: int) -> None:
-        self.step, self.scale = step, 0.0
-        self.first = max(self.start, step + 2)  # DDP chooses its buckets anew after the first backward
+        self.step, self.loss_scale = step, 0.0
+        self.first_compressed = max(self.start, step + 2)  # DDP rebuilds its buckets after the first backward pass.
 
     @override
-    def after_step(self, scale: float, look: bool) -> None:
+    def after_step(self, loss_scale: float, average_now: bool) -> None:
         self.step += 1
-        if self.step == self.first:
+        if self.step == self.first_compressed:
             self.state.start_powerSGD_iter = 0
         errors = list(self.state.error_dict.values())
         if errors and not torch.stack([error.sum() for error in errors]).isfinite().all():
+            # An overflow would be added to every later gradient. All ranks see it and clear their state together.
             for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
-                memory.clear()  # an overflow would be fed back for ever; it is the same on all ranks, as is this
-        elif errors and self.scale and scale != self.scale:
-            torch._foreach_mul_(errors, scale / self.scale)
-        self.scale = scale
-        self._keep_directions()
+                memory.clear()
+        elif errors and self.loss_scale and loss_scale != self.loss_scale:
+            torch._foreach_mul_(errors, loss_scale / self.loss_scale)
+        self.loss_scale = loss_scale
+        self._perturb_directions()
 
-    def _keep_directions(self) -> None:
-        """Give the matrices Q, from which the next products begin, a direction where they are zeros.
+    def _perturb_directions(self) -> None:
+        """Add tiny noise to the matrices Q, from which the next products start.
 
-        After a gradient of zeros Q is zeros, and would be for ever. The noise is the same on all ranks, and far below
-        what any gradient makes of Q.
+        A gradient of zeros makes Q zero, and it would stay zero for ever. The noise is the same on all ranks and far
+        below what any gradient contributes to Q.
         """
         for bucket, directions in self.state.q_memory_dict.items():
             noise = self.noise.get(bucket)
@@ -127,11 +135,11 @@ class PowerSGD(Compressor):
 
 @final
 class LocalSGD(Compressor):
-    """Gradients averaged within a node, and every few steps the weights of all nodes.
+    """Local SGD: gradients are averaged within a node, and every few steps the weights over all nodes.
 
     Args:
-        period: Optimizer steps from one average of the weights to the next.
-        start: Optimizer steps before which this is ordinary data parallelism.
+        period: The number of optimizer steps between two averages of the weights, at least 1.
+        start: The number of optimizer steps of ordinary data parallelism before that.
     """
 
     def __init__(self, period: int = 8, start: int = 0) -> None:
@@ -143,10 +151,11 @@ class LocalSGD(Compressor):
     @override
     def register(self, model: DistributedDataParallel, node_size: int) -> None:
         if self.state is None:
-            near = node_size if node_size < dist.get_world_size() else 1  # on a single node each process is its own
-            self.state = PostLocalSGDState(None, dist.new_subgroups(near)[0], start_localSGD_iter=_NEVER)
+            # With a single node, each process averages gradients with nobody else.
+            group_size = node_size if node_size < dist.get_world_size() else 1
+            self.state = PostLocalSGDState(None, dist.new_subgroups(group_size)[0], start_localSGD_iter=_NEVER)
         self.state.iter, self.state.start_localSGD_iter = 0, _NEVER
-        self.model, self.agreed = model, True
+        self.model, self.averaged = model, True
         model.register_comm_hook(self.state, self.hook)
 
     @override
@@ -155,52 +164,57 @@ class LocalSGD(Compressor):
         self._start_when_due()
 
     @override
-    def after_step(self, scale: float, look: bool) -> None:
-        self.step, self.agreed = self.step + 1, self.step < self.start
-        if look or self.step % self.period == 0:
-            self.agree()
+    def after_step(self, loss_scale: float, average_now: bool) -> None:
+        self.averaged = self.step < self.start
+        self.step += 1
+        if average_now or self.step % self.period == 0:
+            self.average_weights()
         self._start_when_due()
 
     def _start_when_due(self) -> None:
-        assert self.state is not None, "registered before"
+        assert self.state is not None, "the state is made in register()"
         if self.step >= self.start:
             self.state.start_localSGD_iter = 0
 
     @override
-    def agree(self) -> None:
-        if not self.agreed:
+    def average_weights(self) -> None:
+        if not self.averaged:
             average(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        self.agreed = True
+        self.averaged = True
 
     @override
-    def agree_on_states(self, optimizer: Optimizer) -> None:
+    def average_states(self, optimizer: Optimizer) -> None:
         if self.step > self.start:
             states = [value for state in optimizer.state.values() for value in state.values()]
-            # one number is a count of steps, the same everywhere
-            average(each for each in states if isinstance(each, Tensor) and each.is_floating_point() and each.ndim)
+            # A scalar is a count of steps, which is equal on all ranks.
+            average(s for s in states if isinstance(s, Tensor) and s.is_floating_point() and s.ndim)
 
 
 def make_compressor(compression: Compression, **arguments: int | None) -> Compressor | None:
-    """The compressor of a name and its arguments, None where an argument is not given.
+    """Make the compressor of a name.
+
+    Args:
+        compression: The name.
+        **arguments: The compression arguments of ``DDPPreset``; None stands for the default.
 
     Raises:
-        ValueError: For an unknown name, an argument out of its range, and one without effect.
+        ValueError: If the name is unknown, or an argument is out of range or has no effect.
     """
     check_choice("compression", compression, _ARGUMENTS)
     given = {name: value for name, value in arguments.items() if value is not None}
     for name in given.keys() - set(_ARGUMENTS[compression]):
-        users = " or ".join(repr(each) for each, names in _ARGUMENTS.items() if name in names)
+        users = " or ".join(repr(user) for user, names in _ARGUMENTS.items() if name in names)
         raise ValueError(
             f"{name} has no effect with compression={compression!r}, got {given[name]!r}. Leave it out, or pass"
             f" compression={users}."
         )
     if "compression_start" in given:
         check_range("compression_start", given["compression_start"], 0)
-    short = {name.removeprefix(f"{compression}_").removeprefix("compression_"): given[name] for name in given}
+    settings = {name.removeprefix(f"{compression}_").removeprefix("compression_"): given[name] for name in given}
     if compression == "powersgd":
-        return PowerSGD(**short)
+        return PowerSGD(**settings)
     if compression == "local_sgd":
-        return LocalSGD(**short)
+        return LocalSGD(**settings)
     if compression == "none":
         return None
     return Compressor(bf16_compress_hook if compression == "bf16" else fp16_compress_hook)

@@ -1,4 +1,4 @@
-"""Data parallelism: one whole model a process, gradients averaged."""
+"""Data parallelism: each process has a full copy of the model, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
 def unused_parameters(message: str, module: nn.Module) -> list[str]:
-    """The names of the parameters that torch's message about an unfinished reduction gives by their indices."""
+    """Names of the parameters whose indices torch's message about an unfinished reduction lists."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    names = [name for name, each in module.named_parameters() if each.requires_grad and name not in ignored]
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-    return [names[int(index)] for index in found[1].split()] if found else []
+    names = [name for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+    return [names[int(index)] for index in match[1].split()] if match else []
 
 
 @final
 class DDPPreset(PresetStrategy, DDPStrategy):
-    """One whole model a process, gradients averaged: the presets ``ddp_bf16``, ``ddp_fp16``, ``ddp_compressed_bf16``.
+    """Data parallelism: the presets ``ddp_bf16``, ``ddp_fp16`` and ``ddp_compressed_bf16``.
 
-    With ``devices=1, num_nodes=1`` it is ``SinglePreset``: no process group, no wrapper, the loaders' own samplers.
+    Each process has a full copy of the model, and gradients are averaged. With ``devices=1, num_nodes=1`` it works
+    like ``SinglePreset``: no process group, no wrapper, and the loaders keep their samplers.
 
-    ``compression`` says how gradients travel, on every backend: "bf16" and "fp16" round them, which halves the bytes.
-    "powersgd" sends a matrix ``M`` of n x m as ``P Q'`` of rank r, which is (n + m) r numbers, where that halves the
-    bytes at least, and adds what is lost to the next gradient. What is lost is not saved: a resumed fit begins with two
-    whole steps and none. "local_sgd" averages gradients within a node only (on one node not at all) and, every
-    ``local_sgd_period`` steps, the weights of all; also before validation and at the end of each epoch. A checkpoint
-    averages weights and optimizer states, so that its resume is exact.
+    ``compression`` reduces what the gradients cost to send, on every backend. "bf16" and "fp16" round them, which
+    halves the bytes. "powersgd" sends an n x m matrix ``M`` as ``P Q'`` of rank r, which is (n + m) r numbers, if that
+    at least halves the bytes, and adds the error to the next gradient. Errors are not saved: a resumed fit starts
+    without them and with two uncompressed steps. "local_sgd" averages gradients within a node only (with a single node
+    not at all) and the weights of all nodes every ``local_sgd_period`` steps, before validation and at the end of each
+    epoch. A checkpoint averages weights and optimizer states, so that resuming from it is exact.
 
     Args:
-        precision: What to train in: "bf16-mixed", "16-mixed" or "32-true".
-        compression: How gradients travel: "none", "bf16", "fp16", "powersgd" or "local_sgd".
-        powersgd_rank: The rank r of "powersgd", 4 if not given; 1 to 4 for vision, up to 32 for language.
-        local_sgd_period: Optimizer steps of "local_sgd" between averages of the weights, 8 if not given.
-        compression_start: Optimizer steps in which gradients still travel whole, if not given 1000 for "powersgd"
-            (2 at least) and 0 for "local_sgd".
-        gradient_as_bucket_view: Keep gradients in DDP's buckets, which saves a copy of them.
+        precision: The precision to train in: "bf16-mixed", "16-mixed" or "32-true".
+        compression: The compression of gradients: "none", "bf16", "fp16", "powersgd" or "local_sgd".
+        powersgd_rank: The rank r of "powersgd", at least 1, by default 4; 1 to 4 for vision, up to 32 for language.
+        local_sgd_period: The number of optimizer steps between averages of the weights, at least 1, by default 8.
+        compression_start: The number of optimizer steps with uncompressed gradients, by default 1000 for "powersgd"
+            (never fewer than 2) and 0 for "local_sgd".
+        gradient_as_bucket_view: Whether gradients are views into DDP's buckets, which saves a copy of them.
         **settings: Further arguments of Lightning's ``DDPStrategy`` and of torch's ``DistributedDataParallel``, such as
             ``find_unused_parameters``, ``static_graph``, ``timeout``.
 
     Raises:
-        ValueError: For a compression argument that is out of range or has no effect, and for a ``ddp_comm_hook``
-            besides a compression.
+        ValueError: If a compression argument is out of range or has no effect, or if a ``ddp_comm_hook`` is given
+            in addition to a compression.
         MisconfigurationException: When training starts with "local_sgd" and a callback that averages weights, or an
-            optimizer that shards its states: each rank would average, or have states of, weights of its own.
+            optimizer that shards its states: the weights of the ranks differ between averages.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -96,48 +97,48 @@ class DDPPreset(PresetStrategy, DDPStrategy):
             compression_start=compression_start,
         )
         hooks = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
-        self._users_hook = {name: settings[name] for name in hooks if settings.get(name) is not None}
-        if self._compressor is not None and self._users_hook:
+        self._user_hook = {name: settings[name] for name in hooks if settings.get(name) is not None}
+        if self._compressor is not None and self._user_hook:
             raise ValueError(
-                f"compression={compression!r} brings its own communication hook, got {', '.join(self._users_hook)} as"
+                f"compression={compression!r} brings its own communication hook, got {', '.join(self._user_hook)} as"
                 " well. Leave one of them out."
             )
         super().__init__(precision=precision, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
 
     @override
     def setup_distributed(self) -> None:
-        if not self.alone:
+        if not self.is_single_process:
             super().setup_distributed()
         elif self.lightning_module is not None:
             keep_user_samplers(self.lightning_module.trainer)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self.alone:
-            Strategy.setup(self, trainer)  # that of DDP needs a process group
+        if self.is_single_process:
+            Strategy.setup(self, trainer)  # DDPStrategy.setup would need a process group.
         else:
             super().setup(trainer)
         if isinstance(self._active, LocalSGD):
-            self._require_no_averages(trainer)
+            self._check_local_sgd(trainer)
 
     @override
-    def _setup_model(self, model: nn.Module) -> Any:  # Strategy.setup wraps by it, and there is no public name
-        return model if self.alone else super()._setup_model(model)
+    def _setup_model(self, model: nn.Module) -> Any:  # Strategy.setup wraps the model with this private method.
+        return model if self.is_single_process else super()._setup_model(model)
 
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        hook: Callable[..., Any] | None = self._users_hook.get("ddp_comm_hook")
+        hook: Callable[..., Any] | None = self._user_hook.get("ddp_comm_hook")
         if self._compressor is not None:
             self._compressor.register(self.model, self.num_processes)
-        elif hook is not None and self.root_device.type != "cuda":  # where Lightning leaves it out
-            wrapper = self._users_hook.get("ddp_comm_wrapper")
-            self.model.register_comm_hook(self._users_hook.get("ddp_comm_state"), wrapper(hook) if wrapper else hook)
+        elif hook is not None and self.root_device.type != "cuda":  # Lightning registers it on CUDA only.
+            wrapper = self._user_hook.get("ddp_comm_wrapper")
+            self.model.register_comm_hook(self._user_hook.get("ddp_comm_state"), wrapper(hook) if wrapper else hook)
 
     @property
     def _active(self) -> Compressor | None:
-        """What compresses gradients now."""
+        """The compressor, if the model is wrapped in DDP."""
         return self._compressor if isinstance(self.model, DistributedDataParallel) else None
 
     @override
@@ -151,66 +152,65 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         output = super().optimizer_step(*args, **kwargs)
         if self._active and self.lightning_module is not None:
             trainer, scaler = self.lightning_module.trainer, getattr(self.precision_plugin, "scaler", None)
-            # global_step does not count the step just made before this returns
-            look = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
-            self._active.after_step(1.0 if scaler is None else scaler.get_scale(), look)
+            # global_step does not yet count this step.
+            average_now = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+            self._active.after_step(1.0 if scaler is None else scaler.get_scale(), average_now)
         return output
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._agree()
+        self._average_weights()
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._agree()
+        self._average_weights()
         if self._active:
-            for optimizer in self.optimizers:  # which may be saved when the fit is over
-                self._active.agree_on_states(optimizer)
+            for optimizer in self.optimizers:  # The user may save a checkpoint after the fit.
+                self._active.average_states(optimizer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._agree()  # all ranks save together
+        self._average_weights()
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if self._active:
-            self._active.agree_on_states(optimizer)
+            self._active.average_states(optimizer)
         return super().optimizer_state(optimizer)
 
-    def _agree(self) -> None:
+    def _average_weights(self) -> None:
         if self._active:
-            self._active.agree()
+            self._active.average_weights()
 
-    def _require_no_averages(self, trainer: pl.Trainer) -> None:
-        found: list[Any] = [
-            each
-            for kind in (AveragingCallback, WeightAveraging, StochasticWeightAveraging)
-            for each in callbacks_of(trainer, kind)
-        ]
-        found += [each for each in trainer.optimizers if hasattr(each, "consolidate_state_dict")]
-        if found:
+    def _check_local_sgd(self, trainer: pl.Trainer) -> None:
+        """Raise for callbacks and optimizers that are only correct if all ranks always have the same weights."""
+        incompatible: list[Any] = []
+        for kind in (AveragingCallback, WeightAveraging, StochasticWeightAveraging):
+            incompatible += callbacks_of(trainer, kind)
+        incompatible += [optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "consolidate_state_dict")]
+        if incompatible:
             raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} with compression='local_sgd' lets each node have weights of its own"
-                f" for a while, got {type(found[0]).__name__}, which would keep them. Leave it out, or choose"
-                " compression='bf16' or 'powersgd'."
+                f"strategy={self.strategy_name!r} with compression='local_sgd' has different weights on each node"
+                f" between averages, got {type(incompatible[0]).__name__}, which needs equal ones. Leave it out, or"
+                " choose compression='bf16' or 'powersgd'."
             )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        found = [each for each in exception.args if isinstance(each, str) and _UNUSED in each]
-        if found and self.lightning_module is not None:
-            exception.args = (self._explained(found[0], self.lightning_module),)
+        messages = [argument for argument in exception.args if isinstance(argument, str) and _UNUSED in argument]
+        if messages and self.lightning_module is not None:
+            exception.args = (self._explain_unused(messages[0], self.lightning_module),)
         super().on_exception(exception)
 
-    def _explained(self, message: str, module: nn.Module) -> str:
+    def _explain_unused(self, message: str, module: nn.Module) -> str:
         names = ", ".join(unused_parameters(message, module)) or "torch does not say which"
         remedy = f'Trainer(**lt.preset("{self.strategy_name}", find_unused_parameters=True))'
-        if self.strategy_name == type(self).__name__:  # made without preset()
+        if self.strategy_name == type(self).__name__:  # The strategy was created without preset().
             remedy = f"Trainer(strategy=lt.{self.strategy_name}(..., find_unused_parameters=True))"
         return (
-            f"These parameters had no part in the loss of training_step, so their gradients never came: {names}. Use"
-            f" them, freeze them by requires_grad_(False), or have DDP look for them in each step: {remedy}."
+            f"These parameters had no part in the loss of training_step and got no gradients: {names}. Use them, freeze"
+            f" them with requires_grad_(False), or let DDP look for them in each step: {remedy}."
         )

@@ -1,1 +1,1 @@
-"""Fully sharded data parallelism."""
+"""Fully sharded data parallelism: the FSDP2 presets."""

@@ -1,8 +1,8 @@
-"""Which submodules of a model are gathered and freed, and run again, one after the other."""
+"""The submodules of a model that FSDP2 gathers, or activation checkpointing recomputes, one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -13,23 +13,23 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.recompute import recompute
 from lightning_tricks.core.selection import Patterns, is_called, listed, repeated_blocks, select_modules
 
-LARGE = 20_000_000  # parameters: an embedding of 26,000 tokens in 768 dimensions
+LARGE = 20_000_000  # Parameters: an embedding of 26,000 tokens in 768 dimensions.
 
 
 def sharding_groups(module: nn.Module, modules: Patterns | None = None, large: int = LARGE) -> list[nn.Module]:
-    """The submodules that get a group of their own; everything else is in the group of the module itself.
+    """List the submodules that get a sharding group of their own; the rest is in the group of the root.
 
-    Those are the repeated blocks, which are two or more modules of one class with submodules of their own in one
-    ``ModuleList``, ``ModuleDict`` or ``Sequential``, the outermost ones; and outside of them the layers with many
-    parameters. A submodule that shares a parameter with the rest of the model (tied weights) gets none.
+    By default these are the outermost repeated blocks, and outside of them the layers with many parameters. Repeated
+    blocks are two or more modules of one class, with submodules of their own, in one ``ModuleList``, ``ModuleDict`` or
+    ``Sequential``. A submodule that shares a parameter with the rest of the model (tied weights) gets no group.
 
     Args:
         module: The model.
-        modules: Patterns (see ``core.selection``) that select the submodules in the place of all that.
-        large: Parameters from which on a layer outside of the blocks has a group of its own, at least 1.
+        modules: Patterns (see ``core.selection``) that select other submodules than the default ones.
+        large: The number of parameters, at least 1, from which a layer outside of the blocks has its own group.
 
     Returns:
-        The submodules, each before those that it is in. What is sharded already, and what is in it, is left out.
+        The submodules, inner ones before outer ones, without those that are sharded already.
 
     Raises:
         ValueError: If a pattern selects nothing.
@@ -43,21 +43,25 @@ def sharding_groups(module: nn.Module, modules: Patterns | None = None, large: i
         4
     """
     if modules is None:
-        repeated = list(repeated_blocks(module))
-        inside = {each for block in repeated for each in block.modules()}
-        layers = [each for each in module.modules() if each not in inside and _own_parameters(each) >= large]
-        found = [*repeated, *layers]
+        blocks = list(repeated_blocks(module))
+        in_blocks = {inner for block in blocks for inner in block.modules()}
+        layers = [layer for layer in module.modules() if layer not in in_blocks and _direct_parameters(layer) >= large]
+        candidates = [*blocks, *layers]
     else:
-        found = selected_blocks(module, modules)
+        candidates = selected_blocks(module, modules)
     sharded = {inner for outer in module.modules() if isinstance(outer, FSDPModule) for inner in outer.modules()}
-    return [each for each in found if each not in sharded and each is not module and not _shares(each, module)]
+    return [
+        candidate
+        for candidate in candidates
+        if candidate is not module and candidate not in sharded and not _shares_parameters(candidate, module)
+    ]
 
 
 def checkpoint_blocks(module: nn.Module, modules: Patterns | None = None) -> list[Callable[[], None]]:
-    """Compute the activations of the repeated blocks, or of those selected, again in the backward pass.
+    """Recompute the activations of the repeated blocks, or of the selected ones, in the backward pass.
 
     Returns:
-        Functions that undo it.
+        Functions that undo it, one per block.
 
     Raises:
         MisconfigurationException: If there are no such blocks.
@@ -65,19 +69,19 @@ def checkpoint_blocks(module: nn.Module, modules: Patterns | None = None) -> lis
     blocks = list(repeated_blocks(module)) if modules is None else selected_blocks(module, modules)
     if not blocks:
         raise MisconfigurationException(
-            "activation_checkpointing=True runs blocks again, and finds no repeated ones: pass modules=[...], their"
-            " class names, or leave it out."
+            "activation_checkpointing=True recomputes repeated blocks, and the model has none. Select submodules with"
+            " modules=[...], for example their class names, or leave it out."
         )
     return [wrap_method(block, "forward", partial(recompute, block, "full")) for block in blocks]
 
 
 def selected_blocks(module: nn.Module, modules: Patterns) -> list[nn.Module]:
-    """The selected submodules that have parameters and a forward pass, inner ones before those that they are in.
+    """The selected submodules that have parameters and a forward pass, inner ones before outer ones.
 
     Raises:
         ValueError: If a pattern selects no such submodule.
     """
-    found: set[nn.Module] = set()
+    selected: set[nn.Module] = set()
     for pattern in listed(modules):
         children = select_modules(module, pattern).values()
         blocks = {child for child in children if is_called(child) and any(True for _ in child.parameters())}
@@ -85,20 +89,18 @@ def selected_blocks(module: nn.Module, modules: Patterns) -> list[nn.Module]:
             raise ValueError(
                 f"modules: {pattern!r} selects no submodule with parameters and a forward pass: name other submodules."
             )
-        found |= blocks
-    return [child for child in reversed(list(module.modules())) if child in found]
+        selected |= blocks
+    return [child for child in reversed(list(module.modules())) if child in selected]
 
 
-def _shares(block: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of the block is a parameter elsewhere too."""
+def _shares_parameters(block: nn.Module, module: nn.Module) -> bool:
+    """Whether a module outside of the block has a parameter of the block too."""
     inside = set(block.modules())
-    elsewhere = {id(p) for each in module.modules() if each not in inside for p in _direct(each)}
-    return any(id(p) in elsewhere for p in block.parameters())
+    outside = [owner for owner in module.modules() if owner not in inside]
+    elsewhere = {id(parameter) for owner in outside for parameter in owner.parameters(recurse=False)}
+    return any(id(parameter) in elsewhere for parameter in block.parameters())
 
 
-def _direct(module: nn.Module) -> Iterable[nn.Parameter]:
-    return module.parameters(recurse=False)
-
-
-def _own_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in _direct(module)) if is_called(module) else 0
+def _direct_parameters(layer: nn.Module) -> int:
+    """The number of parameters of a layer that has a forward pass, without its submodules'."""
+    return sum(parameter.numel() for parameter in layer.parameters(recurse=False)) if is_called(layer) else 0

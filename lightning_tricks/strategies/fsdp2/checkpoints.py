@@ -1,4 +1,4 @@
-"""Reading checkpoints that are folders of slices, as Lightning's ModelParallelStrategy writes them."""
+"""Reading checkpoints under FSDP2: folders of shards from Lightning's ModelParallelStrategy, or one file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
 
+# -- folders of shards ------------------------------------------------------------------------------------------------
+
 
 def read_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     """Load the weights; all ranks take part."""
@@ -26,102 +28,119 @@ def read_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
 
 
 @torch.no_grad()
-def read_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer, *, number: int) -> None:
-    """Load the states of an optimizer, which is the checkpoint's ``number``-th; all ranks take part.
+def read_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer, *, index: int) -> None:
+    """Load the states of an optimizer; all ranks take part.
 
-    torch's own reader makes states for all parameters first, by a step, and expects them all to be in the checkpoint.
-    Parameters that never had a gradient have none.
+    torch's own reader first steps the optimizer to make states for all parameters, and expects the checkpoint to have
+    all of them. But a parameter that never had a gradient has no state.
+
+    Args:
+        folder: The checkpoint folder.
+        module: The sharded module.
+        optimizer: An optimizer of the module's parameters.
+        index: The optimizer's position in the checkpoint, from 0.
 
     Raises:
-        ValueError: If the checkpoint has no such optimizer, or one of other parameters.
+        ValueError: If the checkpoint's optimizer has other parameters or groups.
     """
     reader = SafeReader(folder)
     metadata = reader.metadata
-    own = {name.replace("_orig_mod.", ""): p for name, p in module.named_parameters()}  # as torch saves compiled ones
-    paths = {key: path for key, path in metadata.planner_data.items() if path[0] == f"optimizer_{number}"}
-    flat = {key: _empty(metadata.state_dict_metadata[key], own.get(path[2])) for key, path in paths.items()}
-    load_safely(flat, reader)
-    state: dict[str, dict[str, Any]] = {}
+    # torch saves the parameters of compiled modules without this prefix.
+    parameters = {name.replace("_orig_mod.", ""): parameter for name, parameter in module.named_parameters()}
+    paths = {key: path for key, path in metadata.planner_data.items() if path[0] == f"optimizer_{index}"}
+    entries = {
+        key: _empty_like_entry(metadata.state_dict_metadata[key], parameters.get(path[2]))
+        for key, path in paths.items()
+    }
+    load_safely(entries, reader)
+    states: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for key, (_, kind, owner, name) in paths.items():
-        (state if kind == "state" else groups).setdefault(owner, {})[name] = flat[key]
-    _load(optimizer, state, [groups[n] for n in sorted(groups)], {p: name for name, p in own.items()})
-
-
-def _load(
-    optimizer: Optimizer, state: dict[str, Any], groups: list[dict[str, Any]], names: dict[nn.Parameter, str]
-) -> None:
-    ours = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    if [sorted(mine) for mine in ours] != [sorted(group["params"]) for group in groups]:
+        (states if kind == "state" else groups).setdefault(owner, {})[name] = entries[key]
+    saved_groups = [groups[number] for number in sorted(groups)]
+    names = {parameter: name for name, parameter in parameters.items()}
+    expected = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    if [sorted(group) for group in expected] != [sorted(group["params"]) for group in saved_groups]:
         raise ValueError("The checkpoint's optimizer has other parameters, or other groups of them, than this one.")
-    saved = [{**group, "params": mine} for group, mine in zip(groups, ours, strict=True)]
-    optimizer.load_state_dict({"state": state, "param_groups": saved})
+    reordered = [{**group, "params": order} for group, order in zip(saved_groups, expected, strict=True)]
+    optimizer.load_state_dict({"state": states, "param_groups": reordered})
 
 
-def _empty(entry: Any, like: Tensor | None) -> Tensor | None:
-    """Room for what is stored: a slice beside the parameter's, or all of it; what is no tensor needs none."""
+def _empty_like_entry(entry: Any, parameter: Tensor | None) -> Tensor | None:
+    """An empty tensor to read a checkpoint entry into, sharded like the parameter if it has its shape."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    if isinstance(like, DTensor) and like.shape == entry.size:
-        return torch.empty_like(like, dtype=entry.properties.dtype)
+    if isinstance(parameter, DTensor) and parameter.shape == entry.size:
+        return torch.empty_like(parameter, dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def gathered(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """The state with whole tensors in host memory, gathered one by one; all ranks take part, one has to ``keep`` it."""
+# -- one file ---------------------------------------------------------------------------------------------------------
 
-    def whole(tensor: Tensor) -> Tensor | None:
+
+def full_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """Gather a state's full tensors one by one into host memory; all ranks take part.
+
+    Args:
+        state: A state_dict of a module or an optimizer.
+        keep: Whether this rank keeps the result; the others return an empty dictionary.
+    """
+
+    def gather(tensor: Tensor) -> Tensor | None:
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.detach().to("cpu", copy=True) if keep else None
 
-    result = apply_to_collection(dict(state), Tensor, whole)
+    result = apply_to_collection(dict(state), Tensor, gather)
     return result if keep else {}
 
 
 @torch.no_grad()
 def load_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """``module.load_state_dict(state)`` of whole tensors, of which each rank takes its slice."""
-    own = module.state_dict()
-    filled = dict(state)
-    for name, whole in state.items():
-        if _same(like := own.get(name), whole):
-            _fill(like, whole)
-            filled[name] = like
-    module.load_state_dict(filled, strict=strict)
+    """``module.load_state_dict(state)`` for a state of full tensors: each rank copies its shard."""
+    shards = module.state_dict()
+    sharded = dict(state)
+    for name, full in state.items():
+        if _is_shard_of(shard := shards.get(name), full):
+            _copy_shard(shard, full)
+            sharded[name] = shard
+    module.load_state_dict(sharded, strict=strict)
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)`` of whole tensors, of which each rank takes its slice.
+    """``optimizer.load_state_dict(state)`` for a state of full tensors: each rank copies its shard.
 
-    Tensors that belong to a parameter have its shape; the others, such as a counter of steps, are taken as they are.
+    States with the shape of their parameter are sharded; others, such as a step counter, are loaded unchanged.
     """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    like = dict(zip(numbers, parameters, strict=False))  # load_state_dict itself says what does not fit
-    sliced = {n: apply_to_collection(kept, Tensor, _slice, like.get(n)) for n, kept in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": sliced})
+    parameter_of = dict(zip(numbers, parameters, strict=False))  # load_state_dict reports a mismatch.
+    sharded = {
+        number: apply_to_collection(states, Tensor, _shard, parameter_of.get(number))
+        for number, states in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})
 
 
-def _slice(whole: Tensor, like: Tensor | None) -> Tensor:
-    if not _same(like, whole):
-        return whole
-    mine = cast(DTensor, torch.empty_like(like, dtype=whole.dtype))
-    _fill(mine, whole)
-    return mine
+def _shard(full: Tensor, parameter: Tensor | None) -> Tensor:
+    if not _is_shard_of(parameter, full):
+        return full
+    shard = cast(DTensor, torch.empty_like(parameter, dtype=full.dtype))
+    _copy_shard(shard, full)
+    return shard
 
 
-def _same(like: Any, whole: Any) -> TypeGuard[DTensor]:
-    return isinstance(like, DTensor) and like.shape == whole.shape
+def _is_shard_of(shard: Any, full: Any) -> TypeGuard[DTensor]:
+    return isinstance(shard, DTensor) and shard.shape == full.shape
 
 
-def _fill(mine: DTensor, whole: Tensor) -> None:
-    """Copy this rank's part of a whole tensor, which may be in a file, into its slice."""
-    coordinate = mine.device_mesh.get_coordinate()
+def _copy_shard(shard: DTensor, full: Tensor) -> None:
+    """Copy this rank's part of a full tensor, which may be mapped from a file, into its shard."""
+    coordinate = shard.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside of the mesh has no module"
-    for dimension, placement in enumerate(mine.placements):
+    for dimension, placement in enumerate(shard.placements):
         if isinstance(placement, Shard):
-            parts = whole.chunk(mine.device_mesh.size(dimension), placement.dim)
+            chunks = full.chunk(shard.device_mesh.size(dimension), placement.dim)
             number = coordinate[dimension]
-            whole = parts[number] if number < len(parts) else whole.narrow(placement.dim, 0, 0)
-    mine.to_local().copy_(whole)
+            full = chunks[number] if number < len(chunks) else full.narrow(placement.dim, 0, 0)
+    shard.to_local().copy_(full)

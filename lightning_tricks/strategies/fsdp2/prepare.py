@@ -1,4 +1,4 @@
-"""What a submodule needs before it is cut into slices: real weights on the device, the same on all ranks."""
+"""Preparing a module to be sharded: real weights on the device, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from torch.distributed.tensor import DTensor
 
 
 def require_untied(module: nn.Module) -> None:
-    """Raise for weights on the meta device that several modules share, which would no longer when they are made."""
-    named = [p for each in module.modules() for p in each.parameters(recurse=False) if p.is_meta]
-    if shared := [p for p, uses in Counter(named).items() if uses > 1]:
+    """Raise for tied weights on the meta device: materializing them would untie them."""
+    meta = [p for owner in module.modules() for p in owner.parameters(recurse=False) if p.is_meta]
+    if tied := [parameter for parameter, uses in Counter(meta).items() if uses > 1]:
         raise MisconfigurationException(
-            f"A weight on the meta device is shared by several modules, of shape {tuple(shared[0].shape)}: make such a"
-            " model on a real device, or tie its weights after it was made real."
+            f"A weight on the meta device is shared by several modules, of shape {tuple(tied[0].shape)}. Create such a"
+            " model on a real device, or tie its weights after they are materialized."
         )
 
 
 def prepare(module: nn.Module, device: torch.device) -> None:
-    """Make what is to be sharded with a module real, on the device and equal to that of rank 0.
+    """Materialize a module's unsharded tensors, move them to the device and copy rank 0's values to all ranks.
 
     Raises:
         MisconfigurationException: For weights on the meta device of a module without ``reset_parameters``.
     """
-    for owner in _unsharded(module):
-        own = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in own):
+    owners = list(_unsharded_modules(module))
+    for owner in owners:
+        if any(tensor.is_meta for tensor in _direct_tensors(owner)):
             owner.to_empty(device=device, recurse=False)
-            if not callable(initialize := getattr(owner, "reset_parameters", None)):
+            initialize = getattr(owner, "reset_parameters", None)
+            if not callable(initialize):
                 raise MisconfigurationException(
-                    f"{type(owner).__name__} has weights on the meta device and no reset_parameters() that gives them"
-                    " values: define it, or make the model on a real device."
+                    f"{type(owner).__name__} has weights on the meta device and no reset_parameters() to initialize"
+                    " them. Define it, or create the model on a real device."
                 )
             initialize()
-    whole = [t for owner in _unsharded(module) for t in (*owner.parameters(False), *owner.buffers(False))]
-    for tensor in dict.fromkeys(whole):
+    for tensor in dict.fromkeys(tensor for owner in owners for tensor in _direct_tensors(owner)):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
             broadcast([tensor])
@@ -48,20 +48,27 @@ def prepare(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Write the tensors of rank 0 into those of all ranks, together by their dtypes; all ranks take part."""
+    """Copy rank 0's tensors into those of all ranks, one broadcast per dtype; all ranks take part."""
+    if dist.get_world_size() == 1:
+        return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for group in by_dtype.values() if dist.get_world_size() > 1 else ():
+    for group in by_dtype.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in group])
         dist.broadcast(flat, src=0)
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
-def _unsharded(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and its submodules, without what is sharded already."""
+def _direct_tensors(module: nn.Module) -> list[Tensor]:
+    """The module's own parameters and buffers, without those of its submodules."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _unsharded_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and its submodules, except those that are sharded already."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _unsharded(child)
+            yield from _unsharded_modules(child)

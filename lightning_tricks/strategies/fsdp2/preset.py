@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): weights, gradients and optimizer states in slices, one a process."""
+"""Fully sharded data parallelism (FSDP2): each process holds one shard of weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
 from lightning_tricks.strategies.fsdp2.checkpoints import (
-    gathered,
+    full_state,
     load_module,
     load_optimizer,
     read_module,
@@ -46,28 +46,31 @@ __all__ = ["FSDP2Preset"]
 
 @final
 class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
-    """FSDP2 of an ordinary LightningModule: the presets ``fsdp2_bf16`` and ``fsdp2_offload_bf16``.
+    """FSDP2 for an ordinary LightningModule: the presets ``fsdp2_bf16`` and ``fsdp2_offload_bf16``.
 
-    Each process keeps a slice of every weight, its gradient and its optimizer state, all in fp32. The weights of a
-    block are gathered when it runs and freed afterwards, forward and backward; those of the root, which is everything
-    outside of the blocks, are there for the whole step. Every process must run the same blocks in the same order.
-    Gradients are reduced after every batch, accumulated ones too: kept until later they would be whole on each device.
+    Each process keeps a shard of every weight, its gradient and its optimizer state, all in fp32. The weights of a
+    block are gathered when it runs and freed afterwards, in the forward and the backward pass. The weights of the
+    root, which is everything outside of the blocks, stay gathered for the whole step. Every process must run the same
+    blocks in the same order. Gradients are reduced after every batch, even if they accumulate: otherwise each device
+    would hold all of them unsharded.
 
     Args:
-        precision: What to train in: "bf16-mixed" or "32-true".
-        offload: Whether weights, gradients and optimizer states wait in host memory, where the optimizer steps.
-        modules: The submodules that are gathered one at a time: regular expressions searched in their names, or names
-            of classes, one or a sequence; found by themselves if left out.
-        activation_checkpointing: Whether each block is run again in the backward pass, which saves its activations.
-        save_distributed_checkpoint: Whether a checkpoint is a folder of slices, or one file as that of any strategy.
-        process_group_backend: Of ``torch.distributed``; chosen by the accelerator if left out.
-        timeout: Of its collectives.
+        precision: The precision to train in: "bf16-mixed" or "32-true".
+        offload: Whether weights, gradients and optimizer states stay in host memory, where the optimizer steps.
+        modules: The submodules to gather one at a time: one regular expression or class name, or a sequence of them,
+            searched in dotted names. By default the repeated blocks and the large layers outside of them.
+        activation_checkpointing: Whether to recompute each block in the backward pass instead of keeping its
+            activations.
+        save_distributed_checkpoint: Whether a checkpoint is a folder of shards; otherwise it is one file, which any
+            strategy can load.
+        process_group_backend: The backend of ``torch.distributed``; by default the accelerator's.
+        timeout: The time limit of a collective operation.
 
     Raises:
-        TypeError: If a switch is no bool.
-        MisconfigurationException: At setup, for what cannot be right: several optimizers, ``activation_checkpointing``
-            without blocks, FSDP1, weights on the meta device that are tied or that nobody initializes; with torch
-            before 2.13, a module with a step that an exception has interrupted.
+        TypeError: If an argument has the wrong type.
+        MisconfigurationException: At setup, for several optimizers, ``activation_checkpointing`` without blocks,
+            modules wrapped by FSDP1, or weights on the meta device that are tied or cannot be initialized; with torch
+            before 2.13, also for a module with an interrupted step.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -114,36 +117,36 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes  # "auto" is the number of nodes
+        self._data_parallel_size = self.num_nodes * self.num_processes  # "auto" would be the number of nodes.
         if self.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
-            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of gradients are summed up in host memory
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # Gradient norms are reduced in host memory.
         super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = self._module
-        if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} shards by fully_shard, found modules wrapped in"
-                " FullyShardedDataParallel: leave that out."
+                f"strategy={self.strategy_name!r} shards with fully_shard, got modules wrapped in"
+                " FullyShardedDataParallel. Remove that wrapper."
             )
         self._shard(module)
         self._root = Root(module)
-        # Lightning's strategy insists on a configure_model, in which users shard; that of the user has run already
+        # Lightning's strategy requires a configure_model hook that shards. The user's own hook has already run.
         module.configure_model = self._shard
         try:
             super().setup(trainer)
         finally:
             del module.configure_model
-        if len(self.optimizers) > 1:  # toggle_optimizer freezes weights, of which gathered ones know nothing
+        if len(self.optimizers) > 1:  # toggle_optimizer would freeze the shards, but not the gathered weights.
             raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} trains with one optimizer, got {len(self.optimizers)}: put their"
-                " parameters into groups of one, or choose a DDP preset."
+                f"strategy={self.strategy_name!r} trains with one optimizer, got {len(self.optimizers)}. Make their"
+                " parameters groups of one optimizer, or choose a DDP preset."
             )
 
     def _shard(self, module: pl.LightningModule) -> None:
-        """Shard what the user has not sharded, one group after the other, so that a device never holds two whole."""
-        if self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
+        """Shard what the user has not sharded, group by group: a device never holds two unsharded groups."""
+        if self._layer_sync is not None:  # Set by Trainer(sync_batchnorm=True).
             self._layer_sync.apply(module)
         offload = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
         groups = sharding_groups(module, self.modules)
@@ -156,10 +159,10 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Move what is left; sharded weights are where they belong."""
-        for each in self._module.modules():
-            if not any(True for _ in each.parameters()):
-                each.to(self.root_device)
+        """Move the submodules without parameters; sharded weights are on their device already."""
+        for submodule in self._module.modules():
+            if not any(True for _ in submodule.parameters()):
+                submodule.to(self.root_device)
 
     @override
     def teardown(self) -> None:
@@ -198,56 +201,56 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._module.automatic_optimization:
-            self.root.end()
+            self.root.end_step()
         else:
-            self.root.gather()
+            self.root.unshard()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         if not self._module.automatic_optimization:
-            self.root.gather()
+            self.root.unshard()
         return output
 
     @property
     def root(self) -> Root:
-        """What steps run inside of."""
-        assert self._root is not None, "setup comes first"
+        """The root that runs the steps."""
+        assert self._root is not None, "the root is made in setup()"
         return self._root
 
     @property
     def _module(self) -> Any:
-        """The LightningModule, an FSDPModule as well once it is set up."""
-        assert self.lightning_module is not None, "connected before anything is asked for"
+        """The LightningModule; after setup it is also an FSDPModule."""
+        assert self.lightning_module is not None, "the module is set in connect()"
         return self.lightning_module
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.root.share_buffers()
+        self.root.broadcast_buffers()
         if self.save_distributed_checkpoint:
             return super().lightning_module_state_dict()
-        return gathered(self._module.state_dict(), keep=self.is_global_zero)
+        return full_state(self._module.state_dict(), keep=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
-        return gathered(optimizer.state_dict(), keep=self.is_global_zero)
+        return full_state(optimizer.state_dict(), keep=self.is_global_zero)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        self.require_whole(path)
+        self.require_complete(path)
         self._loads_file = path.is_file()
-        if self._loads_file:  # what is in it Lightning has loaded below, after its hooks
+        if self._loads_file:  # Lightning runs its hooks, then loads it through the methods below.
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        rest = torch.load(path / "meta.pt", map_location="cpu", weights_only=weights_only)
+        checkpoint = torch.load(path / "meta.pt", map_location="cpu", weights_only=weights_only)
         read_module(path, self._module, strict=self._module.strict_loading)
-        for number, optimizer in enumerate(self.optimizers if is_fitting(self._module.trainer) else []):
-            read_optimizer(path, self._module, optimizer, number=number)
-        return rest
+        for index, optimizer in enumerate(self.optimizers if is_fitting(self._module.trainer) else []):
+            read_optimizer(path, self._module, optimizer, index=index)
+        return checkpoint
 
     @property
     @override

@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO."""
+"""DeepSpeed ZeRO: the ZeRO presets."""

@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed for a ZeRO preset, as one dictionary."""
+"""The DeepSpeed configuration of a ZeRO preset, as one dictionary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_tricks.core.checks import check_choice
 Offload = Literal["none", "cpu", "nvme"]
 Stage = Literal[1, 2, 3]
 
-_BUCKET = 200_000_000  # elements that travel at once: 0.4 GB in 16 bits, enough to use a link fully
+_BUCKET = 200_000_000  # Elements per message: 0.4 GB in 16 bits, enough for the full bandwidth of a link.
 
-# What is said elsewhere already, and where.
-_ELSEWHERE = {
+# Keys of a DeepSpeed configuration that the Trainer or the module sets, and where.
+_SET_ELSEWHERE = {
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches=...)",
     "gradient_clipping": "Trainer(gradient_clip_val=...)",
     "train_batch_size": "the batch size of the training loader",
@@ -33,22 +33,22 @@ def zero_config(
     precision: str = "bf16-mixed",
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The configuration for DeepSpeed: ours, with the user's ``config`` merged over it key by key.
+    """Make the DeepSpeed configuration of a preset, with the user's ``config`` merged over it key by key.
 
     Args:
-        stage: What is sharded: optimizer states (1), gradients too (2), weights too (3).
-        offload: Where optimizer states, and in stage 3 the weights, wait: "none" (on the device), "cpu", "nvme".
-        nvme_path: Folder for "nvme".
-        precision: "bf16-mixed", "16-mixed" or "32-true".
-        config: Parts of a DeepSpeed configuration, for what has no argument here. It is read, never written to.
+        stage: The ZeRO stage: shard optimizer states (1), gradients too (2), weights too (3).
+        offload: The place of optimizer states, and in stage 3 of the weights: "none" (the device), "cpu" or "nvme".
+        nvme_path: A folder on the NVMe disk; required for "nvme" only.
+        precision: The precision to train in: "bf16-mixed", "16-mixed" or "32-true".
+        config: Parts of a DeepSpeed configuration, for settings without an argument here. It is never modified.
 
     Returns:
         A new dictionary that shares nothing with ``config``.
 
     Raises:
-        TypeError: If ``config`` is no dictionary, or has none where DeepSpeed has a section.
-        ValueError: If ``stage`` or ``offload`` do not exist or do not go together, or ``config`` contradicts an
-            argument, or sets what the Trainer or the module set.
+        TypeError: If ``config``, or a section of it, is not a dictionary.
+        ValueError: If ``stage`` or ``offload`` is unknown, if they cannot be combined, or if ``config`` contradicts an
+            argument, the Trainer or the module.
 
     Example:
         >>> zero_config(stage=2, config={"zero_optimization": {"overlap_comm": False}})["zero_optimization"]
@@ -58,26 +58,29 @@ def zero_config(
         raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}.")
     check_choice("offload", offload, ("none", "cpu", "nvme"))
     _check_nvme(stage, offload, nvme_path)
-    ours: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # for DeepSpeed's own log of throughput only
-        "zero_allow_untested_optimizer": True,  # any elementwise optimizer works on shards
-        "zero_force_ds_cpu_optimizer": False,  # one of torch's steps offloaded states as well, and compiles nothing
+    defaults: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # Only used in DeepSpeed's own log of throughput.
+        "zero_allow_untested_optimizer": True,  # Any elementwise optimizer works on shards.
+        "zero_force_ds_cpu_optimizer": False,  # torch's optimizers can step offloaded states without compilation.
         "zero_optimization": {"stage": stage, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET},
     }
-    zero = ours["zero_optimization"]
-    zero["overlap_comm"] = True  # gradients travel while the backward pass goes on
+    zero = defaults["zero_optimization"]
+    zero["overlap_comm"] = True  # Reduce gradients while the backward pass runs.
     if stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True  # else engine.save_16bit_model writes nothing
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # Otherwise engine.save_16bit_model writes nothing.
     if offload != "none":
-        waits: dict[str, Any] = {"device": offload, "pin_memory": True}  # else each copy to the device blocks
+        section: dict[str, Any] = {"device": offload, "pin_memory": True}  # Copies from unpinned memory would block.
         if offload == "nvme":
-            waits["nvme_path"] = nvme_path
-        zero["offload_optimizer"] = waits
+            section["nvme_path"] = nvme_path
+        zero["offload_optimizer"] = section
         if stage == 3:
-            zero["offload_param"] = dict(waits)
+            zero["offload_param"] = dict(section)
     if precision != "32-true":
-        ours["bf16" if precision == "bf16-mixed" else "fp16"] = {"enabled": True}
-    return ours if config is None else _merged(ours, _checked(config, ours))
+        defaults["bf16" if precision == "bf16-mixed" else "fp16"] = {"enabled": True}
+    if config is None:
+        return defaults
+    _check_config(config, defaults)
+    return _merged(defaults, config)
 
 
 def _check_nvme(stage: int, offload: str, nvme_path: str | None) -> None:
@@ -85,29 +88,29 @@ def _check_nvme(stage: int, offload: str, nvme_path: str | None) -> None:
         raise ValueError(f"offload='nvme' needs stage=3, got stage={stage}. Pass stage=3, or offload='cpu'.")
     if (offload == "nvme") != (nvme_path is not None):
         raise ValueError(
-            f"nvme_path= is the folder of offload='nvme' and of nothing else, got offload={offload!r} and"
-            f" nvme_path={nvme_path!r}. Pass both or neither."
+            f"nvme_path= and offload='nvme' belong together, got offload={offload!r} and nvme_path={nvme_path!r}. Pass"
+            " both or neither."
         )
 
 
-def _checked(config: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The user's config, which must not contradict what is said by arguments, or elsewhere."""
+def _check_config(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise if the user's config contradicts an argument, the Trainer or the module."""
     if not isinstance(config, Mapping):
-        raise TypeError(f"config must be a dictionary, parts of a DeepSpeed configuration, got {config!r}.")
-    for key, where in _ELSEWHERE.items():
+        raise TypeError(f"config must be a dictionary with parts of a DeepSpeed configuration, got {config!r}.")
+    for key, setting in _SET_ELSEWHERE.items():
         if key in config:
-            raise ValueError(f"config={{{key!r}: {config[key]!r}}} is for {where} to say: remove it from config.")
-    zero, our_zero = _section(config, "zero_optimization"), ours["zero_optimization"]
-    _check_same("stage", zero.get("stage", our_zero["stage"]), our_zero["stage"], "stage=")
+            raise ValueError(f"config must not contain {key!r}, got {config[key]!r}. Use {setting} instead.")
+    zero, default_zero = _section(config, "zero_optimization"), defaults["zero_optimization"]
+    _check_same("stage", zero.get("stage", default_zero["stage"]), default_zero["stage"], "stage=")
     for name in ("offload_optimizer", "offload_param"):
-        device = (our_zero.get(name) or {}).get("device", "none")
-        asked = (zero.get(name) or {}).get("device", device)
-        if not (name == "offload_param" and asked == "none"):  # weights may stay while optimizer states leave
-            _check_same(f"{name} device", asked, device, "offload= and stage=")
+        default_device = (default_zero.get(name) or {}).get("device", "none")
+        device = (zero.get(name) or {}).get("device", default_device)
+        if name == "offload_param" and device == "none":
+            continue  # Weights may stay on the device while optimizer states are offloaded.
+        _check_same(f"{name} device", device, default_device, "offload= and stage=")
     for name in ("bf16", "fp16"):
-        enabled = _section(config, name).get("enabled", name in ours)
-        _check_same(f"{name} enabled", enabled, name in ours, "precision=")
-    return config
+        enabled = _section(config, name).get("enabled", name in defaults)
+        _check_same(f"{name} enabled", enabled, name in defaults, "precision=")
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -117,14 +120,16 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _check_same(what: str, asked: object, ours: object, argument: str) -> None:
-    if asked != ours:
-        raise ValueError(f"config says {what} {asked!r}, {argument} says {ours!r}: say it by {argument} only.")
+def _check_same(setting: str, configured: object, default: object, argument: str) -> None:
+    if configured != default:
+        raise ValueError(
+            f"config has {setting} {configured!r}, but {argument} gives {default!r}. Set it with {argument} only."
+        )
 
 
-def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**ours, **deepcopy(dict(theirs))}
-    for key in ours.keys() & theirs.keys():
-        if isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):
-            merged[key] = _merged(ours[key], theirs[key])
+def _merged(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**defaults, **deepcopy(dict(overrides))}
+    for key in defaults.keys() & overrides.keys():
+        if isinstance(defaults[key], Mapping) and isinstance(overrides[key], Mapping):
+            merged[key] = _merged(defaults[key], overrides[key])
     return merged

@@ -364,7 +364,7 @@ class Manual(pl.LightningModule):
         (nn.Linear(2, 2), {"batch": torch.zeros(4, 3)}, "a step of Linear .* failed: RuntimeError"),
         (0, {}, "model must be at least 1"),
         (10, {"batch": torch.zeros(4, 3)}, "batch= needs a module"),
-        (Counts(), {"batch": torch.zeros(4, 4)}, "takes a whole number out of a tensor"),
+        (Counts(), {"batch": torch.zeros(4, 4)}, "reads an integer from a tensor"),
         (Attached(), {"batch": (torch.zeros(4, 8), torch.zeros(4).long())}, "without a Trainer failed"),
         (Manual(), {"batch": (torch.zeros(4, 8), torch.zeros(4).long())}, "must return a loss .* manual optimization"),
     ],

@@ -144,7 +144,7 @@ def idle() -> list[dict[str, Any]]:
 )
 def test_unused_parameters_are_named_with_the_remedy(idle: list[dict[str, Any]], name: str, remedy: str) -> None:
     for rank in idle:
-        assert "never came: idle.weight, idle.bias. Use them" in rank[name]
+        assert "got no gradients: idle.weight, idle.bias. Use them" in rank[name]
         assert rank[name].endswith(f"{remedy}.")
 
 

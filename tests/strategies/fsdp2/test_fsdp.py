@@ -230,8 +230,8 @@ class Old(PlainNet):
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "compiled": (lambda: torch.compile(build(PlainNet)), {}, "a compiled model is incompatible .* `FSDP2Preset`"),
     "optimizers": (lambda: build(Two), {}, "one optimizer, got 2"),
-    "fsdp1": (lambda: build(Old), {}, "found modules wrapped in FullyShardedDataParallel"),
-    "no blocks": (lambda: build(PlainNet), {"activation_checkpointing": True}, "finds no repeated ones: pass modules="),
+    "fsdp1": (lambda: build(Old), {}, "got modules wrapped in FullyShardedDataParallel"),
+    "no blocks": (lambda: build(PlainNet), {"activation_checkpointing": True}, "Select submodules with modules="),
     "unknown": (lambda: build(PlainNet), {"modules": ["Blok"]}, "'Blok' is neither"),
 }
 

@@ -26,7 +26,7 @@ def folders(folder: str) -> Any:
     with pytest.raises(ValueError, match="other parameters, or other groups of them"):
         two(OtherGroups, ckpt_path=path)
     Path(folder, "empty").mkdir(exist_ok=True)
-    with pytest.raises(MisconfigurationException, match=r"empty is no whole checkpoint: it has neither .metadata"):
+    with pytest.raises(MisconfigurationException, match=r"empty is not a complete checkpoint: it has neither"):
         two(Transformer, ckpt_path=f"{folder}/empty")
     return results
 
