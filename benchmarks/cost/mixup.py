@@ -56,7 +56,7 @@ def our_mixed(callback: lt.Mixup | lt.CutMix) -> Mixed:
 
     def mixed(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         number = next(numbers)
-        work = batches.Work((x, labels), number, random.Random(f"{SEED} {number}"))
+        work = batches.BatchContext((x, labels), number, random.Random(f"{SEED} {number}"))
         callback._change(cast(pl.Trainer, None), work)  # which mixing does not need
         return work.finished()
 

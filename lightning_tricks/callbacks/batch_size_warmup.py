@@ -52,8 +52,8 @@ class BatchSizeWarmup(EpochPlan, Trick):
 
     ``batch_e = factors[min(floor(e * n / E), n)] * loader's batch`` in epoch e, with ``factors`` the n+1 doublings
     ``initial, 2*initial, ..., final`` and E epochs of growth; ``lr = schedule's lr * batch_e / batch_final``, or its
-    square root. It changes between epochs only, so that no accumulated batch is cut, and ``optimizer_steps`` counts it. With
-    fewer epochs of growth than factors some of them are left out. The learning rate is changed only while the
+    square root. It changes between epochs only, so that no accumulated batch is cut, and ``optimizer_steps`` counts it.
+    With fewer epochs of growth than factors some of them are left out. The learning rate is changed only while the
     optimizer steps: schedules, checkpoints and LearningRateMonitor have that of the schedule.
 
     Args:

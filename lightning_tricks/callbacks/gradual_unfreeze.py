@@ -353,8 +353,8 @@ class GradualUnfreeze(Trick):
         if self._stages is not None and self._frozen is not None and not self._stages.restore(self._frozen):
             raise MisconfigurationException(
                 f"GradualUnfreeze(parameters={self.parameters!r}) cannot go on where other groups were frozen, got a"
-                f" checkpoint with {len(self._frozen)} frozen parameters that are not the last of its groups: resume with the"
-                " groups of that run."
+                f" checkpoint with {len(self._frozen)} frozen parameters that are not the last of its groups: resume"
+                " with the groups of that run."
             )
 
     @override

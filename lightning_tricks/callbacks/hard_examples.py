@@ -181,7 +181,9 @@ class HardExampleFilter(BatchCallback):
             losses = per_sample_losses(trainer, batch, self.targets_in(batch))
             # one sample can make BatchNorm spoil the losses of all: whoever guards the step is to see that sample
             if losses is not None and not losses.isnan().any():
-                context.batch = select_samples(context.batch, self._keep(losses, count), size)
+                targets = len(self.targets_in(context.batch))
+                kept = self._keep(losses, count)
+                context.batch = select_samples(context.batch, kept, size, type(self).__name__, targets)
                 self._samples(context.batch, count)
         elif self.across_ranks:
             context.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, count, largest))

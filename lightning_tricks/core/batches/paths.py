@@ -81,7 +81,8 @@ def find(batch: Any, names: Sequence[str], position: int) -> list[Path]:
 def _named(batch: Any, names: Sequence[str]) -> list[Path]:
     if isinstance(batch, Tensor):
         return [()]
-    return [(name, *inner) for name, value in parts(batch) if name in names for inner in _named(value, names)]
+    named = [(name, value) for name, value in parts(batch) if str(name).lower() in names]
+    return [(name, *inner) for name, value in named for inner in _named(value, names)]
 
 
 def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> list[Path]:

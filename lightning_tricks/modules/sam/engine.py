@@ -13,11 +13,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_tricks.core.batches.cutting import count_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.trainer import grad_scaler, step_schedules
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, micro_batches, with_own_batch
+from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
 from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, replaying
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
@@ -65,8 +66,9 @@ class SAMEngine:
         self, first: RecordedStep, weights: dict[Tensor, str], descend: Callable[[Tensor], None], size: int
     ) -> None:
         """Perturb for each micro-batch by itself; the first run, of the full batch, has logged and moved statistics."""
+        first.state.refuse_writes()
         after, random, norms = ModuleState(self.module), first.random, []
-        parts = micro_batches(first, size)
+        parts = micro_batches(first.run, size)
         try:
             for number, (share, run) in enumerate(parts, 1):
                 with nullcontext() if number == len(parts) else self._unsynced():
@@ -131,6 +133,7 @@ class SAMEngine:
         parts = [part for part in map(self.weights.local, moved) if part is not None]
         with torch.no_grad():
             before = [part.clone() for part in parts]
+        step.state.refuse_writes()
         after = ModuleState(self.module)
         try:
             step.state.restore()
@@ -176,6 +179,26 @@ class SAMEngine:
     def _unsynced(self) -> AbstractContextManager[None]:
         """A context in which DDP does not average gradients over the ranks."""
         return getattr(self.module.trainer.strategy, "block_backward_sync", nullcontext)()
+
+
+def micro_batches(run: partial[Any], size: int) -> list[tuple[float, partial[Any]]]:
+    """The share and the step of each micro-batch.
+
+    Args:
+        run: The step, with its batch as the first argument.
+        size: The number of samples in a micro-batch; the last one may have fewer.
+
+    Raises:
+        MisconfigurationException: If the batch cannot be cut.
+    """
+    batch, *rest = run.args
+    samples = count_samples(batch, f"SAM(micro_batch_size={size})")
+    parts: list[tuple[float, partial[Any]]] = []
+    for start in range(0, samples, size):
+        stop = min(start + size, samples)
+        part = select_samples(batch, slice(start, stop), samples, f"SAM(micro_batch_size={size})")
+        parts.append(((stop - start) / samples, partial(run.func, part, *rest, **run.keywords)))
+    return parts
 
 
 def loss_of(output: Any) -> Tensor:
