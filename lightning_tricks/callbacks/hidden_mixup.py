@@ -128,17 +128,27 @@ class HiddenMixup(MixingCallback):
         return all(target.ndim == 1 or target.is_floating_point() for target in targets)
 
     @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        if pl_module.automatic_optimization:
+            self._require_call(pl_module)
+        super().on_before_backward(trainer, pl_module, loss)
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._context = None
         assert self._pipeline is not None, "setup comes first"
-        if self.drawn is not None and not self._called and self._pipeline.descends:
+        if self._pipeline.descends:
+            self._require_call(pl_module)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _require_call(self, pl_module: pl.LightningModule) -> None:
+        if self.drawn is not None and not self._called:
             raise MisconfigurationException(
                 f"HiddenMixup did nothing: {type(pl_module).__name__}.training_step did not call the layer"
                 f" {self.layer!r}. Name a layer that it calls."
             )
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def _close(self) -> None:

@@ -88,6 +88,7 @@ class RewindOnSpike(Trick):
         Khrushchev et al., YaLM 100B, 2022; Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1.
     """
 
+    needs_step_hooks = True
     conflicts = (
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),

@@ -190,16 +190,19 @@ class AveragingCallback(Trick, ABC):
         self._leave(self.at_end)  # a fit that had nothing left to do had no train end
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def _on_failure(self, trainer: pl.Trainer) -> None:
+        super()._on_failure(trainer)
         self._observer.stop()
-        if self._fits:
+        if not self._fits:
+            return
+        try:
             self._catch_up(trainer)  # the exception may have come before on_train_batch_end
-            for each in averaging_callbacks(trainer):
-                if each._averages is not None:
-                    each._averages.show("raw")
+        finally:
+            for callback in averaging_callbacks(trainer):
+                if callback._averages is not None:
+                    callback._averages.show("raw")
             self._leave("raw")
             self._save_postponed()
-        super().on_exception(trainer, pl_module, exception)
 
     def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
         """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""

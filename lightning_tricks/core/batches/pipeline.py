@@ -105,19 +105,28 @@ class BatchPipeline:
         Raises:
             MisconfigurationException: If no loss was computed by the plan, though there was a backward pass.
         """
-        context, module = self._context, trainer.lightning_module
-        by_hand = not module.automatic_optimization and trainer.global_step > self._steps  # after loss.backward()
-        descends = self.descends or by_hand
+        by_hand = not trainer.lightning_module.automatic_optimization and trainer.global_step > self._steps
+        if self.descends or by_hand:  # by hand may be loss.backward(), which calls no hook
+            self.require_loss(trainer)
         self.drop()
-        if context is None or not descends or not context.targets or context.plan.losses:
+
+    def require_loss(self, trainer: pl.Trainer) -> None:
+        """Raise unless a loss of the batch was computed by the plan.
+
+        Raises:
+            MisconfigurationException: If none was.
+        """
+        context, module = self._context, trainer.lightning_module
+        if context is None or not context.targets or context.plan.losses:
             return
         where = ", ".join(f"batch{''.join(f'[{name!r}]' for name in path)}" for path in context.targets)
+        tricks = " and ".join(dict.fromkeys(context.targets.values()))
         raise MisconfigurationException(
-            f"{' and '.join(dict.fromkeys(context.targets.values()))} did nothing to batch {context.number}: no loss of"
+            f"{tricks} did nothing to batch {context.number}: no loss of"
             f" {type(module).__name__}.training_step was computed from the target, {where}. Looked for was a loss of"
             " torch.nn.functional, or anything else made of that very tensor, that depends on the weights: not of a"
             " copy through NumPy or Python numbers, an autograd.Function or a compiled extension. Name another target="
-            " or compute the loss from it."
+            f" or compute the loss from it; where a library computes the loss, leave {tricks} out."
         )
 
     def drop(self) -> None:

@@ -22,6 +22,8 @@ class GradientCallback(Trick):
     Lightning calls the hook once an optimizer step, in manual optimization too, and clips by itself afterwards.
     """
 
+    needs_step_hooks = True
+
     def __init__(self) -> None:
         super().__init__()
         self._weights: LocalWeights | None = None

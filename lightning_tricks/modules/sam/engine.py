@@ -41,6 +41,7 @@ class SAMEngine:
         self.recorder = StepRecorder()
         self.norm: Tensor | None = None  # of the gradient that perturbed the weights last; None after a plain step
         self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
+        self.called = False  # by hand, in this fit
         self._calls: dict[int, int] = {}  # of ``step`` since an optimizer stepped, by the id of the optimizer
 
     def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
@@ -87,6 +88,7 @@ class SAMEngine:
 
     def backward_by_hand(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
         """What ``SAMMixin.sam_backward`` does."""
+        self.called = True
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
         step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
