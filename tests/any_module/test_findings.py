@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
-from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, weights
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 
 def with_sam(kind: type[Any], **settings: Any) -> type[Any]:
@@ -60,7 +60,7 @@ def test_an_ordered_dict_is_not_emptied() -> None:
     fit(plain)
     fit(sharp)
     assert_equal(weights(plain), weights(sharp))
-    lt.find_lr(pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), found, loader(), steps=10)
+    lt.find_lr(trainer(), found, loader(), steps=10)
     assert list(found.aux.items()) == [("l2", 0.5), ("l1", 0.1)]
 
 
@@ -262,6 +262,7 @@ class Images(Dataset[Any]):
         mask = torch.full((8, 8), index % 3)
         one_hot = F.one_hot(mask, 3).permute(2, 0, 1).float()
         masks = {"mask": mask, "one-hot": one_hot, "multi-channel": torch.cat([one_hot, one_hot]), "both": mask}
+        masks["channels-last"] = one_hot.permute(1, 2, 0)
         image = 20 * one_hot - 10
         sample = {"image": image, "mask": masks[self.form]}
         return {**sample, "label": index % 3} if self.form == "both" else sample
@@ -278,39 +279,48 @@ class Pixels(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits, mask = self.scale * batch["image"], batch["mask"]
         if mask.ndim == 4:
+            mask = mask.permute(0, 3, 1, 2) if mask.shape[1:3] == (8, 8) else mask
             logits = logits.repeat(1, mask.shape[1] // 3, 1, 1)
             loss = F.binary_cross_entropy_with_logits(logits, mask)
         else:
             loss = F.cross_entropy(logits, mask)
-        self.losses.append(float(loss))
-        if "label" in batch:
-            return loss + F.cross_entropy(self.scale * batch["image"].mean((2, 3)), batch["label"])
+        self.losses.append(float(loss.detach()))
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing to validate."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize("form", ["mask", "one-hot", "multi-channel", "both"])
+@pytest.mark.parametrize("form", ["mask", "one-hot", "channels-last", "multi-channel"])
 def test_cutmix_pastes_spatial_targets(form: str) -> None:
-    module = build(Pixels)
-    target = ["mask", "label"] if form == "both" else "mask"
-    fit(module, train=DataLoader(Images(form), 8), val=[], callbacks=[lt.CutMix(target=target)], limit_val_batches=0)
+    module, cut = build(Pixels), lt.CutMix(target="mask")
+    fit(module, train=DataLoader(Images(form), 8), callbacks=[cut], limit_val_batches=0)
+    assert cut.drawn is not None
+    assert 0 < cut.drawn.lam < 1
     assert max(module.losses) < 1e-3
 
 
 def test_cutmix_mixes_labels_beside_masks_by_area() -> None:
-    module, seen = build(Pixels), []
+    found: list[Tensor] = []
 
-    class See(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            mixed, own = trainer.callbacks[0].drawn, batch["label"]
-            share = (batch["mask"] == batch["mask"].mode(-1).values.mode(-1).values[:, None, None]).float().mean((1, 2))
-            seen.append((mixed.lam, float(share.min()), len(own)))
+    class Labels(Pixels):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            means = self.scale * batch["image"].mean((2, 3))
+            label = F.cross_entropy(means, batch["label"])
+            # the share of each class in the pasted mask is its weight in the loss
+            shares = F.one_hot(torch.as_tensor(batch["mask"]), 3).flatten(1, 2).float().mean(1)
+            found.append(torch.stack([label.detach().as_subclass(Tensor), F.cross_entropy(means, shares).detach()]))
+            return loss + label
 
-    cut = lt.CutMix(target=["mask", "label"])
-    fit(module, train=DataLoader(Images("both"), 8), val=[], callbacks=[cut, See()], limit_val_batches=0)
-    assert all(0 <= lam <= 1 for lam, _, _ in seen)
+    cut, module = lt.CutMix(target=["mask", "label"]), build(Labels)
+    fit(module, train=DataLoader(Images("both"), 8), callbacks=[cut], limit_val_batches=0)
+    assert max(module.losses) < 1e-3
+    for mixed, expected in found:
+        torch.testing.assert_close(mixed, expected)
 
 
 def with_part(**extra: Any) -> DataLoader[Any]:
@@ -336,9 +346,10 @@ class Detector(PlainNet):
         (lambda n: torch.zeros(n, 3, 4), ["label", "boxes"], r"batch\['boxes'\], .* \(8, 3, 4\)"),
         (lambda n: torch.zeros(n, 3, 4), None, r"batch\['boxes'\]"),
         (lambda n: torch.zeros(n, 8, 8, dtype=torch.long), None, r"batch\['boxes'\].*name it in target="),
+        (lambda n: torch.zeros(n, 4), ["label", "boxes"], r"batch\['boxes'\], .* \(8, 4\)"),
         (lambda n: torch.zeros(n, 4, 4), ["label", "boxes"], r"batch\['boxes'\], .* \(8, 4, 4\)"),
     ],
-    ids=["boxes as target", "boxes beside", "a mask that is not named", "heat maps of another size"],
+    ids=["boxes as target", "boxes beside", "a mask that is not named", "a box a sample", "heat maps of another size"],
 )
 def test_cutmix_refuses_geometry_that_it_cannot_paste(part: Any, target: Any, message: str) -> None:
     module = build(Detector)
@@ -367,7 +378,7 @@ class Manual(PlainNet):
 def test_manual_optimization_without_sam_is_refused_before_the_first_optimizer_step() -> None:
     module = build(with_sam(Manual, rho=0.1))
     before = weights(module)
-    with pytest.raises(MisconfigurationException, match="never called self.sam_backward"):
+    with pytest.raises(MisconfigurationException, match=r"never called self\.sam_backward"):
         fit(module)
     assert_equal(weights(module), before)
 
@@ -389,6 +400,35 @@ def test_a_target_that_no_loss_saw_is_refused_before_the_first_optimizer_step(ki
         with pytest.raises(MisconfigurationException, match="did nothing to batch 0"):
             fit(module, callbacks=[trick])
         assert_equal(weights(module), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trick", "message"),
+    [
+        (Ignores, lambda: lt.Mixup(start=0.9), "did nothing to batch 0"),
+        (Ignores, lambda: lt.Mixup(prob=1e-9), "did nothing to batch 0"),
+        (Ignores, lambda: lt.HardExampleFilter(start=0.9, mode="loss"), "did nothing to batch 0"),
+        (Ignores, lambda: lt.HardExampleFilter(start=0.9), "computed no loss"),
+        (PlainNet, lambda: lt.CutMix(start=0.9), "needs images"),
+        (PlainNet, lambda: lt.Mixup(start=0.9, target="nowhere"), "finds no such tensor"),
+        (PlainNet, lambda: lt.HiddenMixup("unused", start=0.9), "did not call the layer 'unused'"),
+    ],
+)
+def test_what_begins_later_is_refused_at_the_first_batch(kind: Any, trick: Any, message: str) -> None:
+    module = build(kind)
+    module.unused = nn.Linear(8, 8)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, callbacks=[trick()])
+    assert_equal(weights(module), before)
+
+
+def test_the_first_batch_is_checked_without_a_trace() -> None:
+    plain, checked = build(NormNet), build(NormNet)
+    tricks = [lt.Mixup(start=1.0, prob=0.5), lt.HiddenMixup("layers.2", start=1.0, prob=0.5)]
+    fit(plain)
+    fit(checked, callbacks=[*tricks, lt.HardExampleFilter(start=1.0), lt.HardExampleFilter(start=1.0, mode="loss")])
+    assert_equal(weights(plain), weights(checked))
 
 
 def _by_hand(module: Any, loss: Tensor) -> None:
@@ -481,10 +521,18 @@ def test_averages_follow_weights_that_are_renamed(how: str, tmp_path: Any) -> No
 
 
 def test_averages_work_with_lightnings_pruning() -> None:
-    pruning = ModelPruning("l1_unstructured", amount=0.3, verbose=0, make_pruning_permanent=True)
-    module = build(PlainNet)
-    fit(module, callbacks=[pruning, lt.EMA(0.9)])
-    assert all(p.isfinite().all() for p in module.parameters())
+    def pruning() -> ModelPruning:
+        return ModelPruning("l1_unstructured", amount=0.3, verbose=0, make_pruning_permanent=True)
+
+    module, ema = build(PlainNet), lt.EMA(0.9)
+    fit(module, callbacks=[ema, pruning()])
+    zeros = {name: weight == 0 for name, weight in module.named_parameters()}
+    assert sum(int(zero.sum()) for zero in zeros.values()) > 30
+    with ema.averaged(module):
+        assert all(weight.isfinite().all() for weight in module.parameters())
+    with pytest.raises(MisconfigurationException, match="put EMA before ModelPruning"):
+        fit(build(PlainNet), callbacks=[pruning(), lt.EMA(0.9)])
+    fit(build(PlainNet), callbacks=[pruning(), lt.EMA(0.9, at_end="raw")])
 
 
 class Loses(Callback):
@@ -544,7 +592,19 @@ class Lazy(PlainNet):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_lazy_layers_are_refused_or_taken() -> None:
+def test_lazy_layers_are_refused_or_averaged_from_their_first_step_on() -> None:
+    seen: list[Tensor] = []
+
+    class See(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(pl_module.layers[0].weight.detach().clone())
+
+    ema = lt.EMA(0.9, warmup=False, at_end="raw")
+    fit(build(Lazy), callbacks=[See(), ema], max_epochs=1)
+    average = seen[0]
+    for weight in seen[1:]:
+        average = average.lerp(weight, 0.1)
+    assert_close({"layers.0.weight": average}, {"layers.0.weight": ema.averaged_state_dict()["layers.0.weight"]})
     with pytest.raises(MisconfigurationException, match=r"RewindOnSpike needs weights that exist.*layers\.0\.weight"):
         fit(build(Lazy), callbacks=[lt.RewindOnSpike()])
 
@@ -570,7 +630,7 @@ def test_sparse_gradients_are_refused_by_name(trick: Any) -> None:
     assert_equal(weights(module), before)
 
 
-class Library(Net):
+class Library(PlainNet):
     """A loss that torch does not know, as libraries have it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -50,6 +50,10 @@ class BatchCallback(Trick):
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         """Change a batch, and what becomes of its losses."""
 
+    @abstractmethod
+    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        """Raise if a batch like this one cannot be changed later, and have its loss tell the same; change nothing."""
+
     def _begin(self) -> None:
         """Forget the last batch."""
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, parts, put
+from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, parts, put, walk
 
 Samples = Tensor | slice  # which samples: their positions, or a range
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, torch.Size)
@@ -55,7 +55,7 @@ def count_samples(batch: Any, trick: str) -> int:
         MisconfigurationException: If the lengths differ.
     """
     tensors = [get(batch, path) for path in find(batch, TARGETS, 1)]
-    tensors = tensors or [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim][:2]
+    tensors = tensors or [leaf for _, leaf in walk(batch) if isinstance(leaf, Tensor) and leaf.ndim][:2]
     sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if len(sizes) != 1 or 0 in sizes:
         raise MisconfigurationException(
@@ -63,12 +63,6 @@ def count_samples(batch: Any, trick: str) -> int:
             f" of the names {', '.join(map(repr, TARGETS))} in the batch, or the second place in a pair."
         )
     return sizes.pop()
-
-
-def leaves(batch: Any) -> list[Any]:
-    """Everything in a batch that is no container."""
-    inner = list(parts(batch))
-    return [leaf for _, value in inner for leaf in leaves(value)] if inner else [batch]
 
 
 class _Cut:

@@ -126,6 +126,24 @@ def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
     return batch
 
 
+def walk(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Everything in a batch that is no container, with its path."""
+    inner = list(parts(batch))
+    if not inner:
+        yield path, batch
+    for name, value in inner:
+        yield from walk(value, (*path, name))
+
+
+def spelled(path: Path) -> str:
+    """A path in a batch, for an error message.
+
+    >>> spelled(("labels", 0))
+    "batch['labels'][0]"
+    """
+    return "".join(["batch", *(f"[{name!r}]" for name in path)])
+
+
 def described(batch: Any, path: str = "") -> str:
     """What is in a batch, for an error message.
 

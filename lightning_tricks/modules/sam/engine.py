@@ -20,6 +20,7 @@ from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
 from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, replaying
+from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
@@ -161,8 +162,7 @@ class SAMEngine:
         pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
         if len(pairs) < len(trained) and find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
             raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
-        if any(gradient.is_sparse for _, gradient in pairs):
-            raise MisconfigurationException("SAM works on dense gradients, got sparse ones: pass sparse=False.")
+        require_dense(self.module, pairs, "SAM")
         return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
 
     def _loss_again(self, run: Callable[[], Any]) -> Tensor:
