@@ -123,6 +123,11 @@ class BatchSizeWarmup(EpochPlan, Trick):
         self.grow = grow
         self._past: list[tuple[int, int]] = []  # step_of of each epoch so far
 
+    @property
+    def needs_step_hooks(self) -> bool:  # type: ignore[override]
+        """Whether the learning rate changes around each optimizer step."""
+        return self.lr_rule is not None
+
     def factor(self, trainer: pl.Trainer, epoch: int) -> int:
         """How many of the loader's batches make that of an optimizer step in an epoch."""
         return factor_at(epoch, self._sequence, self._growth(trainer))

@@ -152,10 +152,19 @@ class Compile(Trick):
         )
 
     @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if pl_module.automatic_optimization:  # otherwise another loss may follow
+            self._require_call(pl_module)
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step and not self._called:
+        if trainer.global_step:
+            self._require_call(pl_module)
+
+    def _require_call(self, pl_module: pl.LightningModule) -> None:
+        if not self._called:
             raise MisconfigurationException(
                 f"Compile did nothing: {type(pl_module).__name__}.training_step called none of"
                 f" {', '.join(repr(name or 'forward') for name in self._unwrap)}. Name modules that it calls."

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import final
+import re
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches.paths import Names, put
+from lightning_tricks.core.batches.paths import Names, Path, get, put, spelled, walk
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range
 
 __all__ = ["CutMix", "cutmix"]
+
+_COORDINATES = re.compile(r"(^|[^a-z])(b?box(es)?|key_?points?|landmarks?|polygons?)($|[^a-z])", re.IGNORECASE)
 
 
 def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, float]:
@@ -68,11 +71,13 @@ def _extent(centre: float, size: int, lam: float) -> tuple[int, int]:
 
 @final
 class CutMix(MixingCallback):
-    """Trains on images with a box from another image of the batch; the loss is mixed by the areas.
+    """Trains on images with a box from another image of the batch; the loss is mixed by the areas, masks are pasted.
 
     ``loss = lam * L(f(x'), y) + (1 - lam) * L(f(x'), y[index])`` with ``lam ~ Beta(alpha, alpha)``, made exact for the
-    box that was cut (see ``cutmix``). The target looks like the label of the greater part. All else is as with
-    ``Mixup``; with both, one of them is chosen for each batch, by their ``prob``.
+    box that was cut (see ``cutmix``). The target looks like the label of the greater part. A target with the height and
+    width of the images, such as a mask (B, H, W), (B, C, H, W) or (B, H, W, C), gets the same box of its partner, and
+    its loss is left as it is. All else is as with ``Mixup``; with both, one of them is chosen for each batch, by their
+    ``prob``.
 
     Args:
         alpha: Of the Beta distribution, at least 0; 1 draws areas uniformly, 0 mixes nothing.
@@ -86,7 +91,8 @@ class CutMix(MixingCallback):
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: As with ``Mixup``, and for inputs that are no images.
+        MisconfigurationException: As with ``Mixup``; for inputs that are no images, for boxes, keypoints and targets of
+            another size, and for a mask in the batch that is not named.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -111,13 +117,65 @@ class CutMix(MixingCallback):
         super().__init__()
 
     @override
-    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
-        inputs = self._inputs(context, size)
+    def _inputs(self, context: BatchContext, size: int) -> list[tuple[Path, Tensor]]:
+        inputs = super()._inputs(context, size)
         if len({x.shape[-2:] for _, x in inputs}) > 1 or any(x.ndim < 3 for _, x in inputs):
             raise self._cannot("needs images (B, ..., H, W) of one size", context)
+        return inputs
+
+    @override
+    def _require_parts(self, context: BatchContext, size: int) -> None:
+        """Raise for parts of the batch whose place in the image would change unnoticed, or cannot change."""
+        inputs, targets = self._inputs(context, size), self.targets_in(context.batch)
+        sides, images = inputs[0][1].shape[-2:], [path for path, _ in inputs]
+        for path, part in walk(context.batch):
+            is_spatial = isinstance(part, Tensor) and _rows_and_columns(part, sides) is not None
+            if path in images or (path in targets and is_spatial):
+                continue
+            found = f"{spelled(path)}, {f'a tensor {tuple(part.shape)}' if isinstance(part, Tensor) else type(part)}"
+            if is_spatial:
+                raise self._cannot(
+                    f"leaves {found} as it is, which has the size of the images: name it in target= if it is a mask,"
+                    " in inputs= if it is an image, or leave it out of the batch",
+                    context,
+                )
+            if _is_geometry(path, part) or (path in targets and part.ndim > 2):
+                raise self._cannot(
+                    f"pastes images and masks of the same size and mixes labels (B,) and (B, C); it cannot paste"
+                    f" {found}: use Mixup, or leave CutMix out",
+                    context,
+                )
+
+    @override
+    def _labels(self, batch: Any) -> list[Path]:
+        sides = get(batch, self.inputs_in(batch)[0]).shape[-2:]
+        return [path for path in self.targets_in(batch) if _rows_and_columns(get(batch, path), sides) is None]
+
+    @override
+    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
+        self._require_parts(context, size)
+        inputs, batch = self._inputs(context, size), context.batch
+        masks = set(self.targets_in(batch)).difference(self._labels(batch))
         index = permutation(context.numbers, inputs[0][1])
         seed = context.numbers.getrandbits(63)
-        for path, x in inputs:  # the same box in all
-            mixed, share = cutmix(x, lam, index, torch.Generator().manual_seed(seed))
-            context.batch = put(context.batch, path, mixed)
+        for path, x in (*inputs, *((path, get(batch, path)) for path in masks)):
+            places = _rows_and_columns(x, inputs[0][1].shape[-2:])
+            assert places is not None
+            # the same numbers draw the same box in all of them
+            mixed, share = cutmix(x.movedim(places, (-2, -1)), lam, index, torch.Generator().manual_seed(seed))
+            batch = put(batch, path, mixed.movedim((-2, -1), places))
+        context.batch = batch
         return Drawn(share, index)
+
+
+def _rows_and_columns(x: Tensor, sides: torch.Size) -> tuple[int, int] | None:
+    """The dimensions of a tensor (B, ..., H, W) or (B, H, W, ...) in which it has the sides of an image."""
+    if x.ndim >= 3 and x.shape[-2:] == sides:
+        return -2, -1
+    return (1, 2) if x.ndim >= 3 and x.shape[1:3] == sides else None
+
+
+def _is_geometry(path: Path, part: Any) -> bool:
+    """Whether a part of a batch has coordinates in the image, by its name or its class."""
+    names = [name for name in path if isinstance(name, str)]
+    return type(part).__name__ in ("BoundingBoxes", "KeyPoints") or any(map(_COORDINATES.search, names))

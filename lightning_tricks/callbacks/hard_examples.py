@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
-from lightning_tricks.core.batches.cutting import select_samples
+from lightning_tricks.core.batches.cutting import Samples, select_samples
 from lightning_tricks.core.batches.paths import Names
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.batches.scoring import per_sample_losses, shrunk
@@ -175,20 +175,37 @@ class HardExampleFilter(BatchCallback):
         smallest, largest = extremes(trainer, size)
         count = kept_count(smallest, self.keep)
         if self.mode == "prune":
-            batch = context.batch
-            if self.score_scale is not None:
-                batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
-            losses = per_sample_losses(trainer, batch, self.targets_in(batch))
+            losses = self._losses(trainer, context.batch)
             # one sample can make BatchNorm spoil the losses of all: whoever guards the step is to see that sample
             if losses is not None and not losses.isnan().any():
-                context.batch = select_samples(context.batch, self._keep(losses, count), size)
+                context.batch = self._selected(context.batch, self._keep(losses, count), size)
                 self._samples(context.batch, count)
         elif self.across_ranks:
             context.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, count, largest))
-            context.mix_targets(self)
+            context.plan_targets(self, self.targets_in(context.batch))
         else:
             context.plan.choose = Selection(lambda losses: (self._keep(losses, count), 1.0))
-            context.mix_targets(self)
+            context.plan_targets(self, self.targets_in(context.batch))
+
+    @override
+    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        size = self._samples(context.batch)
+        if self.keep == 1:
+            return
+        if self.mode == "loss":
+            context.plan.choose = context.plan.choose or (lambda losses: None)
+            context.plan_targets(self, self.targets_in(context.batch))
+            return
+        self._losses(trainer, context.batch)
+        self._selected(context.batch, slice(0, size), size)
+
+    def _losses(self, trainer: pl.Trainer, batch: Any) -> Tensor | None:
+        if self.score_scale is not None:
+            batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
+        return per_sample_losses(trainer, batch, self.targets_in(batch))
+
+    def _selected(self, batch: Any, kept: Samples, size: int) -> Any:
+        return select_samples(batch, kept, size, type(self).__name__, len(self.targets_in(batch)))
 
     def _keep(self, losses: Tensor, count: int) -> Tensor:
         kept = hardest(losses, count)
@@ -220,11 +237,11 @@ class Selection:
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
-        self._made: list[tuple[Tensor, float]] = []
+        self._made: list[tuple[Tensor, float] | None] = []
         self._run, self._again = run_number(), 0
 
-    def __call__(self, losses: Tensor) -> tuple[Tensor, float]:
-        """Positions of the samples that count, and a factor."""
+    def __call__(self, losses: Tensor) -> tuple[Tensor, float] | None:
+        """Positions of the samples that count, and a factor; None if all of them count as they are."""
         if is_replaying():
             self._again += 1
             return self._made[(self._again - 1) % len(self._made)]

@@ -98,16 +98,27 @@ class HiddenMixup(MixingCallback):
         self._undo.callback(hook.remove)
 
     @override
-    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
+    def _begin(self) -> None:
+        super()._begin()
+        self._context = None
+
+    @override
+    def _require_parts(self, context: BatchContext, size: int) -> None:
         self._context, self._called = context, False
+
+    @override
+    def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
+        self._require_parts(context, size)
         target = get(context.batch, self.targets_in(context.batch)[0])
         return Drawn(max(lam, 1 - lam), permutation(context.numbers, target))
 
     @torch.compiler.disable
     def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._context is None or not self._context.plan.open or self.drawn is None:
+        if self._context is None or not self._context.plan.open:
             return None
         self._called = True
+        if self.drawn is None:
+            return None
         lam, index = float(self.drawn.lam), self.drawn.index
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         found = next((name for name, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
@@ -128,17 +139,27 @@ class HiddenMixup(MixingCallback):
         return all(target.ndim == 1 or target.is_floating_point() for target in targets)
 
     @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        if pl_module.automatic_optimization:
+            self._require_call(pl_module)
+        super().on_before_backward(trainer, pl_module, loss)
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._context = None
         assert self._pipeline is not None, "setup comes first"
-        if self.drawn is not None and not self._called and self._pipeline.descends:
+        if self._pipeline.descends:
+            self._require_call(pl_module)
+        self._context = None
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _require_call(self, pl_module: pl.LightningModule) -> None:
+        if self._context is not None and not self._called:
             raise MisconfigurationException(
                 f"HiddenMixup did nothing: {type(pl_module).__name__}.training_step did not call the layer"
                 f" {self.layer!r}. Name a layer that it calls."
             )
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def _close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -88,6 +88,7 @@ class RewindOnSpike(Trick):
         Khrushchev et al., YaLM 100B, 2022; Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1.
     """
 
+    needs_step_hooks = True
     conflicts = (
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),
@@ -145,6 +146,11 @@ class RewindOnSpike(Trick):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        if lazy := [name for name, p in pl_module.named_parameters() if isinstance(p, nn.UninitializedParameter)]:
+            raise MisconfigurationException(
+                f"RewindOnSpike needs weights that exist when training begins, got {', '.join(lazy)} of lazy layers in"
+                f" {type(pl_module).__name__}: pass a batch through the module before the fit."
+            )
         self._watch, self._parts, self._spiked = FiniteCheck(), [], False
         self._undo.callback(setattr, self, "_snapshot", None)
         self._guard.start(trainer, "RewindOnSpike", self._undo)

@@ -59,6 +59,7 @@ class SkipNonFinite(Trick):
         >>> trainer = pl.Trainer(callbacks=[SkipNonFinite(max_consecutive=5)], accelerator="cpu", logger=False)
     """
 
+    needs_step_hooks = True
     conflicts = (
         *STEPS_LEFT_OUT,
         Conflict(

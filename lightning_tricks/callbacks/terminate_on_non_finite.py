@@ -51,6 +51,8 @@ class TerminateOnNonFinite(Trick):
         >>> trainer = pl.Trainer(callbacks=[TerminateOnNonFinite("debug")], accelerator="cpu", logger=False)
     """
 
+    needs_step_hooks = True
+
     def __init__(self, dirpath: str | None = None) -> None:
         check_type("dirpath", dirpath, str, os.PathLike, NoneType)
         super().__init__()

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.lightning.step_watch import refuse_steps_past_hooks
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps, steps_of
 from lightning_tricks.core.lightning.trainer import callbacks_of, detects_anomaly, has_static_graph, is_fitting
 from lightning_tricks.core.report import Row, active_tricks, curve_row, described, settings, spelled_rows
@@ -48,6 +49,7 @@ class Trick(Callback):
 
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     durations: ClassVar[tuple[str, ...]] = ()  # names of the arguments that are durations
+    needs_step_hooks: ClassVar[bool] = False  # whether it must see every optimizer step before that is made
 
     def __init__(self) -> None:
         self._undo = ExitStack()
@@ -67,12 +69,20 @@ class Trick(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._steps = {name: self._in_steps(trainer, name, getattr(self, name)) for name in self.durations}
-        if self._is_first(trainer) and callbacks_of(trainer, ModelSummary):  # trials have no model summary
+        if not self._is_first(trainer):
+            return
+        if blind := [type(trick).__name__ for trick in callbacks_of(trainer, Trick) if trick.needs_step_hooks]:
+            refuse_steps_past_hooks(trainer, " and ".join(dict.fromkeys(blind)), self._undo)
+        if callbacks_of(trainer, ModelSummary):  # trials have no model summary
             rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
+        try:
+            self._on_failure(trainer)
+        except Exception as error:  # must not hide the exception that is under way
+            note = f"{type(self).__name__} could not undo all that it had changed: {error}"
+            exception.add_note(note) if hasattr(exception, "add_note") else rank_zero_warn(note)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -93,6 +103,10 @@ class Trick(Callback):
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Wrap a method until this trick is closed."""
         self._undo.callback(wrap_method(owner, name, wrapper))
+
+    def _on_failure(self, trainer: pl.Trainer) -> None:
+        """Leave the module and the Trainer as they are without this trick, after an exception."""
+        self._close()
 
     def _close(self) -> None:
         """Undo everything that this trick has changed outside of itself."""
@@ -119,14 +133,12 @@ class _Announced(Trick):
         return False
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave(trainer)
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._on_failure(trainer)
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave(trainer)
-
-    def _leave(self, trainer: pl.Trainer) -> None:
+    def _on_failure(self, trainer: pl.Trainer) -> None:
+        super()._on_failure(trainer)
         # a new list, since Lightning is going through the old one; it may hold callbacks of other packages
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
 

@@ -101,7 +101,15 @@ def test_some_samples_of_a_batch_are_those_samples_everywhere(made: tuple[int, A
     size, batch = made
     before = copy.deepcopy(batch)
     kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))))
-    few, leaves, found = select_samples(batch, kept, size), [], []
+    few, leaves, found, refusal = None, [], [], ""
+    try:
+        few = select_samples(batch, kept, size, "Test")
+    except MisconfigurationException as error:
+        refusal = str(error)
+    if refusal:
+        assert re.search(r"cannot know how samples are stored in batch(\[.+\])?, a ", refusal)
+        assert same(batch, before)
+        return
     mapped(batch, lambda leaf: leaves.append(leaf) or leaf)
     mapped(few, lambda leaf: found.append(leaf) or leaf)
     whole = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

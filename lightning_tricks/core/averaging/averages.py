@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks.core.averaging.exchange import Exchange
@@ -15,6 +16,7 @@ from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import checksum, copies, copy_, lerp_, lerp_same_dtype_
 
 Which = Literal["averaged", "raw"]
+Place = tuple[dict[str, Any], str]  # the dictionary that a parameter or buffer is registered in, and its key
 
 
 class Averages:
@@ -35,7 +37,8 @@ class Averages:
         self.updates = 0
         self.tracks = False  # whether averaging has begun; a rank may have no part in it
         self._tensors: dict[str, Tensor] = {}
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[Place] = []
+        self._weights: dict[str, Tensor] = {}  # the parameters and buffers that are averaged, to find them when renamed
         self._converts = False
         self._offload: Offload | None = None
         # while the averaged weights are shown: the way back, and the raw values that find no place in an average
@@ -59,13 +62,35 @@ class Averages:
         """The tensors that have an average, in the order of the averages."""
         self.weights.reshard()
         places = _places(self.module)
-        if gone := [name for name in self._tensors if name not in places]:
-            raise RuntimeError(f"{type(self.module).__name__} has lost weights that are averaged: {', '.join(gone)}.")
+        if any(name not in places or _is_replaced(self._weights.get(name), places[name]) for name in self._tensors):
+            self._follow(places)
         self._places = [places[name] for name in self._tensors]
+        self._weights = {name: owner[key] for name, (owner, key) in zip(self._tensors, self._places, strict=True)}
         parts = self._parts()
         pairs = zip(parts, self._tensors.values(), strict=True)
         self._converts = any(part.dtype != average.dtype or part.device != average.device for part, average in pairs)
         return parts
+
+    def _follow(self, places: Mapping[str, Place]) -> None:
+        """Give the averages of weights that were renamed (pruned, parametrized) their new names.
+
+        Raises:
+            MisconfigurationException: If a weight is gone.
+        """
+        names = {id(owner[key]): name for name, (owner, key) in places.items()}
+        new = {name: names.get(id(self._weights.get(name))) for name in self._tensors}
+        new |= {name: name for name in self._tensors if new[name] is None and _is_buffer(places.get(name))}
+        if gone := [name for name, found in new.items() if found is None]:
+            raise MisconfigurationException(
+                f"{type(self.module).__name__} has lost {', '.join(gone)}, which is averaged. EMA and SWA follow"
+                " weights that are renamed (by pruning, by parametrizations), and not those that are removed or"
+                " replaced: replace layers before the fit, or leave the averages out."
+            )
+        self._tensors = {str(new[name]): average for name, average in self._tensors.items()}
+        if self._shown is not None:
+            self._shown[0].names = [str(new[name]) for name in self._shown[0].names]
+        self._places = [places[name] for name in self._tensors]
+        self._offload = Offload.between(self._tensors, self._parts())
 
     def _parts(self) -> list[Tensor]:
         parts = [self.weights.local(owner[key]) for owner, key in self._places]
@@ -77,6 +102,7 @@ class Averages:
         Averages of other parameters (frozen meanwhile) stay, those of other buffers go.
         """
         self.tracks = True
+        self.parts()  # weights that were renamed since have averages already
         for name in [name for name in dict(self.module.named_buffers()) if name not in chosen]:
             self.tensors.pop(name, None)
         new = {name: weight for name, weight in chosen.items() if name not in self.tensors}
@@ -106,7 +132,11 @@ class Averages:
         """Move every average by ``fraction`` of the way to its weight."""
         self.weights.reshard()
         # not self.parts(): to look the names up costs as much as to average a small network
-        averages, parts = list(self.tensors.values()), self._parts()
+        try:
+            parts = self._parts()
+        except KeyError:  # a weight was renamed since
+            parts = self.parts()
+        averages = list(self.tensors.values())
         if self._offload is not None:
             self._offload.start(averages, parts, fraction)
         elif self._converts:
@@ -227,7 +257,17 @@ class Averages:
         self.weights.update_model()
 
 
-def _places(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+def _is_replaced(known: Tensor | None, place: Place) -> bool:
+    """Whether a parameter that is known is another object than the one in its place; buffers may be replaced."""
+    owner, key = place
+    return isinstance(known, nn.Parameter) and owner[key] is not known
+
+
+def _is_buffer(place: Place | None) -> bool:
+    return place is not None and not isinstance(place[0][place[1]], nn.Parameter)
+
+
+def _places(module: nn.Module) -> dict[str, Place]:
     """Where each parameter and buffer is found by name; the dictionaries are those of ``register_parameter``."""
     return {
         f"{path}.{key}" if path else key: (owner, key)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
 
@@ -85,6 +86,7 @@ class AveragingCallback(Trick, ABC):
         self._fits = False  # whether the Trainer is in a fit that this callback was set up for
         self._goes_on = False  # whether that fit goes on with the averages of the one before
         self._foreign = False  # whether a checkpoint is being saved that the averages do not belong to
+        self._awaits_weights = False  # whether lazy layers had no weights yet when averaging began
         self._finished = False  # whether the averages are complete, and no optimizer step came after that
         self._raw_names: set[str] = set()  # under which the raw weights' metrics are logged
         self._postponed: list[Callable[[], None]] = []
@@ -110,6 +112,7 @@ class AveragingCallback(Trick, ABC):
             return
         weights = local_weights(trainer, pl_module, type(self).__name__)
         callbacks = averaging_callbacks(trainer)
+        self._require_before_pruning(trainer)
         if all(each._last_trainer is not trainer for each in callbacks):
             wrap_method(trainer, "save_checkpoint", partial(save, trainer))
         if self is callbacks[0]:  # before any weights change places
@@ -190,22 +193,34 @@ class AveragingCallback(Trick, ABC):
         self._leave(self.at_end)  # a fit that had nothing left to do had no train end
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def _on_failure(self, trainer: pl.Trainer) -> None:
+        super()._on_failure(trainer)
         self._observer.stop()
-        if self._fits:
+        if not self._fits:
+            return
+        try:
             self._catch_up(trainer)  # the exception may have come before on_train_batch_end
-            for each in averaging_callbacks(trainer):
-                if each._averages is not None:
-                    each._averages.show("raw")
+        finally:
+            for callback in averaging_callbacks(trainer):
+                if callback._averages is not None:
+                    callback._averages.show("raw")
             self._leave("raw")
             self._save_postponed()
-        super().on_exception(trainer, pl_module, exception)
 
     def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
         """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""
         if not trainer.sanity_checking:
             self._raw_names = validate_again(trainer, run, RAW)
         return run()
+
+    def _require_before_pruning(self, trainer: pl.Trainer) -> None:
+        """Raise if pruning would be made permanent in the raw weights, and not in the averaged ones."""
+        before = trainer.callbacks[: trainer.callbacks.index(self)]  # type: ignore[attr-defined]
+        if self.at_end == "averaged" and any(isinstance(callback, ModelPruning) for callback in before):
+            raise MisconfigurationException(
+                f"{type(self).__name__} puts the averaged weights into the module at the end, after ModelPruning has"
+                f" removed its masks there: put {type(self).__name__} before ModelPruning in callbacks=."
+            )
 
     def _leave(self, which: Which) -> None:
         self._fits = False
@@ -218,6 +233,8 @@ class AveragingCallback(Trick, ABC):
             return
         self._finished = False
         if self._running.tracks:
+            if self._awaits_weights:
+                self._track()
             self._update(trainer, self._running)
         elif trainer.global_step >= self._steps["start"]:
             self._track()
@@ -231,6 +248,8 @@ class AveragingCallback(Trick, ABC):
             self._save_postponed()
 
     def _track(self, joined: Collection[str] | None = None) -> None:
+        parameters = self._running.module.parameters()
+        self._awaits_weights = any(isinstance(parameter, nn.UninitializedParameter) for parameter in parameters)
         buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
         found = {**self._running.weights.trainable(), **buffers}
         self._running.track({name: part for name, part in found.items() if joined is None or name in joined})

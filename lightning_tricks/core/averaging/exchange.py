@@ -23,7 +23,7 @@ class Exchange:
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
-        self._names = names
+        self.names = names
         self._buckets = buckets(weights)
         self._exchanged = 0  # so many buckets, from the first on
         self._open: tuple[slice, int, list[Tensor], list[Tensor]] | None = None
@@ -35,7 +35,7 @@ class Exchange:
         while self._exchanged != end:
             bucket = self._buckets[self._exchanged - back]
             with torch.no_grad():
-                theirs = [averages[name] for name in self._names[bucket]]
+                theirs = [averages[name] for name in self.names[bucket]]
                 ours = [w.to(a.device, copy=True) for w, a in zip(weights[bucket], theirs, strict=True)]
             self._open = (bucket, self._exchanged + step, ours, theirs)
             self._close(weights, averages)
@@ -46,6 +46,6 @@ class Exchange:
             return
         bucket, exchanged, ours, theirs = self._open
         copy_(weights[bucket], theirs)
-        averages.update(zip(self._names[bucket], ours, strict=True))
+        averages.update(zip(self.names[bucket], ours, strict=True))
         self._exchanged = exchanged
         self._open = None

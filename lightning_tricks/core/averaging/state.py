@@ -53,7 +53,7 @@ def find_state(trainer: pl.Trainer, callback: Callback, checkpoint: Mapping[str,
     """
     states, kind = checkpoint.get("callbacks", {}), type(callback).__name__
     taken = {each.state_key for each in callbacks_of(trainer, type(callback))}
-    keys = [key for key in states if key.split("(")[0] == kind and key not in taken]
+    keys = [key for key in states if isinstance(key, str) and key.split("(")[0] == kind and key not in taken]
     if callback.state_key in states:
         keys = [callback.state_key]
     if len(keys) > 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.batches.paths import INPUTS, TARGETS, Names, Path, check_names, described, get, locate
@@ -48,6 +49,10 @@ class BatchCallback(Trick):
     @abstractmethod
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         """Change a batch, and what becomes of its losses."""
+
+    @abstractmethod
+    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        """Raise if a batch like this one cannot be changed later, and have its loss tell the same; change nothing."""
 
     def _begin(self) -> None:
         """Forget the last batch."""
@@ -107,6 +112,16 @@ class BatchCallback(Trick):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         assert self._pipeline is not None, "setup comes first"
         self._pipeline.descends = True
+        if pl_module.automatic_optimization:  # otherwise another loss may follow
+            self._pipeline.require_loss(trainer)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        assert self._pipeline is not None, "setup comes first"
+        if not pl_module.automatic_optimization and len(trainer.optimizers) == 1:
+            self._pipeline.require_loss(trainer)
 
     @override
     def on_train_batch_end(

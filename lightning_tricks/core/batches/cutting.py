@@ -1,35 +1,137 @@
-"""Batches cut to some of their samples."""
+"""Batches cut to some of their samples, if every part that depends on samples can be cut.
+
+A part that has one entry a sample is cut. A single value (a number, a string, None) is the same for all samples, and so
+is a tensor of another length beside parts that are cut. An object of an unknown class, and a container in which there
+are tensors and none has one entry a sample, may depend on samples in a way that nobody here knows: a batch with such a
+part is refused by its path.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from lightning_tricks.core.batches.paths import fields, parts, put
+from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, parts, put, walk
+
+Samples = Tensor | slice  # which samples: their positions, or a range
+_SINGLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, torch.Size)
 
 
-def select_samples(batch: Any, samples: Tensor, size: int) -> Any:
-    """The batch with these samples of its ``size`` only, in everything that has one entry a sample.
+def select_samples(batch: Any, samples: Samples, size: int, trick: str, targets: int = 1) -> Any:
+    """The batch with some of its samples only; the containers on the way are copies.
 
-    That is every tensor and array with this first dimension, and every list inside the batch of this length, unless it
-    holds such tensors.
+    Args:
+        batch: A batch of any structure.
+        samples: Positions of the samples, in [0, ``size``).
+        size: The number of samples in the batch.
+        trick: The trick that cuts the batch, for the error message.
+        targets: The number of tensors that are targets; something else must be cut as well.
+
+    Raises:
+        MisconfigurationException: If a part may depend on samples and cannot be cut.
+
+    Example:
+        >>> batch = {"x": torch.arange(3), "names": ["a", "b", "c"], "scale": 2.0}
+        >>> select_samples(batch, torch.tensor([0, 2]), 3, "Doctest")
+        {'x': tensor([0, 2]), 'names': ['a', 'c'], 'scale': 2.0}
     """
-    if isinstance(batch, Tensor):
-        return batch[samples] if batch.ndim and len(batch) == size else batch
-    if type(batch).__module__ == "numpy" and getattr(batch, "shape", ())[:1] == (size,):
-        return batch[samples.cpu().numpy()]
-    for name, value in list(parts(batch)):
-        if isinstance(value, tuple | list) and not fields(value) and len(value) == size and not _batched(value, size):
-            new = type(value)([value[sample] for sample in samples.tolist()])
-        else:
-            new = select_samples(value, samples, size)
-        if new is not value:
-            batch = put(batch, (name,), new)
-    return batch
+    cut = _Cut(samples, size, trick)
+    selected = cut.part(batch, "batch")
+    if cut.other and cut.count <= targets:
+        raise cut.refusal(*cut.other)
+    return selected
 
 
-def _batched(values: Sequence[Any], size: int) -> bool:
-    batched = [isinstance(value, Tensor) and value.shape[:1] == (size,) for value in values]
-    return all(batched) or (any(batched) and not all(isinstance(value, Tensor) for value in values))
+def count_samples(batch: Any, trick: str) -> int:
+    """The number of samples in a batch: the length of its targets, or where none is found, of its first two tensors.
+
+    Raises:
+        MisconfigurationException: If the lengths differ.
+    """
+    tensors = [get(batch, path) for path in find(batch, TARGETS, 1)]
+    tensors = tensors or [leaf for _, leaf in walk(batch) if isinstance(leaf, Tensor) and leaf.ndim][:2]
+    sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+    if len(sizes) != 1 or 0 in sizes:
+        raise MisconfigurationException(
+            f"{trick} needs targets with one entry a sample, got a batch with {described(batch)}. Give the target one"
+            f" of the names {', '.join(map(repr, TARGETS))} in the batch, or the second place in a pair."
+        )
+    return sizes.pop()
+
+
+class _Cut:
+    """Cuts the parts of one batch, and counts them."""
+
+    def __init__(self, samples: Samples, size: int, trick: str) -> None:
+        self.samples, self.size, self.trick = samples, size, trick
+        self.count = 0  # parts that were cut
+        self.other: tuple[Any, str] | None = None  # the last array of another length, with its path
+
+    def part(self, part: Any, path: str) -> Any:
+        """A part with the samples only."""
+        if isinstance(part, PackedSequence) or (isinstance(part, Tensor) and part.is_nested):
+            raise self.refusal(part, path)
+        if isinstance(getattr(part, "batch_size", None), torch.Size) and part.batch_size[:1] == (self.size,):
+            self.count += 1
+            return part[self.samples]  # a TensorDict, or a class like it
+        if isinstance(part, Tensor) or (type(part).__module__ == "numpy" and hasattr(part, "shape")):
+            return self._array(part, path)
+        if isinstance(part, _SINGLE) or (isinstance(part, Sequence | dict) and not len(part)):
+            return part
+        if _has_one_entry_a_sample(part, self.size):
+            self.count += 1
+            numbers = range(self.size)[self.samples] if isinstance(self.samples, slice) else self.samples.tolist()
+            return type(part)([part[number] for number in numbers])
+        return self._container(part, path)
+
+    def _array(self, array: Any, path: str) -> Any:
+        if not array.shape:
+            return array
+        if array.shape[0] != self.size:
+            self.other = array, path
+            return array
+        self.count += 1
+        if isinstance(array, Tensor) and array.layout != torch.strided:  # sparse ones take no slices
+            positions = torch.arange(self.size, device=array.device)[self.samples]
+            return array.index_select(0, positions)
+        if isinstance(array, Tensor) or isinstance(self.samples, slice):
+            return array[self.samples]
+        return array[self.samples.cpu().numpy()]
+
+    def _container(self, container: Any, path: str) -> Any:
+        inner = list(parts(container))
+        if not inner:
+            raise self.refusal(container, path)
+        count, other = self.count, self.other
+        self.other = None
+        for name, value in inner:
+            new = self.part(value, f"{path}[{name!r}]")
+            if new is not value:
+                container = put(container, (name,), new)
+        if self.other and self.count == count and path != "batch":
+            raise self.refusal(*self.other)
+        self.other = self.other or other
+        return container
+
+    def refusal(self, part: Any, path: str) -> MisconfigurationException:
+        """The error for a part that may depend on samples and cannot be cut."""
+        found = f"a tensor {tuple(part.shape)}" if hasattr(part, "shape") else f"a {type(part).__name__}"
+        other = "leave micro_batch_size out" if "micro" in self.trick else 'use mode="loss", or name another target='
+        return MisconfigurationException(
+            f"{self.trick} cuts a batch of {self.size} samples, and cannot know how samples are stored in {path},"
+            f" {found}: {other}. What is the same for all samples belongs into the module (register_buffer)."
+        )
+
+
+def _has_one_entry_a_sample(part: Any, size: int) -> bool:
+    """Whether a list or tuple has one entry a sample, and is no list of columns."""
+    if not isinstance(part, tuple | list) or fields(part) or len(part) != size:
+        return False
+    columns = [isinstance(value, Tensor) and value.shape[:1] == (size,) for value in part]
+    return not (all(columns) or (any(columns) and not all(isinstance(value, Tensor) for value in part)))

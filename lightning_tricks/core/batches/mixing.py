@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -50,11 +51,25 @@ class MixingCallback(BatchCallback):
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.alpha == 0:
             return
-        self.drawn = self._mix(
-            context, context.numbers.betavariate(self.alpha, self.alpha), self._samples(context.batch)
-        )
-        context.plan.lam, context.partners = self.drawn.lam, self.drawn.index
-        context.mix_targets(self)
+        lam = context.numbers.betavariate(self.alpha, self.alpha)
+        self.drawn = self._mix(context, lam, self._samples(context.batch))
+        if labels := self._labels(context.batch):
+            context.plan.lam, context.partners = self.drawn.lam, self.drawn.index
+            context.mix_targets(self, labels)
+
+    @override
+    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        if self.alpha and self.prob:
+            self._require_parts(context, self._samples(context.batch))
+            context.plan_targets(self, self._labels(context.batch))
+
+    def _require_parts(self, context: BatchContext, size: int) -> None:
+        """Raise for a batch that cannot be mixed."""
+        self._inputs(context, size)
+
+    def _labels(self, batch: Any) -> list[Path]:
+        """The targets whose losses are mixed."""
+        return self.targets_in(batch)
 
     def _inputs(self, context: BatchContext, size: int) -> list[tuple[Path, Tensor]]:
         """The inputs of a batch."""

@@ -81,7 +81,8 @@ def find(batch: Any, names: Sequence[str], position: int) -> list[Path]:
 def _named(batch: Any, names: Sequence[str]) -> list[Path]:
     if isinstance(batch, Tensor):
         return [()]
-    return [(name, *inner) for name, value in parts(batch) if name in names for inner in _named(value, names)]
+    named = [(name, value) for name, value in parts(batch) if str(name).lower() in names]
+    return [(name, *inner) for name, value in named for inner in _named(value, names)]
 
 
 def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> list[Path]:
@@ -123,6 +124,24 @@ def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
         if new is not value:
             batch = put(batch, (name,), new)
     return batch
+
+
+def walk(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Everything in a batch that is no container, with its path."""
+    inner = list(parts(batch))
+    if not inner:
+        yield path, batch
+    for name, value in inner:
+        yield from walk(value, (*path, name))
+
+
+def spelled(path: Path) -> str:
+    """A path in a batch, for an error message.
+
+    >>> spelled(("labels", 0))
+    "batch['labels'][0]"
+    """
+    return "".join(["batch", *(f"[{name!r}]" for name in path)])
 
 
 def described(batch: Any, path: str = "") -> str:

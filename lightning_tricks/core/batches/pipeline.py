@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_tricks.core.batches.paths import Path, get, put
+from lightning_tricks.core.batches.paths import Path, get, put, spelled
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import transfers_batch
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
@@ -40,21 +40,28 @@ class BatchContext:
         self.plan = LossPlan()
         self.partners: Tensor | None = None  # the sample that each sample is mixed with
         self.targets: dict[Path, str] = {}  # those that compute the loss by the plan, and who asked for it
+        self._mixed: set[Path] = set()  # those of them that are mixed with their partners'
 
-    def mix_targets(self, callback: BatchCallback) -> None:
-        """Have the targets that a callback names compute the loss by the plan."""
-        self.targets |= dict.fromkeys(callback.targets_in(self.batch), type(callback).__name__)
+    def plan_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
+        """Have targets compute the loss by the plan."""
+        self.targets |= dict.fromkeys(paths, type(callback).__name__)
+
+    def mix_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
+        """Have targets compute the loss by the plan, and mix it with that of their partners."""
+        self.plan_targets(callback, paths)
+        self._mixed.update(paths)
 
     def finished(self) -> Any:
         """The batch as the module gets it."""
-        names = " and ".join(dict.fromkeys(self.targets.values()))
-        self.plan.who = f"{names}, batch {self.number}"
+        self.plan.tricks, self.plan.number = " and ".join(dict.fromkeys(self.targets.values())), self.number
         second = self.partners is not None and not isinstance(self.plan.lam, Tensor) and self.plan.lam < 0.5
         if second:  # then it is the second label that the target looks like
             self.plan.lam = 1 - self.plan.lam
         for path in self.targets:
             target = get(self.batch, path)
-            branches = [target] if self.partners is None else [target, target.index_select(0, self.partners)]
+            branches = [target]
+            if self.partners is not None:
+                branches.append(target.index_select(0, self.partners) if path in self._mixed else target)
             branches = branches[::-1] if second else branches
             self.batch = put(self.batch, path, mixed_target(branches, self.plan))
         return self.batch
@@ -71,6 +78,7 @@ class BatchPipeline:
         self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
         self.descends = False  # whether the step on the last batch came to a backward pass
         self._steps = 0  # before that
+        self._checked = False  # whether the first batch of the training was checked for all callbacks
         self._callbacks = sorted(callbacks, key=lambda each: each.state_key)  # whatever order the Trainer has them in
         self._context: BatchContext | None = None
         self._undo = ExitStack()
@@ -89,8 +97,14 @@ class BatchPipeline:
         active = [callback for callback in self._callbacks if callback._is_active(trainer)]
         number = trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]
         context = BatchContext(batch, number, self._numbers(trainer, number))
-        for callback in chosen(active, context.numbers):
+        changing = chosen(active, context.numbers)
+        for callback in changing:
             callback._change(trainer, context)
+        if not self._checked:  # what cannot be changed later is refused now
+            for callback in self._callbacks:
+                if callback not in changing:
+                    callback._check(trainer, context)
+            self._checked = True
         self._context, self.descends, self._steps = context, False, trainer.global_step
         return context.finished()
 
@@ -105,19 +119,30 @@ class BatchPipeline:
         Raises:
             MisconfigurationException: If no loss was computed by the plan, though there was a backward pass.
         """
-        context, module = self._context, trainer.lightning_module
-        by_hand = not module.automatic_optimization and trainer.global_step > self._steps  # after loss.backward()
-        descends = self.descends or by_hand
+        by_hand = not trainer.lightning_module.automatic_optimization and trainer.global_step > self._steps
+        if self.descends or by_hand:  # by hand may be loss.backward(), which calls no hook
+            self.require_loss(trainer)
         self.drop()
-        if context is None or not descends or not context.targets or context.plan.losses:
+
+    def require_loss(self, trainer: pl.Trainer) -> None:
+        """Raise unless a loss of the batch was computed by the plan.
+
+        Raises:
+            MisconfigurationException: If none was.
+        """
+        context, module = self._context, trainer.lightning_module
+        if context is None or not context.targets or context.plan.losses:
             return
-        where = ", ".join(f"batch{''.join(f'[{name!r}]' for name in path)}" for path in context.targets)
+        if context.plan.unclear:
+            raise context.plan.unclear_loss(context.plan.unclear)
+        where = ", ".join(map(spelled, context.targets))
+        tricks = context.plan.tricks
         raise MisconfigurationException(
-            f"{' and '.join(dict.fromkeys(context.targets.values()))} did nothing to batch {context.number}: no loss of"
+            f"{tricks} did nothing to batch {context.number}: no loss of"
             f" {type(module).__name__}.training_step was computed from the target, {where}. Looked for was a loss of"
             " torch.nn.functional, or anything else made of that very tensor, that depends on the weights: not of a"
             " copy through NumPy or Python numbers, an autograd.Function or a compiled extension. Name another target="
-            " or compute the loss from it."
+            f" or compute the loss from it; where a library computes the loss, leave {tricks} out."
         )
 
     def drop(self) -> None:

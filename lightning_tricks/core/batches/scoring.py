@@ -15,7 +15,7 @@ from lightning_tricks.core.batches.paths import Path, described, get, mapped, pu
 from lightning_tricks.core.lightning.trainer import step_arguments
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.target import mixed_target
-from lightning_tricks.core.replay.rerun import forbid_writes, rebuilt
+from lightning_tricks.core.replay.rerun import copy_containers, forbid_writes
 from lightning_tricks.core.replay.trial import trial_steps
 
 
@@ -31,7 +31,7 @@ def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) 
     plan = LossPlan(record=found.append)
     for path in targets:
         batch = put(batch, path, mixed_target([get(batch, path)], plan))
-    arguments = step_arguments(module, rebuilt(batch), trainer.fit_loop.batch_idx + 1)
+    arguments = step_arguments(module, copy_containers(batch), trainer.fit_loop.batch_idx + 1)
     with trial_steps(trainer, module), forbid_writes(module, batch):
         output = trainer.strategy.training_step(*arguments)
     plan.open = False

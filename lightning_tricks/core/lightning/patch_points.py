@@ -74,7 +74,7 @@ WRAPPED = (
         _STRATEGY,
         "optimizer_step",
         "optimizer, closure, model, kwargs",
-        "SkipNonFinite, RewindOnSpike, BatchSizeWarmup",
+        "SkipNonFinite, RewindOnSpike, BatchSizeWarmup, clips",
         "no hook runs around a step of an optimizer, and none can leave it out",
     ),
     WrappedMethod(
@@ -273,6 +273,7 @@ PRIVATE = (
     PrivateName("torch.nn.Module", "_non_persistent_buffers_set", "EMA, SWA", "buffers that are not saved"),
     PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "SWA, freeze", "the base class of all BatchNorm layers"),
     PrivateName("torch.optim.Optimizer", "_optimizer_step_post_hooks", "EMA, SWA", "whether it calls step hooks"),
+    PrivateName("torch.optim.Optimizer", "_optimizer_step_pre_hooks", "guards, clips", "whether it calls step hooks"),
     PrivateName(
         "torch.optim.Adam",
         "_step_supports_amp_scaling",

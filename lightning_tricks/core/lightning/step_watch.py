@@ -1,4 +1,4 @@
-"""Whether an optimizer stepped."""
+"""Whether an optimizer stepped, and whether Lightning knows of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -65,3 +66,41 @@ class StepObserver:
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer is called and itself skips the step
         if found_inf is None or not found_inf.item():
             self._stepped = True
+
+
+def refuse_steps_past_hooks(trainer: pl.Trainer, tricks: str, undo: ExitStack) -> None:
+    """Raise before an optimizer steps without Lightning, whose hooks a trick depends on; until ``undo`` is closed.
+
+    Args:
+        trainer: A Trainer that has its optimizers.
+        tricks: The names of the tricks, for the error message.
+        undo: Takes back what is done for that.
+    """
+    inside = False
+
+    def enter(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        before, inside = inside, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            inside = before
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if inside:
+            return
+        module = trainer.lightning_module
+        name, kind = type(module).__name__, type(optimizer).__name__
+        if module.automatic_optimization:
+            where, remedy = f"{name}.optimizer_step", "call optimizer.step(closure=closure)"
+        else:
+            where, remedy = f"{name}.training_step", "step what self.optimizers() gives"
+        raise MisconfigurationException(
+            f"{where} steps {kind} past Lightning (as optimizer.optimizer.step() does), so that {tricks} would not see"
+            f" the step: {remedy}."
+        )
+
+    undo.callback(wrap_method(trainer.strategy, "optimizer_step", enter))
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            undo.callback(optimizer.register_step_pre_hook(check).remove)

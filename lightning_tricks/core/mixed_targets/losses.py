@@ -114,8 +114,8 @@ def _chosen(
             f"{func.__name__}() of the target, which adds up losses of which some are left out, or sees a part of the"
             " samples only. Take the mean over all of them."
         )
-    kept, factor = plan.choose(_per_sample(losses, owners, plan.samples, counted))
-    return torch.isin(owners, kept).nonzero().flatten(), factor
+    made = plan.choose(_per_sample(losses, owners, plan.samples, counted))
+    return None if made is None else (torch.isin(owners, made[0]).nonzero().flatten(), made[1])
 
 
 def _per_sample(losses: Tensor, owners: Tensor, samples: int, counted: Tensor | None) -> Tensor:

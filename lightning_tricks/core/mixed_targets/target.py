@@ -95,15 +95,15 @@ def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return args[0] if args and isinstance(args[0], MixedTarget) and writes(func) else result
     with torch._C.DisableTorchFunctionSubclass():
         if any(each.requires_grad and not each.branches[0].requires_grad for each in known):
-            raise RuntimeError(
-                f"{known[0].plan.who}: the target went through an autograd.Function, which sees only one of its two"
-                " labels: compute the loss by operations of torch."
+            raise known[0].plan.refusal(
+                "the target went through an autograd.Function, which sees only one of its two labels: compute the loss"
+                " by operations of torch."
             )
     if kwargs.get("out") is not None:
-        raise TypeError(f"{func.__name__}(out=...) of a target with two labels: leave out= out.")
+        raise known[0].plan.refusal(f"{func.__name__}(out=...) of a target with two labels: leave out= out.")
     if differentiates(func):
         if reason := next((each.unclear for each in known if each.unclear), ""):
-            raise RuntimeError(f"{known[0].plan.who}: the loss has a part that cannot be told: {reason}")
+            raise known[0].plan.unclear_loss(reason)
         if any(each.branches[0].ndim for each in known):
             raise RuntimeError(f"{func.__name__}() of the losses of several samples: make one number of them first.")
         if func.__name__ in ("backward", "grad"):
@@ -122,7 +122,7 @@ def _evaluated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     calls = [(_branch(args, number), _branch(kwargs, number)) for number in range(len(known[0].branches))]
     plan = known[0].plan
     if plan.mix_predictions is not None and is_loss(func):
-        calls = [((), _mixed(arguments(func, *call), *plan.mix_predictions)) for call in calls]
+        calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
     unclear = ""
     if plan.by_samples:
         try:
@@ -165,19 +165,20 @@ def _together(
         if plan.by_samples:
             unclear = unclear or ambiguous_samples(func)
         else:
-            value = torch.lerp(results[1], first, plan.lam)
+            value = torch.lerp(results[1], first, plan.lam) if len(results) > 1 else first
             plan.losses += value.requires_grad
     elif plan.by_samples and not moves(func):
         return first  # such as how many there are, which is the same in all branches
+    plan.unclear = unclear if loss and unclear else plan.unclear
     return _with_branches(value.as_subclass(MixedTarget), results, plan, owners, loss, unclear)
 
 
-def _mixed(call: dict[str, Any], lam: float, partners: Tensor) -> dict[str, Any]:
+def _mixed(call: dict[str, Any], plan: LossPlan, lam: float, partners: Tensor) -> dict[str, Any]:
     """A loss's arguments with the predictions of each sample mixed with its partner's."""
     name, predictions = next(iter(call.items()))
     if not predictions.requires_grad or len(predictions) != len(partners):
-        raise RuntimeError(
-            f"Predictions, the first argument of a loss, are mixed sample by sample, got {tuple(predictions.shape)} for"
+        raise plan.refusal(
+            f"predictions, the first argument of a loss, are mixed sample by sample, got {tuple(predictions.shape)} for"
             f" {len(partners)} samples."
         )
     return {**call, name: torch.lerp(predictions[partners], predictions, lam)}
@@ -190,9 +191,9 @@ def _written(func: Callable[..., Any], args: Any, kwargs: Any, known: list[Mixed
         if all(not each.branches[0].ndim and each.is_floating_point() for each in known):  # a sum, such as of losses
             return func(*_branch(args, None), **_branch(kwargs, None))
         if not isinstance(target, MixedTarget) and (type(target) is not Tensor or target._is_view()):
-            raise RuntimeError(
-                f"{known[0].plan.who}: {func.__name__} would write from the target, which has two labels, into a part"
-                f" of a tensor, or into a {type(target).__name__}: write into a whole one, or make a new one."
+            raise known[0].plan.refusal(
+                f"{func.__name__} would write from the target, which has two labels, into a part of a tensor, or into a"
+                f" {type(target).__name__}: write into an entire one, or make a new one."
             )
         plain = _branch(target, None).as_subclass(Tensor)
         branches = (plain, *(plain.clone() for _ in known[0].branches[1:]))

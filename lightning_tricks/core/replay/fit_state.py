@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_tricks.core.replay.module_state import ModuleState, refill
+from lightning_tricks.core.replay.module_state import ModuleState, refill, restorer
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 
 
@@ -48,13 +48,13 @@ class Kept:
             self._restore.append(restore)
         if isinstance(value, _CONTAINERS) and (closely or len(value) <= _LONG):
             inner = list(value.values() if isinstance(value, dict) else value)
-            if not isinstance(value, tuple):
-                self._restore.append(partial(refill, value, _contents(value)))
+            if (restore := restorer(value, type(value).__name__, strict=False)) is not None:
+                self._restore.append(restore)
             for each in inner if len(inner) <= _LONG else ():
                 self.note(each, closely=closely, whatever=whatever)
         if _looked_into(value) or (whatever and hasattr(value, "__dict__") and not isinstance(value, _LEFT)):
             space = vars(value)
-            self._restore.append(partial(refill, space, _contents(space)))
+            self._restore.append(partial(refill, space, dict, list(space.items())))
             for each in list(space.values()):
                 self.note(each, closely=isinstance(value, _CLOSELY))
 
@@ -72,8 +72,8 @@ class KeptModule:
         self._held.reshard()
         self._state, self._owners, self._weights = ModuleState(module), [], []
         for owner in module.modules():
-            structure = [vars(owner)[name] for name in _STRUCTURE if isinstance(vars(owner)[name], dict | set)]
-            self._owners.append((owner, type(owner), [(space, _contents(space)) for space in structure]))
+            structure = [restorer(vars(owner)[name], name) for name in _STRUCTURE]
+            self._owners.append((owner, type(owner), [restore for restore in structure if restore is not None]))
             state.note([value for name, value in vars(owner).items() if name not in _STRUCTURE])
         for weight in module.parameters():
             part, gradient = self._held.local(weight.detach()), weight.grad
@@ -89,8 +89,8 @@ class KeptModule:
             if type(owner) is not kind:
                 owner.__class__ = kind
                 _forget_sharding(owner)
-            for space, before in structure:
-                refill(space, before)
+            for restore in structure:
+                restore()
         self._state.restore()
         for weight, trains, (part, before, gradient, slope) in self._weights:
             weight.requires_grad_(trains)
@@ -145,7 +145,3 @@ def _forget_sharding(module: nn.Module) -> None:
     from torch.distributed._composable_state import _module_state_mapping
 
     _module_state_mapping.pop(module, None)
-
-
-def _contents(container: Any) -> Any:
-    return list(container.items()) if isinstance(container, dict) else list(container)

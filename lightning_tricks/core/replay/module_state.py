@@ -2,52 +2,89 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
+import array
+import dataclasses
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
+from functools import cache, partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+
+_STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
+_BUILTIN = (OrderedDict, defaultdict, dict, list, deque, set, tuple, frozenset)  # OrderedDict before dict
+_ARRAYS = (bytearray, array.array)
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, range)
 
 
 class ModuleState:
-    """What a step may change of a module besides its parameters: buffers and attributes, its submodules' too.
+    """The state of a module that a step may change: buffers and attributes, its submodules' too.
 
-    That covers the statistics of BatchNorm, torchmetrics, carried tensors, counters, generators, and lists,
-    dictionaries, sets and deques within each other. Objects of other kinds are not looked into.
+    Covered are tensors (the statistics of BatchNorm, torchmetrics), numbers, generators, arrays, and containers within
+    each other: lists, dictionaries, sets and deques of every kind, with their order, limits and attributes, named
+    tuples, dataclasses, and every container that is written in Python. Other objects are not looked into. A tensor
+    inside a container is not copied, since there may be many: ``refuse_writes`` tells of a step that wrote into one.
+
+    Args:
+        module: The module.
+        owners: The submodules that may change; None for all.
+
+    Raises:
+        MisconfigurationException: For a container that cannot be restored exactly, with its path.
     """
 
     def __init__(self, module: nn.Module, owners: Iterable[nn.Module] | None = None) -> None:
-        owners = module.modules() if owners is None else owners  # those of them that may change
-        spaces = [s for owner in owners for s in (owner.__dict__, owner._buffers, owner._modules)]
-        self._spaces = [(space, dict(space)) for space in spaces]
+        self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._restore: list[Callable[[], object]] = []
-        seen: set[int] = set()
-        for space in spaces:
-            for name, value in space.items():
-                if name not in _STRUCTURE:
-                    self._note(value, seen)
+        self._written: list[tuple[Tensor, int, str]] = []  # tensors inside containers, with their versions and paths
+        self._seen: set[int] = set()
+        self._root = type(module).__name__
+        if owners is None:
+            self._note_modules(module, self._root)
+        else:
+            for owner in owners:
+                self._note_module(owner, self._root)
 
-    def _note(self, value: Any, seen: set[int]) -> None:
-        """Remember how to put back what can change inside a value."""
+    def _note_modules(self, module: nn.Module, path: str) -> None:
+        for name, child in module.named_modules():
+            self._note_module(child, f"{path}.{name}" if name else path)
+
+    def _note_module(self, module: nn.Module, path: str) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        for space in (module.__dict__, module._buffers, module._modules):
+            self._spaces.append((space, dict(space)))
+            for name, value in space.items():
+                if name in _STRUCTURE or isinstance(value, _SIMPLE):
+                    continue
+                if not isinstance(value, Tensor):
+                    self._note(value, f"{path}.{name}")
+                elif not value.is_inference() and 0 not in value.stride():  # torch refuses writes into expanded tensors
+                    self._restore.append(partial(value.detach().copy_, value.detach().clone()))
+
+    def _note(self, value: Any, path: str) -> None:
+        """Remember how to restore what can change inside a value that is no simple one."""
         if isinstance(value, Tensor):
-            if not value.is_inference() and 0 not in value.stride():  # which torch refuses to write into
-                self._restore.append(partial(value.detach().copy_, value.detach().clone()))
+            if not value.is_inference():
+                self._written.append((value, value._version, path))
+        elif isinstance(value, nn.Module):  # one that is not registered, but kept in an attribute or a container
+            self._note_modules(value, path)
         elif isinstance(value, torch.Generator):
             self._restore.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, _CONTAINERS) and id(value) not in seen:
-            seen.add(id(value))
-            inner = list(value.values() if isinstance(value, dict) else value)
-            if not isinstance(value, tuple):
-                self._restore.append(partial(refill, value, list(value.items()) if isinstance(value, dict) else inner))
-            for each in inner:
-                if isinstance(each, _CONTAINERS):  # tensors in there may be many; they are taken as they are
-                    self._note(each, seen)
+        elif id(value) not in self._seen and (restore := restorer(value, path)) is not None:
+            self._seen.add(id(value))
+            self._restore.append(restore)
+            for name, inner in _inside(value):
+                if not isinstance(inner, _SIMPLE):
+                    self._note(inner, f"{path}{name}")
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put every attribute, and what is in it, back to what it was."""
+        """Restore every attribute, and what is in it."""
         for space, before in self._spaces:
             for name in space.keys() - before.keys():
                 del space[name]
@@ -57,15 +94,136 @@ class ModuleState:
         for restore in self._restore:
             restore()
 
+    def refuse_writes(self) -> None:
+        """Raise if something was written into a tensor inside a container, which ``restore`` cannot undo.
 
-_STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
-_CONTAINERS = (list, dict, set, deque, tuple)
+        Raises:
+            MisconfigurationException: With the path of the tensor.
+        """
+        for tensor, version, path in self._written:
+            if tensor._version != version:
+                raise MisconfigurationException(
+                    f"{self._root}.training_step writes into the tensor {path}, which a second run of the step would do"
+                    " again: make a new tensor, or register it as a buffer, which is restored."
+                )
 
 
-def refill(container: Any, contents: list[Any]) -> None:
-    """Put back what a list, a deque, a set or a dictionary (its items) held, in its order."""
-    container.clear()
-    if isinstance(container, dict):
+def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None] | None:
+    """What restores a container to what it holds now: contents, order and attributes; None for what is no container.
+
+    Args:
+        value: A container, or any other object.
+        path: Where it is, for the error message.
+        strict: Whether to raise for a container that cannot be restored exactly; False leaves it as it is.
+
+    Raises:
+        MisconfigurationException: If its class keeps state that Python cannot see.
+
+    Example:
+        >>> links = OrderedDict(a=1, b=2)
+        >>> restore = restorer(links, "links")
+        >>> links.move_to_end("a"), links.pop("b")
+        (None, 2)
+        >>> restore()
+        >>> list(links.items())
+        [('a', 1), ('b', 2)]
+    """
+    if isinstance(value, _ARRAYS):
+        return partial(value.__setitem__, slice(None), value[:])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return partial(numpy.copyto, value, value.copy()) if value.flags.writeable else None
+    base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
+    abstract = isinstance(value, MutableMapping | MutableSequence | MutableSet)
+    if base is None and not abstract and not (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return None
+    kind: Any = type(value)
+    if _hides_state(kind, base or object):
+        if not strict:
+            return None
+        raise MisconfigurationException(
+            f"{path} is a {type(value).__module__}.{type(value).__name__}, a container that is not written in Python,"
+            " and cannot be restored exactly for a second run of the step: use a list or a dictionary, or keep it"
+            " outside of the module."
+        )
+    attributes = list(_attributes(value))
+    return partial(_restore, value, base, _contents(value, base), attributes)
+
+
+def _restore(value: Any, base: type | None, contents: list[Any], attributes: list[tuple[str, Any]]) -> None:
+    refill(value, base, contents)
+    kept = dict(attributes)
+    if hasattr(value, "__dict__"):
+        for name in [name for name in vars(value) if name not in kept]:
+            del vars(value)[name]
+    for name, attribute in attributes:
+        if name in getattr(value, "__dict__", ()) or not hasattr(type(value), name):
+            vars(value)[name] = attribute
+        else:
+            object.__setattr__(value, name, attribute)  # a slot, also of a frozen dataclass
+
+
+def refill(container: Any, base: type | None, contents: list[Any]) -> None:
+    """Give a container of a built-in class, or of a subclass, its contents back, by the methods of the built-in class.
+
+    Args:
+        container: The container.
+        base: The built-in class.
+        contents: What ``_contents`` gave.
+    """
+    if base is OrderedDict:  # its order is kept beside the dictionary
+        OrderedDict.clear(container)
+        for key, item in contents:
+            OrderedDict.__setitem__(container, key, item)
+    elif base in (dict, defaultdict):
+        dict.clear(container)
         dict.update(container, contents)  # a Counter's own update counts
-    else:
-        (container.extend if isinstance(container, list | deque) else container.update)(contents)
+    elif base is list:
+        list.__setitem__(container, slice(None), contents)
+    elif base is deque:
+        deque.clear(container)
+        deque.extend(container, contents)
+    elif base is set:
+        set.clear(container)
+        set.update(container, contents)
+
+
+def _contents(value: Any, base: type | None) -> list[Any]:
+    if base is None:
+        return []
+    kind: Any = OrderedDict if base is OrderedDict else dict if issubclass(base, dict) else base
+    return list(kind.items(value) if issubclass(kind, dict) else kind.__iter__(value))
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes that an object keeps itself, in its ``__dict__`` or in slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            private = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
+            if private not in ("__dict__", "__weakref__") and hasattr(value, private):
+                yield private, getattr(value, private)
+    if isinstance(value, defaultdict):
+        yield "default_factory", value.default_factory
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, with the rest of its path."""
+    base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
+    if base is not None:
+        pairs = _contents(value, base) if issubclass(base, dict) else enumerate(_contents(value, base))
+        yield from ((f"[{key!r}]", item) for key, item in pairs)
+    if not isinstance(value, _ARRAYS):
+        yield from ((f".{name}", attribute) for name, attribute in _attributes(value))
+
+
+@cache
+def _hides_state(kind: Any, base: Any) -> bool:
+    """Whether objects of a class have memory that is neither the base's, nor attributes, nor slots."""
+    slots = 0
+    for each in kind.__mro__[: kind.__mro__.index(base)]:
+        names = each.__dict__.get("__slots__", ())
+        slots += 1 if isinstance(names, str) else len(names)
+    pointer = tuple.__itemsize__
+    return kind.__basicsize__ > base.__basicsize__ + (slots + 2) * pointer  # two: for __dict__ and __weakref__

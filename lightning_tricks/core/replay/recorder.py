@@ -10,14 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import RandomState, random_state
-from lightning_tricks.core.replay.rerun import begin_run, forbid_writes, rebuilt, tensors_in
+from lightning_tricks.core.replay.rerun import begin_run, copy_containers, forbid_writes
 
 
 @dataclass
@@ -69,31 +66,4 @@ class StepRecorder:
 
 def with_own_batch(run: partial[Any]) -> partial[Any]:
     """The same run of a step from a batch of its own, which stays whole when items are taken out of the other."""
-    return partial(run.func, *rebuilt(run.args), **rebuilt(run.keywords))
-
-
-def micro_batches(step: RecordedStep, size: int) -> list[tuple[float, partial[Any]]]:
-    """Share and step of each micro-batch: every tensor with one entry a sample is cut in its first dimension.
-
-    Raises:
-        MisconfigurationException: If the batch has no tensor with samples.
-    """
-    batch, *rest = step.run.args
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
-    if not tensors:
-        raise MisconfigurationException(
-            f"micro_batch_size={size} needs a batch with tensors of samples, got {type(batch).__name__} without: leave"
-            " micro_batch_size out."
-        )
-    samples = len(tensors[0])
-
-    def cut(start: int, tensor: Tensor) -> Tensor:
-        return tensor[start : start + size] if tensor.ndim and len(tensor) == samples else tensor
-
-    return [
-        (
-            min(size, samples - start) / samples,
-            partial(step.run.func, apply_to_collection(batch, Tensor, partial(cut, start)), *rest, **step.run.keywords),
-        )
-        for start in range(0, samples, size)
-    ]
+    return partial(run.func, *copy_containers(run.args), **copy_containers(run.keywords))

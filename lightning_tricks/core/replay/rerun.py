@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 _again = ContextVar("_again", default=False)
@@ -42,16 +44,66 @@ def run_number() -> int:
     return _run.get()
 
 
-def rebuilt(batch: Any) -> Any:
-    """The same tensors in new tuples, lists and dictionaries: taking items out of one leaves the other whole."""
-    return apply_to_collection(batch, Tensor, lambda tensor: tensor)
+def copy_containers(batch: Any) -> Any:
+    """A batch of the same tensors in containers of its own, which have the classes and attributes of the others.
+
+    Taking items out of one batch leaves the other as it is. Objects that are no containers are shared.
+
+    Example:
+        >>> batch = {"x": [1, 2]}
+        >>> copy_containers(batch)["x"].pop(), batch
+        (2, {'x': [1, 2]})
+    """
+    if isinstance(batch, tuple):
+        items = [copy_containers(item) for item in batch]
+        same = all(new is old for new, old in zip(items, batch, strict=True))
+        return batch if same else type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    new: Any
+    if isinstance(batch, list | deque):
+        new = copy.copy(batch)
+        for place, item in enumerate(batch):
+            new[place] = copy_containers(item)
+        return new
+    if isinstance(batch, MutableMapping):
+        new = copy.copy(batch)
+        for key, item in batch.items():
+            if (inner := copy_containers(item)) is not item:
+                new[key] = inner
+        return new
+    if isinstance(batch, set):
+        return copy.copy(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        new = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(new, field.name, copy_containers(getattr(batch, field.name)))  # also of a frozen one
+        return new
+    return batch
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, wherever they are in it."""
+    """The tensors of a batch, also those that are attributes of objects in it."""
     found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
+    _collect(batch, found, set())
     return found
+
+
+def _collect(value: Any, found: list[Tensor], seen: set[int]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+        return
+    if id(value) in seen or isinstance(value, str | bytes | int | float | type(None) | type | nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inner: list[Any] = list(value.values())
+    elif isinstance(value, list | tuple | set | deque):
+        inner = list(value)
+    elif dataclasses.is_dataclass(value):
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    for item in inner:
+        _collect(item, found, seen)
 
 
 def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[
         trainer.loggers = [DummyLogger() for _ in loggers]
         with torch.no_grad(), random_numbers_of(random_state(device), device):
             yield
+        state.refuse_writes()
     finally:
         trainer.loggers = loggers
         state.restore()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,6 +22,8 @@ class GradientCallback(Trick):
 
     Lightning calls the hook once an optimizer step, in manual optimization too, and clips by itself afterwards.
     """
+
+    needs_step_hooks = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +44,7 @@ class GradientCallback(Trick):
         assert self._weights is not None, "set in setup"
         everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if found := [parameter for parameter in everything if parameter.grad is not None]:
+            require_dense(pl_module, [(p, p.grad) for p in found if p.grad is not None], type(self).__name__)
             self._change(trainer, optimizer, found, self._weights)
 
     @abstractmethod
@@ -48,6 +52,25 @@ class GradientCallback(Trick):
         self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
         """Change the gradients of an optimizer's parameters, of those that have one."""
+
+
+def require_dense(module: nn.Module, gradients: Sequence[tuple[Tensor, Tensor]], trick: str) -> None:
+    """Raise for gradients that a trick cannot compute with.
+
+    Args:
+        module: The module whose parameters they are.
+        gradients: Parameters, with their gradients.
+        trick: The trick's name.
+
+    Raises:
+        MisconfigurationException: If some gradients are sparse.
+    """
+    if sparse := {id(parameter) for parameter, gradient in gradients if gradient.is_sparse}:
+        names = [name for name, parameter in module.named_parameters() if id(parameter) in sparse]
+        raise MisconfigurationException(
+            f"{trick} works on dense gradients, got sparse ones for {', '.join(names)}: pass sparse=False to the layer,"
+            f" or leave {trick} out."
+        )
 
 
 def _require_unscaled(trainer: pl.Trainer, optimizer: Optimizer, trick: str) -> None:

@@ -13,12 +13,14 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_tricks.core.batches.cutting import count_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.trainer import grad_scaler, step_schedules
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, micro_batches, with_own_batch
+from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
 from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, replaying
+from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
@@ -40,6 +42,7 @@ class SAMEngine:
         self.recorder = StepRecorder()
         self.norm: Tensor | None = None  # of the gradient that perturbed the weights last; None after a plain step
         self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
+        self.called = False  # by hand, in this fit
         self._calls: dict[int, int] = {}  # of ``step`` since an optimizer stepped, by the id of the optimizer
 
     def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
@@ -65,8 +68,9 @@ class SAMEngine:
         self, first: RecordedStep, weights: dict[Tensor, str], descend: Callable[[Tensor], None], size: int
     ) -> None:
         """Perturb for each micro-batch by itself; the first run, of the full batch, has logged and moved statistics."""
+        first.state.refuse_writes()
         after, random, norms = ModuleState(self.module), first.random, []
-        parts = micro_batches(first, size)
+        parts = micro_batches(first.run, size)
         try:
             for number, (share, run) in enumerate(parts, 1):
                 with nullcontext() if number == len(parts) else self._unsynced():
@@ -85,6 +89,7 @@ class SAMEngine:
 
     def backward_by_hand(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
         """What ``SAMMixin.sam_backward`` does."""
+        self.called = True
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
         step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
@@ -131,6 +136,7 @@ class SAMEngine:
         parts = [part for part in map(self.weights.local, moved) if part is not None]
         with torch.no_grad():
             before = [part.clone() for part in parts]
+        step.state.refuse_writes()
         after = ModuleState(self.module)
         try:
             step.state.restore()
@@ -156,8 +162,7 @@ class SAMEngine:
         pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
         if len(pairs) < len(trained) and find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
             raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
-        if any(gradient.is_sparse for _, gradient in pairs):
-            raise MisconfigurationException("SAM works on dense gradients, got sparse ones: pass sparse=False.")
+        require_dense(self.module, pairs, "SAM")
         return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
 
     def _loss_again(self, run: Callable[[], Any]) -> Tensor:
@@ -176,6 +181,26 @@ class SAMEngine:
     def _unsynced(self) -> AbstractContextManager[None]:
         """A context in which DDP does not average gradients over the ranks."""
         return getattr(self.module.trainer.strategy, "block_backward_sync", nullcontext)()
+
+
+def micro_batches(run: partial[Any], size: int) -> list[tuple[float, partial[Any]]]:
+    """The share and the step of each micro-batch.
+
+    Args:
+        run: The step, with its batch as the first argument.
+        size: The number of samples in a micro-batch; the last one may have fewer.
+
+    Raises:
+        MisconfigurationException: If the batch cannot be cut.
+    """
+    batch, *rest = run.args
+    samples = count_samples(batch, f"SAM(micro_batch_size={size})")
+    parts: list[tuple[float, partial[Any]]] = []
+    for start in range(0, samples, size):
+        stop = min(start + size, samples)
+        part = select_samples(batch, slice(start, stop), samples, f"SAM(micro_batch_size={size})")
+        parts.append(((stop - start) / samples, partial(run.func, part, *rest, **run.keywords)))
+    return parts
 
 
 def loss_of(output: Any) -> Tensor:

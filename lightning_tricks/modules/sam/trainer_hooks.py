@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.engine import Engine, engine_of
@@ -33,7 +34,6 @@ class SAMHooks(Trick):
         super().__init__()
         self.module = module
         self._engine: SAMEngine | None = None
-        self._ran = self._batches = False  # whether SAM did, and whether there was anything to do it with
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
@@ -66,7 +66,6 @@ class SAMHooks(Trick):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        self._ran = self._batches = False
         if self._engine is None:
             return
         for name, weight in pl_module.named_parameters():
@@ -90,19 +89,19 @@ class SAMHooks(Trick):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._batches = True
         norm = None if self._engine is None else self._engine.norm
         if norm is not None:
-            self._ran = True
             log_every_n_steps(trainer, lambda: {"tricks/sam_grad_norm": float(norm)})
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        manual = self._engine is not None and not pl_module.automatic_optimization
-        if manual and self._batches and not self._ran:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._engine is not None and not pl_module.automatic_optimization and not self._engine.called:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__} optimizes manually and never called self.sam_backward(closure) or"
-                " self.sam_step(closure): call one of them in training_step, or leave SAMMixin out."
+                " self.sam_step(closure) before its first optimizer step: call one of them in training_step, before the"
+                " steps of optimizers without SAM, or leave SAMMixin out."
             )
 
 

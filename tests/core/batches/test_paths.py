@@ -162,7 +162,7 @@ def test_what_has_one_entry_a_sample_is_narrowed_and_nothing_else() -> None:
         "weights": torch.zeros(2),
         "text": "abc",
     }
-    new = select_samples(batch, torch.tensor([0, 2]), 3)
+    new = select_samples(batch, torch.tensor([0, 2]), 3, "Test")
     assert new["x"].tolist() == X[[0, 2]].tolist()
     assert new["meta"] == {"names": ["a", "c"], "sizes": (1, 3), "n": 3, "scale": torch.tensor(2.0)}
     assert new["array"].tolist() == [0, 2]
@@ -241,12 +241,12 @@ def test_odd_names_are_keys(name: str) -> None:
 
 def test_a_namedtuple_of_numbers_is_no_sequence_of_samples() -> None:
     size = namedtuple("Size", "c h w")(3, 8, 8)
-    assert select_samples({"x": X, "size": size}, torch.tensor([0]), 3)["size"] == size
+    assert select_samples({"x": X, "size": size}, torch.tensor([0]), 3, "Test")["size"] == size
 
 
 def test_a_list_of_one_tensor_a_sample_is_narrowed() -> None:
     batch = {"x": X, "boxes": [torch.full((n, 4), n) for n in (1, 2, 5)]}
-    assert [len(boxes) for boxes in select_samples(batch, torch.tensor([0, 2]), 3)["boxes"]] == [1, 5]
+    assert [len(boxes) for boxes in select_samples(batch, torch.tensor([0, 2]), 3, "Test")["boxes"]] == [1, 5]
 
 
 @pytest.mark.parametrize("batch", [{"image": X, "features": X, "label": Y}, {"image": X, "label": Y, "target": Y}])

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
-from lightning_tricks.core.mixed_targets.losses import arguments, is_loss, planned_loss, planned_reduction
+from lightning_tricks.core.mixed_targets.losses import (
+    AmbiguousSamples,
+    arguments,
+    is_loss,
+    planned_loss,
+    planned_reduction,
+)
 from lightning_tricks.core.mixed_targets.target import mixed_target
 from tests.core.mixed_targets.test_target import (
     ALPHA,
@@ -201,7 +208,7 @@ RAISE = {
 
 @pytest.mark.parametrize("name", RAISE)
 def test_choosing_raises_where_it_could_be_wrong(name):
-    with pytest.raises(RuntimeError):
+    with pytest.raises(MisconfigurationException):
         chosen_gradient(RAISE[name].loss, RAISE[name].y, RAISE[name].shape)
 
 
@@ -246,7 +253,7 @@ def test_mixed_predictions(case):
     wanted = torch.autograd.grad(LAM * case.loss(mixed, case.y) + (1 - LAM) * case.loss(mixed, case.y[INDEX]), z)[0]
     try:
         case.loss(again, mixed_target([case.y, case.y[INDEX]], plan)).backward()
-    except RuntimeError:  # which is for what is made by hand
+    except MisconfigurationException:  # which is for what is made by hand
         assert case.y is REAL
     else:
         torch.testing.assert_close(again.grad, wanted, atol=1e-6, rtol=1e-5)
@@ -307,9 +314,9 @@ def test_sum_by_samples():
 
 @pytest.mark.parametrize("owners", [None, torch.arange(B - 1)])
 def test_unknown_owners_raise(owners):
-    with pytest.raises(RuntimeError, match="not clear which sample"):
+    with pytest.raises(AmbiguousSamples, match="not clear which sample"):
         planned_loss(CE, calls(outputs()), owners, plan_of(LAMS))
-    with pytest.raises(RuntimeError, match="not clear which sample"):
+    with pytest.raises(AmbiguousSamples, match="not clear which sample"):
         planned_reduction(torch.sum, [((value,), {}) for value in each(outputs())], owners, plan_of(LAMS))
 
 
@@ -323,5 +330,5 @@ def test_ctc_raises():  # its mean divides each sample by the length of its own 
     lengths, y = torch.tensor([2, 1, 3, 2, 1, 3]), Y.view(B, 1).expand(B, 3) % (C - 1) + 1
     case = Case(lambda z, y: F.ctc_loss(z.log_softmax(2), y, torch.full((B,), B), lengths), y, shape=(B, B, C))
     assert_right(case)
-    with pytest.raises(RuntimeError, match="ctc_loss"):
+    with pytest.raises(MisconfigurationException, match="ctc_loss"):
         got(case, LAMS)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -254,7 +255,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_cannot_be_mixed_is_an_error(name):
-    with pytest.raises((RuntimeError, TypeError), match="two labels"):
+    with pytest.raises(MisconfigurationException, match="two labels"):
         got(Case(beside(ERRORS[name])))
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_tricks.core.replay.random_numbers import random_numbers_of
-from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, micro_batches, with_own_batch
+from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
 from lightning_tricks.core.replay.rerun import run_number
 from tests.nets import Net, PlainNet, build, fit
 
@@ -135,16 +135,3 @@ def test_a_run_again_has_a_batch_of_its_own() -> None:
     for got in run():
         assert torch.equal(got["x"], torch.ones(2))
         assert got["deep"] == [1, 2]
-
-
-def test_micro_batches_have_every_sample_once() -> None:
-    batch = {"x": torch.arange(14).view(7, 2), "y": [torch.arange(7)], "for all": torch.ones(3), "text": "a"}
-    step = RecordedStep(partial(lambda b, number: (b, number), batch, 5), {}, None)
-    cut = micro_batches(step, 3)
-    assert [share for share, _ in cut] == pytest.approx([3 / 7, 3 / 7, 1 / 7])
-    got = [run() for _, run in cut]
-    assert torch.equal(torch.cat([each["x"] for each, _ in got]), batch["x"])
-    assert torch.equal(torch.cat([each["y"][0] for each, _ in got]), batch["y"][0])
-    assert all((len(each["for all"]), each["text"], number) == (3, "a", 5) for each, number in got)
-    with pytest.raises(MisconfigurationException, match="micro_batch_size=3 needs a batch with tensors of samples"):
-        micro_batches(RecordedStep(partial(print, {"a": torch.tensor(1.0)}), {}, None), 3)

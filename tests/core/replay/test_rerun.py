@@ -23,10 +23,10 @@ from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.rerun import (
     begin_run,
+    copy_containers,
     find_graph_node,
     forbid_writes,
     is_replaying,
-    rebuilt,
     replaying,
     run_number,
     tensors_in,
@@ -278,7 +278,7 @@ class Pair(NamedTuple):
 def test_a_batch_is_rebuilt_around_the_same_tensors() -> None:
     x, y = torch.zeros(2), torch.ones(2)
     batch = {"pair": Pair(x, [y, "text"]), "more": (x, None)}
-    again = rebuilt(batch)
+    again = copy_containers(batch)
     batch["pair"].rest.pop()
     batch.clear()
     assert type(again["pair"]) is Pair
