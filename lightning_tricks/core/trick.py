@@ -134,6 +134,7 @@ class _Announced(Trick):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
         self._on_failure(trainer)
 
     @override
