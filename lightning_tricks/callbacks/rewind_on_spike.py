@@ -57,10 +57,12 @@ class RewindOnSpike(Trick):
 
     The loss of an optimizer step is the mean over its accumulated batches and all ranks. It is checked before the
     optimizer steps, after the first ``window`` steps; whether it and the gradients are finite is always checked.
-    After a spike weights, buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are those of
-    the snapshot, bit for bit. Training goes on with the next batches. The batches since the snapshot are left out, so
-    training ends as many steps before the end of a schedule. Logged values stay, and so does ``AutoClip``'s history.
-    Snapshots are in host memory, every rank's own shards only; the first one is taken when training starts.
+
+    After a spike weights, buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are
+    those of the snapshot, bit for bit. Training goes on with the next batches. The batches since the snapshot are left
+    out, so training ends as many steps before the end of a schedule. Logged values stay, and so does the history of
+    ``AutoClip``. Snapshots are in host memory, every rank's own shards only; the first one is taken when training
+    starts.
 
     With a GradScaler (fp16) only the losses are checked, since it finds its scale by infinite gradients. ``rewinds`` is
     the number of rewinds so far, logged as ``tricks/rewinds``.
@@ -191,9 +193,9 @@ class RewindOnSpike(Trick):
         if self.rewinds == self.max_rewinds:
             before = ", ".join(f"{loss:.4g}" for loss in list(self._losses)[-5:]) or "none"
             raise FloatingPointError(
-                f"RewindOnSpike has gone back max_rewinds={self.max_rewinds} times, and the loss is again {loss:.4g} after"
-                f" step {trainer.global_step} (good losses before it: {before}). Lower the learning rate, clip gradients,"
-                " or check the data."
+                f"RewindOnSpike has gone back max_rewinds={self.max_rewinds} times, and the loss is {loss:.4g} after"
+                f" step {trainer.global_step} again (good losses before it: {before}). Lower the learning rate, clip"
+                " gradients, or check the data."
             )
         self._spiked = True
         raise SkipStep

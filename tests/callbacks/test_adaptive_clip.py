@@ -186,7 +186,7 @@ class Sharded(PlainNet):
 
 
 class Whole(Callback):
-    """The whole weights at the end."""
+    """The full weights at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.layers.reshard()  # validation leaves the root unsharded

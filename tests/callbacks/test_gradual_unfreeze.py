@@ -367,7 +367,7 @@ class Wrappers(Callback):
 
 
 class Whole(Callback):
-    """The whole weights at the end."""
+    """The full weights at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(pl_module.layers, nn.Module) and hasattr(pl_module.layers, "reshard"):
