@@ -28,7 +28,10 @@ KINDS = {
     "checkpoints": "Checkpoints",
     "advisor": "Advice",
 }
-FIRST = ("cli", "strategies", "multi_node", "compatibility", "conflicts", "coming_from", "why_different")
+FIRST = (
+    *("cli", "strategies", "multi_node", "compatibility", "conflicts", "coming_from", "why_different"),
+    "architecture",
+)
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 HREF = re.compile(r'<a href="(?!https?:|#)([^"#]+)">(.*?)</a>')
 

@@ -33,7 +33,7 @@ class Scheduled(PlainNet):
 
 
 class Watch(Callback):
-    """The whole weights and the last learning rate at the end, in fp32, and a checkpoint half way."""
+    """The full weights and the last learning rate at the end, in fp32, and a checkpoint half way."""
 
     def __init__(self, half: Path | None = None) -> None:
         self.half = half

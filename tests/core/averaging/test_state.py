@@ -82,7 +82,7 @@ def test_a_folder_that_is_not_whole_is_named(engine: str, damage: str, tmp_path:
         assert "The averages of this checkpoint are in shards in" in message
         assert "Resume from the folder that was saved" in message
         if damage == "older":
-            assert "it is of step 6, the checkpoint of step 9" in message
+            assert "it is from step 6, the checkpoint from step 9" in message
 
 
 def test_a_checkpoint_is_plain_data_that_loads_safely(tmp_path: Path) -> None:

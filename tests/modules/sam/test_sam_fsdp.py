@@ -36,7 +36,7 @@ class Alone(lt.SAMMixin, PlainNet):
 
 
 class Whole(Callback):
-    """The whole weights when training ends."""
+    """The full weights when training ends."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.layers.reshard() if hasattr(pl_module.layers, "reshard") else None
