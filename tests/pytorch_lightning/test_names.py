@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -64,6 +67,14 @@ def test_a_traceback_shows_the_source_file_and_its_line() -> None:
     assert last.filename == str(SOURCE / "core/checks.py")
     assert last.line == (SOURCE / "core/checks.py").read_text().splitlines()[last.lineno - 1].strip()
     assert "raise ValueError" in last.line
+
+
+@pytest.mark.slow
+def test_the_examples_in_docstrings_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for found in pkgutil.walk_packages([str(SOURCE)], f"{PACKAGE}."):
+        module = importlib.import_module(found.name)
+        assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0, found.name
 
 
 # -- in a fresh interpreter -------------------------------------------------------------------------------------------
