@@ -462,7 +462,7 @@ class HeadOnly(Deep):
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (Deep, {"at": [1], "parameters": [""]}, "needs something that trains from the start"),
+        (Deep, {"at": [1], "parameters": [""]}, "needs parameters that train from the start"),
         (Deep, {"at": [1], "parameters": ["nothing"]}, "'nothing' is neither"),
         (
             Deep,
