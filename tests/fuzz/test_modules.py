@@ -1,0 +1,197 @@
+"""Random modules train with every trick at its no-op limit as without it, or are refused before the first step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, seed
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import lightning_tricks as lt
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
+from tests.conformance.settings import SETTINGS
+from tests.conformance.trick import Trick
+from tests.fuzz.modules import CALLBACKS, TRAINERS, Planned, Spec, loader, module_of, specs
+from tests.nets import trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch, about what users do
+
+
+def callback(make: Callable[[], pl.Callback]) -> Trick:
+    return Trick(callbacks={"off": lambda: [make()]})
+
+
+# Limits in which the whole machinery runs and nothing comes of it, beside those of the conformance tests.
+WORKING = {
+    "HardExampleFilter(0.999)": callback(lambda: lt.HardExampleFilter(0.999)),
+    "HardExampleFilter(start=1.0)": callback(lambda: lt.HardExampleFilter(start=1.0)),
+    'HardExampleFilter(start=1.0, mode="loss")': callback(lambda: lt.HardExampleFilter(start=1.0, mode="loss")),
+    "Mixup(prob=1e-9)": callback(lambda: lt.Mixup(prob=1e-9)),
+    "CutMix(prob=1e-9)": callback(lambda: lt.CutMix(prob=1e-9)),
+    "HiddenMixup(prob=1e-9)": callback(lambda: lt.HiddenMixup("layers.1", prob=1e-9)),
+    "SAM(rho=0, adaptive=True)": Trick(sam={"off": 0.0}),
+}
+# Not here: schedules, which a user writes into configure_optimizers, and Compile, which takes seconds.
+TRICKS = {**{name: trick for name, trick in SETTINGS.items() if not trick.schedule and name != "Compile"}, **WORKING}
+
+
+@dataclass
+class Outcome:
+    """What came of a fit: all that a trick could have changed, and how the fit ended."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: list[Any] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    beside: list[Any] = field(default_factory=list)  # of the user's callbacks, what each has seen
+    random: tuple[float, ...] = ()
+    error: str = ""
+    refused: BaseException | None = None
+
+
+def run(spec: Spec, trick: Trick, folder: Path) -> Outcome:
+    """A fit with a trick at its no-op limit; for one that resumes, two."""
+    first = TRAINERS[spec.trainer]
+    if spec.trainer != "resumes":
+        return fitted(spec, trick, {"max_epochs": 2, **first}, folder, None)
+    outcome = fitted(spec, trick, {"max_epochs": 1}, folder, None)
+    if outcome.refused or outcome.error:
+        return outcome
+    return fitted(spec, trick, {"max_epochs": 2}, folder, folder / "first.ckpt")
+
+
+def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, checkpoint: Path | None) -> Outcome:
+    outcome, made = Outcome(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal made
+        made += 1
+
+    pl.seed_everything(spec.seed, verbose=False)
+    module = replace(trick, images=False, convolutions=False).module(module_of(spec), "off")()
+    before = {name: weight.detach().clone() for name, weight in module.named_parameters() if not is_lazy(weight)}
+    users = [CALLBACKS[name]() for name in spec.callbacks]
+    settings = {"enable_checkpointing": "checkpoint" in spec.callbacks, **settings}
+    fit = trainer(callbacks=[*users, *trick.make_callbacks("off")], default_root_dir=folder, **settings)
+    counting = register_optimizer_step_post_hook(count)
+    try:
+        fit.fit(module, loader(spec), ckpt_path=checkpoint, weights_only=False)
+        if settings["max_epochs"] == 1:
+            fit.save_checkpoint(folder / "first.ckpt")
+    except Planned as error:
+        outcome.error = str(error)
+    except (MisconfigurationException, UnknownTotalSteps) as error:
+        outcome.refused = error
+    finally:
+        counting.remove()
+    if outcome.refused is not None:
+        now = dict(module.named_parameters())
+        off = [name for name in before.keys() & now.keys() if not torch.equal(before[name], now[name])]
+        assert not made, f"refused after {made} steps: {outcome.refused}"
+        assert checkpoint or not off, f"refused, but changed {off}: {outcome.refused}"
+        return outcome
+    outcome.random = (torch.rand(1).item(), random.random(), float(np.random.rand()))
+    outcome.weights = {name: weight.detach().clone() for name, weight in module.state_dict().items()}
+    outcome.weights |= {f"buffer {name}": each.clone() for name, each in module.named_buffers()}
+    outcome.weights |= {f"outside {i}": each.detach() for i, each in enumerate(getattr(module, "outside", ()))}
+    outcome.memory = [*module.memory(), getattr(module, "saved", 0)]
+    outcome.logged = {name: float(value) for name, value in fit.callback_metrics.items()}
+    mine = [each for each in fit.callbacks if any(each is user for user in users)]
+    assert len(mine) == len(users), "callbacks of the user are gone"
+    outcome.beside = [(type(each).__name__, getattr(each, "seen", None)) for each in fit.callbacks if counts(each)]
+    return outcome
+
+
+def counts(each: Any) -> bool:
+    return hasattr(each, "seen")
+
+
+def difference(plain: Outcome, other: Outcome) -> str:
+    """What is not the same, in words; "" if all is."""
+    if plain.error != other.error:
+        return f"the user's error {plain.error!r} became {other.error!r}"
+    if plain.weights.keys() != other.weights.keys():
+        return f"weights {plain.weights.keys() ^ other.weights.keys()} are there in one only"
+    off = [name for name, weight in plain.weights.items() if not same(weight, other.weights[name])]
+    if off:
+        return f"weights {off} differ, {[plain.weights[off[0]], other.weights[off[0]]]}"
+    if plain.memory != other.memory:
+        return f"memory {plain.memory} became {other.memory}"
+    if changed := [n for n, v in plain.logged.items() if n not in other.logged or repr(other.logged[n]) != repr(v)]:
+        return f"logged {changed} of {plain.logged} became {other.logged}"
+    if plain.beside != other.beside:
+        return f"callbacks have seen {plain.beside}, then {other.beside}"
+    if plain.random != other.random:
+        return "the random numbers afterwards differ"
+    return ""
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+# -- the property -----------------------------------------------------------------------------------------------------
+
+RATES: dict[str, Counter[str]] = {name: Counter() for name in TRICKS}  # of all runs, how they ended
+
+
+def known(spec: Spec, name: str) -> str:
+    """Why a trick does something else with such a module, where that is known; "" if it should not."""
+    return ""
+
+
+def check(spec: Spec, names: list[str]) -> None:
+    """A module trains with these tricks as without them, or is refused in time."""
+    with TemporaryDirectory() as folder:
+        plain = run(spec, Trick(), Path(folder))
+        assert plain.refused is None, f"{spec} does not train: {plain.refused}"
+        for name in names:
+            if known(spec, name):
+                RATES[name]["known"] += 1
+                continue
+            try:
+                other = run(spec, TRICKS[name], Path(folder))
+                problem = refusal_problem(name, other.refused) if other.refused else difference(plain, other)
+            except Exception as error:
+                raise AssertionError(f"{name} with {spec}: {type(error).__name__}: {error}") from error
+            RATES[name]["refused" if other.refused else "accepted"] += 1
+            assert not problem, f"{name} with {spec}: {problem}"
+
+
+def refusal_problem(name: str, error: BaseException) -> str:
+    """What a user is not told by the error; "" if all is."""
+    text = str(error)
+    named = name.split("(")[0].removesuffix("Mixin")
+    if named not in text and "Net" not in text:
+        return f"the refusal names neither {named} nor the module: {text}"
+    return "" if text.endswith(".") else f"the refusal is no sentence: {text}"
+
+
+@cases(100)
+@given(spec=specs(), names=st.lists(st.sampled_from(sorted(TRICKS)), min_size=4, max_size=4, unique=True))
+def test_modules_train_as_without_a_trick_or_are_refused_in_time(spec: Spec, names: list[str]) -> None:
+    check(spec, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_many_more_modules_train_as_without_a_trick_or_are_refused_in_time(part: int) -> None:
+    @seed(part)
+    @cases(100)
+    @given(spec=specs(), names=st.lists(st.sampled_from(sorted(TRICKS)), min_size=4, max_size=4, unique=True))
+    def test(spec: Spec, names: list[str]) -> None:
+        check(spec, names)
+
+    test()
