@@ -136,7 +136,7 @@ class FrozenPair:
 class OwnDict(dict[str, Any]):
     """A batch with an attribute besides its items."""
 
-    count = 0
+    version = 0
 
 
 class Opaque:
@@ -170,12 +170,12 @@ NamedGraph = namedtuple("NamedGraph", ["graph", "Y"])
 
 def _own_dict(x: Tensor, y: Tensor) -> OwnDict:
     batch = OwnDict(x=x, y=y)
-    batch.count = len(x)
+    batch.version = 2
     return batch
 
 
 def _counted(batch: OwnDict) -> Any:
-    assert batch.count, "a batch without its attribute"
+    assert batch.version == 2, "a batch without its attribute"
     return batch["x"], batch["y"]
 
 
@@ -222,7 +222,7 @@ BATCHES: dict[str, Batch] = {
         lambda x, y: [{"x": one, "y": label} for one, label in zip(x, y, strict=True)],
         lambda b: (torch.stack([each["x"] for each in b]), torch.stack([each["y"] for each in b])),
     ),
-    "three parts": (lambda x, y: (x, y, torch.arange(len(x))), lambda b: (b[0], b[1])),
+    "three parts": (lambda x, y: (x, y, y + 1), lambda b: (b[0], b[1])),
     "numbers and arrays": (
         lambda x, y: {"x": x, "y": y, "ids": y.numpy() + 1, "step": torch.tensor(3), "keys": {1: x}},
         lambda b: (b["x"] + 0 * b["keys"][1], b["y"]),
@@ -258,9 +258,11 @@ def samples(spec: Spec) -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
 
-def loader(spec: Spec) -> DataLoader[Any]:
-    """Batches of the structure, in the same order in every epoch."""
+def loader(spec: Spec, spoiled: bool = False) -> DataLoader[Any]:
+    """Batches of the structure, in the same order in every epoch; in a spoiled one a sample is not finite."""
     x, y = samples(spec)
+    if spoiled:
+        x[SIZE + 1] = torch.nan
     make = BATCHES[spec.batch][0]
     return DataLoader(range(SAMPLES), SIZE, collate_fn=lambda ids: make(x[ids], y[ids]))
 
@@ -296,7 +298,7 @@ def _focal(module: Any, logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _some(module: Any, logits: Tensor, y: Tensor) -> Tensor | None:
-    return None if module.trainer.fit_loop.batch_idx == 1 else F.cross_entropy(logits, y)
+    return None if not module.spec.manual and module.trainer.fit_loop.batch_idx == 1 else F.cross_entropy(logits, y)
 
 
 LOSSES: dict[str, Loss] = {
@@ -919,5 +921,11 @@ def suited(spec: Spec) -> Spec:
         without |= {"accumulation"}
     if spec.trainer == "resumes":  # a checkpoint with a buffer that a new module does not have yet
         without |= {"buffer made late"}
+    if (
+        spec.optimizer in ("Adam", "groups", "LBFGS", "own")
+        or spec.manual == "two optimizers"
+        or spec.trainer == "clip"
+    ):
+        without |= {"sparse embedding"}
     callbacks = tuple(name for name in spec.callbacks if name not in without)
     return replace(spec, callbacks=callbacks, extras=tuple(name for name in spec.extras if name not in without))

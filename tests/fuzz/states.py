@@ -19,6 +19,8 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from multidict import MultiDict
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, SumMetric
 
@@ -40,6 +42,8 @@ def told(value: Any, seen: dict[int, Any] | None = None) -> Any:
         return kind, str(getattr(value, "dtype", "")), repr(value.tolist())
     if isinstance(value, Metric):
         return kind, value._update_count, told({name: getattr(value, name) for name in value._defaults}, seen)
+    if isinstance(value, TensorDict):
+        return kind, tuple(value.batch_size), told(value.to_dict(), seen)
     if (state := _hidden_state(value)) is not None:
         return kind, state
     inner: list[Any] = [kind]
@@ -298,6 +302,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Change]] = {
     "Counter": (Counter, lambda value, step: value.update([step % 2])),
     "UserDict": (lambda: UserDict(n=0), lambda value, step: value.update(n=step)),
     "UserList": (UserList, lambda value, step: value.append(step)),
+    "MultiDict": (MultiDict, lambda value, step: value.add("step", str(step))),
     "ChainMap": (lambda: collections.ChainMap({"a": 0}, {"b": 0}), lambda value, step: value.update(a=step)),
     "list with an attribute": (TaggedList, _tagged),
     "list with a slot": (SlottedList, _tagged),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,17 +16,22 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, seed
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
-from tests.fuzz.modules import CALLBACKS, TRAINERS, Planned, Spec, loader, module_of, specs
+from tests.fuzz.modules import BATCHES, CALLBACKS, CLASSES, TRAINERS, Planned, Spec, loader, module_of, samples, specs
+from tests.fuzz.profiles import cases
+from tests.fuzz.states import told
 from tests.nets import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch, about what users do
@@ -45,7 +52,12 @@ WORKING = {
     "SAM(rho=0, adaptive=True)": Trick(sam={"off": 0.0}),
 }
 # Not here: schedules, which a user writes into configure_optimizers, and Compile, which takes seconds.
-TRICKS = {**{name: trick for name, trick in SETTINGS.items() if not trick.schedule and name != "Compile"}, **WORKING}
+SWEEP = Trick()  # find_lr before the fit
+TRICKS = {
+    **{name: trick for name, trick in SETTINGS.items() if not trick.schedule and name != "Compile"},
+    **WORKING,
+    "find_lr": SWEEP,
+}
 
 
 @dataclass
@@ -85,6 +97,12 @@ def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, che
     users = [CALLBACKS[name]() for name in spec.callbacks]
     settings = {"enable_checkpointing": "checkpoint" in spec.callbacks, **settings}
     fit = trainer(callbacks=[*users, *trick.make_callbacks("off")], default_root_dir=folder, **settings)
+    try:
+        if trick is SWEEP:
+            lt.find_lr(trainer(), module, loader(spec), steps=10)
+    except MisconfigurationException as error:
+        outcome.refused = error
+        return outcome
     counting = register_optimizer_step_post_hook(count)
     try:
         fit.fit(module, loader(spec), ckpt_path=checkpoint, weights_only=False)
@@ -195,3 +213,110 @@ def test_many_more_modules_train_as_without_a_trick_or_are_refused_in_time(part:
         check(spec, names)
 
     test()
+
+
+# -- batches that are cut, guards that guard, masks that are pasted: where a trick does something ---------------------
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["HardExampleFilter", "SAM(micro_batch_size=2)"])
+def test_a_batch_that_is_cut_is_one_of_fewer_samples(name: str, batch: str) -> None:
+    spec = Spec(batch=batch)
+    (make, read), (x, y), sizes = BATCHES[batch], samples(spec), set()
+    rows = read(make(x, y))[0]
+
+    class Checks(module_of(spec)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if torch.is_grad_enabled():  # not in the run that compares samples
+                found = [(rows == row).flatten(1).all(1) for row in read(copy.copy(batch))[0]]
+                ids = [int(same.nonzero()) for same in found]
+                assert told(batch) == told(make(x[ids], y[ids])), f"no batch of the samples {ids}"
+                sizes.add(len(ids))
+            return super().training_step(batch, batch_idx)
+
+    if name == "HardExampleFilter":
+        module, callbacks = Checks(), [lt.HardExampleFilter()]
+    else:
+        module, callbacks = type("Net", (lt.SAMMixin, Checks), {"sam": lt.SAM(0.1, micro_batch_size=2)})(), []
+    with stopped_in_time():
+        trainer(callbacks=callbacks, max_epochs=1).fit(module, loader(spec))
+        assert 2 in sizes
+
+
+@contextmanager
+def stopped_in_time() -> Iterator[None]:
+    """Lets an error of ours pass, if it came before the first step of an optimizer."""
+    made: list[Any] = []
+    counting = register_optimizer_step_post_hook(lambda *_: made.append(1))
+    try:
+        yield
+    except MisconfigurationException:
+        if made:
+            raise
+    finally:
+        counting.remove()
+
+
+GUARDS: dict[str, Callable[[], pl.Callback]] = {
+    "SkipNonFinite": lambda: lt.SkipNonFinite(max_consecutive=99),
+    "RewindOnSpike": lambda: lt.RewindOnSpike(every_n_steps=1),
+    "TerminateOnNonFinite": lt.TerminateOnNonFinite,
+}
+
+
+@cases(30)
+@given(spec=specs(), name=st.sampled_from(sorted(GUARDS)))
+def test_a_guard_keeps_weights_finite_or_is_refused_in_time(spec: Spec, name: str) -> None:
+    with TemporaryDirectory() as folder, stopped_in_time():
+        pl.seed_everything(spec.seed, verbose=False)
+        module = module_of(spec)()
+        guarded = trainer(callbacks=[GUARDS[name]()], default_root_dir=folder, max_epochs=1)
+        with suppress(FloatingPointError, RuntimeError):
+            guarded.fit(module, loader(spec, spoiled=True))
+        off = [
+            name for name, weight in module.named_parameters() if not is_lazy(weight) and not weight.isfinite().all()
+        ]
+        assert not off, f"{name} with {spec}: {off} are not finite"
+
+
+class Pixels(pl.LightningModule):
+    """Labels every pixel by itself, and rightly."""
+
+    def __init__(self, form: str, batch: str) -> None:
+        super().__init__()
+        self.form, self.batch, self.losses = form, batch, list[float]()
+        self.scale = nn.Parameter(torch.tensor(50.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        image, mask = BATCHES[self.batch][1](batch)
+        logits = self.scale * image
+        if self.form == "channels last":
+            mask = mask.movedim(-1, 1)
+        mask = mask.squeeze(1) if self.form == "one channel" else mask
+        loss = F.cross_entropy(logits, mask)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mask": lambda labels: labels,
+    "one channel": lambda labels: labels[:, None],
+    "one-hot": lambda labels: F.one_hot(labels, CLASSES).movedim(-1, 1).float(),
+    "channels last": lambda labels: F.one_hot(labels, CLASSES).float(),
+}
+
+
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("batch", ["tuple", "dict", "OrderedDict", "dataclass", "three parts", "TensorDict"])
+def test_pasted_pixels_keep_their_labels(batch: str, form: str) -> None:
+    labels = torch.randint(CLASSES, (8, 6, 6), generator=torch.Generator().manual_seed(0))
+    images = F.one_hot(labels, CLASSES).movedim(-1, 1).float()
+    train = DataLoader(range(8), 8, collate_fn=lambda ids: BATCHES[batch][0](images[ids], MASKS[form](labels[ids])))
+    module = Pixels(form, batch)
+    pl.seed_everything(1, verbose=False)
+    with stopped_in_time():
+        trainer(callbacks=[lt.CutMix()], max_epochs=4).fit(module, train)
+        assert max(module.losses) < 1e-3, module.losses
