@@ -180,6 +180,7 @@ RATES: dict[str, Counter[str]] = {name: Counter() for name in TRICKS}  # of all 
 
 REPLAYS = ("SAM", "HardExampleFilter(0", "HardExampleFilter(start=1.0)", "ActivationCheckpointing", "find_lr", "Doctor")
 PUTS = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", "HardExampleFilter(0", "HardExampleFilter(start")
+NOT_RESTORED = ("random.Random", "NumPy generator", "NumPy array of lists", "tensor with other data")
 BY_TARGETS = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", 'HardExampleFilter(start=1.0, mode="loss")')
 DRAWS = ("SAM", "HardExampleFilter(0", "HardExampleFilter(start=1.0)")
 
@@ -194,6 +195,10 @@ def known(spec: Spec, name: str) -> str:
         return "a batch that cannot be copied, and one without a shape, raise an error of Python and torch"
     if name.startswith(DRAWS) and spec.net == "lazy":
         return "lazy layers draw their weights in a run that gives its random numbers back"
+    if name.startswith(REPLAYS) and any(state.kind in NOT_RESTORED for state in spec.states):
+        return "generators of Python and NumPy, lists in an array and a tensor given other data are not restored"
+    if name.startswith("SAM") and any(state.moment in ("accumulation hook", "backward") for state in spec.states):
+        return "what backward and its hooks change at the perturbed weights is taken back"
     if name == "SWA" and spec.trainer == "resumes":
         return "its start is a share of a training that is made longer here"
     if name == "LRSchedule" and spec.trainer == "reload":
