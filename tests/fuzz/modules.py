@@ -674,8 +674,8 @@ class Planned(Exception):
     """What a callback of a user raises, and must arrive as it is."""
 
 
-class Counts(Callback):
-    """Counts its hooks, and changes nothing."""
+class Seen(Callback):
+    """Notes its hooks, and changes nothing."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -694,11 +694,15 @@ class Counts(Callback):
         self.seen.append("end")
 
 
-class Brought(Counts):
-    """Comes with the module."""
+class Counts(Seen):
+    """Is given to the Trainer."""
 
 
-class OldKey(Counts):
+class Brought(Seen):
+    """Comes with the module, where Lightning lets a subclass take the place of its base."""
+
+
+class OldKey(Seen):
     """Has a class for its key, as Lightning itself had once."""
 
     @property
