@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+
 __all__ = ["drop_bias_before_batchnorm"]
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
@@ -90,10 +93,13 @@ def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:
 def _in_both_modes(module: nn.Module) -> list[tuple[str, str]]:
     """The names of layers and norms that are pairs in training and in eval mode."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
+    state, cpu = ModuleState(module), torch.device("cpu")
     try:
-        trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))
+        with random_numbers_of(random_state(cpu), cpu):  # tracing runs the forward pass
+            trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))
     finally:
         _put_back(modes)
+        state.restore()
     return [pair for pair in trained if pair in evaluated]
 
 

@@ -234,7 +234,7 @@ class GraphNet(PlainNet):
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("kind", ["opaque", "dataclass"])
 def test_a_batch_that_cannot_be_cut_is_refused_by_path(kind: str) -> None:
-    path = r"batch\['graph'\], a Graph" if kind == "opaque" else r"batch\['graph'\]\['edges'\], a tensor \(2, 40\)"
+    path = r"batch\['graph'\], a Graph" if kind == "opaque" else r"batch\['graph'\]\['x'\], a tensor \(16, 8\)"
     module = build(GraphNet)
     before = weights(module)
     with pytest.raises(MisconfigurationException, match=rf'{path}: use mode="loss"'):

@@ -179,8 +179,6 @@ RATES: dict[str, Counter[str]] = {name: Counter() for name in TRICKS}  # of all 
 
 
 REPLAYS = ("SAM", "HardExampleFilter(0", "HardExampleFilter(start=1.0)", "ActivationCheckpointing", "find_lr", "Doctor")
-PUTS = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", "HardExampleFilter(0", "HardExampleFilter(start")
-NOT_RESTORED = ("random.Random", "NumPy generator", "NumPy array of lists", "tensor with other data")
 BY_TARGETS = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", 'HardExampleFilter(start=1.0, mode="loss")')
 DRAWS = ("SAM", "HardExampleFilter(0", "HardExampleFilter(start=1.0)")
 
@@ -191,27 +189,15 @@ def known(spec: Spec, name: str) -> str:
     opaque = [state for state in spec.states if not looked_into(state) and state.moment in moments]
     if name.startswith(REPLAYS) and opaque:
         return "objects that are no containers are not looked into, as the tricks say"
-    if name.startswith(PUTS) and spec.batch in ("MappingProxyType", "nested tensor"):
-        return "a batch that cannot be copied, and one without a shape, raise an error of Python and torch"
     if name.startswith(DRAWS) and spec.net == "lazy":
         return "lazy layers draw their weights in a run that gives its random numbers back"
-    if name.startswith(REPLAYS) and any(state.kind in NOT_RESTORED for state in spec.states):
-        return "generators of Python and NumPy, lists in an array and a tensor given other data are not restored"
-    if name.startswith("SAM") and any(state.moment in ("accumulation hook", "backward") for state in spec.states):
-        return "what backward and its hooks change at the perturbed weights is taken back"
     if name == "SWA" and spec.trainer == "resumes":
         return "its start is a share of a training that is made longer here"
     if name == "LRSchedule" and spec.trainer == "reload":
         return "what it says of an unknown number of steps names neither it nor the module"
     if name.startswith(BY_TARGETS) and spec.manual == "two optimizers" and spec.loss == "without targets":
         return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
-    if name == "Doctor" and (spec.net in ("noise", "cached") or _in_forward(spec)):
-        return "the forward pass is traced, and what it changes stays"
     return ""
-
-
-def _in_forward(spec: Spec) -> bool:
-    return any(state.moment in ("forward", "forward hook") for state in spec.states)
 
 
 def check(spec: Spec, names: list[str]) -> None:
@@ -282,15 +268,7 @@ def test_many_more_modules_train_as_without_a_trick_or_are_refused_in_time(part:
 # -- batches that are cut, guards that guard, masks that are pasted: where a trick does something ---------------------
 
 
-CUT_WRONGLY = {
-    "MappingProxyType": "cannot be copied",
-    "nested tensor": "has no shape for the error message",
-    "one sample each": "is taken for a batch of as many samples as a sample has features",
-    "flat nodes": "beside parts with one entry a sample, a longer tensor is taken for the same in all samples",
-}
-
-
-@pytest.mark.parametrize("batch", [name for name in BATCHES if name not in CUT_WRONGLY])
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ["HardExampleFilter", "SAM(micro_batch_size=2)"])
 def test_a_batch_that_is_cut_is_one_of_fewer_samples(name: str, batch: str) -> None:
     spec = Spec(batch=batch)

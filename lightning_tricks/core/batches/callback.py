@@ -12,7 +12,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.batches.paths import INPUTS, TARGETS, Names, Path, check_names, described, get, locate
+from lightning_tricks.core.batches.paths import (
+    INPUTS,
+    TARGETS,
+    Names,
+    Path,
+    check_names,
+    described,
+    get,
+    is_read_only,
+    locate,
+    spelled,
+)
 from lightning_tricks.core.batches.pipeline import BatchContext, BatchPipeline
 from lightning_tricks.core.checks import check_duration
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting
@@ -88,6 +99,12 @@ class BatchCallback(Trick):
             raise MisconfigurationException(
                 f"{type(self).__name__}({argument}={asked!r}) finds {found} in the batch, which has {described(batch)}."
                 f" Pass {argument}= with a key, an index, a path such as 'batch.0', or a list of those."
+            )
+        containers = [(path[:depth], get(batch, path[:depth])) for path in paths for depth in range(len(path))]
+        if closed := [(path, container) for path, container in containers if is_read_only(container)]:
+            raise MisconfigurationException(
+                f"{type(self).__name__} changes entries of the batch, got a read-only {type(closed[0][1]).__name__} at"
+                f" {spelled(closed[0][0])}: have the collate function return a dict."
             )
         return paths
 

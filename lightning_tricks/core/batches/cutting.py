@@ -1,8 +1,9 @@
 """Batches cut to some of their samples, if every part that depends on samples can be cut.
 
 A part with one entry per sample is cut. A single value (a number, a string, None) is the same for all samples. So is a
-tensor of another length beside parts that are cut. An object of an unknown class, and a container of tensors of which
-none has one entry per sample, may depend on samples in an unknown way: a batch with such a part is refused by its path.
+tensor of fewer entries beside parts that are cut. A longer tensor may hold several entries per sample (nodes of graphs,
+tokens). It, an object of an unknown class, and a container of tensors of which none has one entry per sample may depend
+on samples in an unknown way: a batch with such a part is refused by its path.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, parts, put, walk
+from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, is_read_only, parts, put, walk
 
 Samples = Tensor | slice  # the positions of samples (n,), or a range
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, torch.Size)
@@ -54,6 +55,8 @@ def count_samples(batch: Any, trick: str) -> int:
         MisconfigurationException: If the lengths differ.
     """
     tensors = [get(batch, path) for path in find(batch, TARGETS, 1)]
+    if not tensors and isinstance(batch, list | tuple) and all(fields(part) or parts(part) for part in batch):
+        tensors = [torch.tensor(0)]  # perhaps one part for each sample
     tensors = tensors or [leaf for _, leaf in walk(batch) if isinstance(leaf, Tensor) and leaf.ndim][:2]
     sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if len(sizes) != 1 or 0 in sizes:
@@ -92,7 +95,9 @@ class _Cut:
     def _array(self, array: Any, path: str) -> Any:
         if not array.shape:
             return array
-        if array.shape[0] != self.size:
+        if array.shape[0] > self.size:
+            raise self.refusal(array, path)
+        if array.shape[0] < self.size:
             self.other = array, path
             return array
         self.count += 1
@@ -105,7 +110,7 @@ class _Cut:
 
     def _container(self, container: Any, path: str) -> Any:
         inner = list(parts(container))
-        if not inner:
+        if not inner or is_read_only(container):
             raise self.refusal(container, path)
         count, other = self.count, self.other
         self.other = None
@@ -120,7 +125,8 @@ class _Cut:
 
     def refusal(self, part: Any, path: str) -> MisconfigurationException:
         """The error for a part that may depend on samples and cannot be cut."""
-        found = f"a tensor {tuple(part.shape)}" if hasattr(part, "shape") else f"a {type(part).__name__}"
+        nested = isinstance(part, Tensor) and part.is_nested
+        found = f"a tensor {tuple(part.shape)}" if not nested and hasattr(part, "shape") else f"a {type(part).__name__}"
         other = "leave micro_batch_size out" if "micro" in self.trick else 'use mode="loss", or name another target='
         return MisconfigurationException(
             f"{self.trick} cuts a batch of {self.size} samples, and cannot know how samples are stored in {path},"

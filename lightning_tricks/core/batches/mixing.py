@@ -85,9 +85,9 @@ class MixingCallback(BatchCallback):
                     " HiddenMixup for token ids",
                     context,
                 )
-            if not x.ndim or len(x) != size:
+            if x.is_nested or not x.ndim or len(x) != size:
                 raise self._cannot(
-                    f"needs an input and a target for each sample, got inputs {tuple(x.shape)} and {size} targets",
+                    f"needs an input and a target for each sample, got inputs {described(x)} and {size} targets",
                     context,
                 )
         return inputs

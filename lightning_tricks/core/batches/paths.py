@@ -71,6 +71,11 @@ def put(batch: Any, path: Path, value: Any) -> Any:
     return new
 
 
+def is_read_only(container: Any) -> bool:
+    """Whether the entries of a container cannot be set in a copy of it."""
+    return isinstance(container, Mapping) and not hasattr(container, "__setitem__")
+
+
 def find(batch: Any, names: Sequence[str], position: int) -> list[Path]:
     """The paths where inputs or targets may be: under one of the names, or at the position in a pair."""
     if isinstance(batch, tuple | list) and len(batch) == 2 and _USUAL.isdisjoint(fields(batch)):
@@ -152,7 +157,8 @@ def described(batch: Any, path: str = "") -> str:
     'x: float32 (2, 3), meta: 2 int'
     """
     if isinstance(batch, Tensor):
-        return f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+        shape = "nested" if batch.is_nested else tuple(batch.shape)
+        return f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')} {shape}"
     if isinstance(batch, tuple | list) and batch and all(isinstance(item, str | int | float) for item in batch):
         return f"{path or 'a list'}: {len(batch)} {type(batch[0]).__name__}"
     inner = [described(value, f"{path}.{name}".lstrip(".")) for name, value in list(parts(batch))[:12]]

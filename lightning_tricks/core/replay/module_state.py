@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+
+from lightning_tricks.core.replay.rerun import versions
 
 _STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
 _BUILTIN = (OrderedDict, defaultdict, dict, list, deque, set, tuple, frozenset)  # OrderedDict before dict
@@ -37,9 +40,11 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, owners: Iterable[nn.Module] | None = None) -> None:
-        self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
-        self._written: list[tuple[Tensor, int, str]] = []  # tensors inside containers, their versions and paths
+        self._tensors: list[tuple[Tensor, Any, str]] = []  # buffers and attributes, their versions and paths
+        self._written: list[tuple[Tensor, Any, str]] = []  # the same of tensors inside containers
+        self._containers: list[tuple[Any, list[Any], str]] = []  # containers, what is in them, and their paths
         self._seen: set[int] = set()
         self._root = type(module).__name__
         if owners is None:
@@ -57,27 +62,27 @@ class ModuleState:
             return
         self._seen.add(id(module))
         for space in (module.__dict__, module._buffers, module._modules):
-            self._spaces.append((space, dict(space)))
+            self._spaces.append((path, space, dict(space)))
             for name, value in space.items():
                 if name in _STRUCTURE or isinstance(value, _SIMPLE):
                     continue
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
-                elif not value.is_inference() and 0 not in value.stride():  # expanded tensors cannot be written to
-                    self._restore.append(partial(value.detach().copy_, value.detach().clone()))
+                elif not (value.is_inference() or _is_expanded(value)):
+                    self._tensors.append((value, versions([value]), f"{path}.{name}"))
+                    self._restore.append(partial(_restore_tensor, value, value.detach(), value.detach().clone()))
 
     def _note(self, value: Any, path: str) -> None:
         """Remember how to restore a value that is not immutable."""
         if isinstance(value, Tensor):
             if not value.is_inference():
-                self._written.append((value, value._version, path))
+                self._written.append((value, versions([value]), path))
         elif isinstance(value, nn.Module):  # a module in a container, which is not registered
             self._note_modules(value, path)
-        elif isinstance(value, torch.Generator):
-            self._restore.append(partial(value.set_state, value.get_state()))
         elif id(value) not in self._seen and (restore := restorer(value, path)) is not None:
             self._seen.add(id(value))
             self._restore.append(restore)
+            self._containers.append((value, [*_inside(value)], path))
             for name, inner in _inside(value):
                 if not isinstance(inner, _SIMPLE):
                     self._note(inner, f"{path}{name}")
@@ -85,7 +90,7 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore every attribute and its contents."""
-        for space, before in self._spaces:
+        for _, space, before in self._spaces:
             for name in space.keys() - before.keys():
                 del space[name]
             for name, value in before.items():
@@ -101,11 +106,60 @@ class ModuleState:
             MisconfigurationException: With the path of the tensor.
         """
         for tensor, version, path in self._written:
-            if tensor._version != version:
+            if versions([tensor]) != version:
                 raise MisconfigurationException(
                     f"{self._root}.training_step writes into the tensor {path}, and a second run of the step would"
                     " do so again: make a new tensor, or register it as a buffer, which is restored."
                 )
+
+    def changed(self) -> str | None:
+        """The path of something that is not as it was; None if all is."""
+        for path, space, before in self._spaces:
+            for name in {**space, **before}:
+                if name not in _STRUCTURE and not _same(space.get(name, _GONE), before.get(name, _GONE)):
+                    return f"{path}.{name}"
+        for tensor, version, path in (*self._tensors, *self._written):
+            if versions([tensor]) != version:
+                return path
+        for container, items, path in self._containers:
+            now = [*_inside(container)]
+            if len(now) != len(items) or not all(
+                key == before and _same(item, old) for (key, item), (before, old) in zip(now, items, strict=True)
+            ):
+                return path
+        return None
+
+
+_GONE = object()
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, _SIMPLE) and type(a) is type(b) and a == b)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several entries of a tensor share memory, so that it cannot be written to."""
+    return tensor.layout == torch.strided and 0 in tensor.stride()
+
+
+def _restore_tensor(tensor: Tensor, data: Tensor, contents: Tensor) -> None:
+    if versions([tensor])[0][1] != versions([data])[0][1]:  # its .data was set
+        tensor.data = data
+    data.copy_(contents)
+
+
+def _generator_restorer(value: Any) -> Callable[[], Any] | None:
+    """A function that restores the state of a random generator; None for other objects."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    return None
 
 
 def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None] | None:
@@ -128,6 +182,8 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None
         >>> list(links.items())
         [('a', 1), ('b', 2)]
     """
+    if (generator := _generator_restorer(value)) is not None:
+        return generator
     if isinstance(value, _ARRAYS):
         return partial(value.__setitem__, slice(None), value[:])
     numpy = sys.modules.get("numpy")
@@ -210,6 +266,11 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """The items and attributes of a container, with the ends of their paths."""
+    if _generator_restorer(value) is not None:
+        return
+    if str(getattr(value, "dtype", "")) == "object":  # an array of NumPy
+        yield from ((f".flat[{place}]", item) for place, item in enumerate(value.flat))
+        return
     base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
     if base is not None:
         pairs = _contents(value, base) if issubclass(base, dict) else enumerate(_contents(value, base))

@@ -44,6 +44,7 @@ class SAMEngine:
         self.norm: Tensor | None = None  # of the gradient that perturbed the weights last; None after a plain step
         self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
         self.called = False  # by hand, in this fit
+        self._has_descended = False
         self.closures, self.schedules = ClosureGuard(module), ScheduleWatch(module)
         self._calls: dict[int, int] = {}  # of ``step`` since an optimizer stepped, by the id of the optimizer
 
@@ -154,7 +155,7 @@ class SAMEngine:
             del gradients  # which take as much memory as the weights
             with random_numbers_of(step.random, self.module.device):
                 again = self._loss_again(step.run)
-            descend(again)
+            self._descend(descend, again)
         finally:
             self.weights.reshard()
             copy_(parts, before)
@@ -162,6 +163,18 @@ class SAMEngine:
             self.perturbed = None
         self.norm = norm / self._scaled(torch.ones_like(norm))
         return self.norm
+
+    def _descend(self, descend: Callable[[Tensor], None], loss: Tensor) -> None:
+        """Run the backward pass at the perturbed weights; what it changes besides gradients would be undone."""
+        state = None if self._has_descended else ModuleState(self.module)  # looking once is enough, and costs time
+        descend(loss)
+        if state is not None and (path := state.changed()) is not None:
+            raise MisconfigurationException(
+                f"SAM restores what a training step has changed, and {path} is changed in the backward pass, by"
+                f" {type(self.module).__name__}.backward or a hook of a parameter or tensor: change it in"
+                " on_after_backward or on_train_batch_end."
+            )
+        self._has_descended = True
 
     def _gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
