@@ -97,7 +97,9 @@ def loss_of(output: Any) -> Tensor:
     return output["loss"] if isinstance(output, dict) else output
 
 
-def stepping(step: Callable[[Any, Callable[[Any], Tensor], Any, int], Any], **attributes: Any) -> Callable[[Kind], Kind]:
+def stepping(
+    step: Callable[[Any, Callable[[Any], Tensor], Any, int], Any], **attributes: Any
+) -> Callable[[Kind], Kind]:
     """Subclasses whose ``training_step`` is ``step(module, the project's own, batch, number)``.
 
     The project's own draws the same random numbers each time that a step calls it.
@@ -248,7 +250,9 @@ class Client:
     @property
     def lt(self) -> Any:
         """The package of the namespace that the project imports."""
-        return import_module({"lightning.pytorch": "lightning_tricks"}.get(self.pl.__name__, "pytorch_lightning_tricks"))
+        return import_module(
+            {"lightning.pytorch": "lightning_tricks"}.get(self.pl.__name__, "pytorch_lightning_tricks")
+        )
 
     def fit(self, *callbacks: Any, kind: Callable[[Kind], Kind] | None = None, **settings: Any) -> Fit:
         """A fit of a new model, from seeded weights, with seeded random numbers."""
@@ -515,7 +519,7 @@ class Client:
 
         def sweep(module: Any) -> None:
             trainer, (train, _) = self.pl.Trainer(**QUIET), self.loaders()
-            found = self.lt.find_lr(trainer, module, train, steps=6)
+            found = self.lt.find_lr(trainer, module, train, steps=10)
             assert len(found.losses) >= 2
 
         before = self.module

@@ -1,0 +1,53 @@
+"""chemprop: its message passing networks; the loss is a metric of torchmetrics that the project wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from chemprop import data, models, nn
+from torch import Tensor
+
+from tests.clients.oracles import Client
+
+SMILES = ["C", "CC", "CCO", "c1ccccc1", "CC(=O)O", "CCN", "C1CCCCC1", "CO", "CCCC", "CC(C)O", "c1ccncc1", "CCCl"]
+
+
+class Molecules(Client):
+    """Twelve molecules in a NamedTuple whose first entry is an object of the project."""
+
+    inputs = "2"
+    target = "3"
+    blocks = "message_passing"
+    layer = "predictor"
+    y = np.random.default_rng(0).normal(size=(12, 1))
+
+    def loaders(self) -> tuple[Any, Any]:
+        extra = np.random.default_rng(1).normal(size=(12, 3))
+        points = [
+            data.MoleculeDatapoint.from_smi(smiles, y, x_d=x) for smiles, y, x in zip(SMILES, self.y, extra, strict=True)
+        ]
+        return [data.build_dataloader(data.MoleculeDataset(points), batch_size=4, shuffle=False) for _ in range(2)]
+
+    def predictor(self, width: int) -> Any:
+        raise NotImplementedError
+
+    def module(self) -> Any:
+        encoder = nn.BondMessagePassing(d_h=16, depth=2)
+        return models.MPNN(encoder, nn.MeanAggregation(), self.predictor(16 + 3), batch_norm=True, warmup_epochs=1)
+
+
+class TestRegression(Molecules):
+    model = "MPNN, regression"
+
+    def predictor(self, width: int) -> Any:
+        return nn.RegressionFFN(input_dim=width, hidden_dim=16)
+
+
+class TestClassification(Molecules):
+    model = "MPNN, classification"
+    y = np.arange(12).reshape(12, 1) % 2
+
+    def predictor(self, width: int) -> Any:
+        return nn.BinaryClassificationFFN(input_dim=width, hidden_dim=16)
