@@ -1,0 +1,80 @@
+"""segmentation-models-pytorch: its networks and losses, in the module that its examples show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import segmentation_models_pytorch as smp
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.clients.oracles import Client
+
+
+class Segmenter(pl.LightningModule):
+    def __init__(self, network: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.network, self.loss = network, loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        image, mask = batch
+        loss = self.loss(self.network(image), mask)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        image, mask = batch
+        self.log("val_loss", self.loss(self.network(image), mask))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Masks(Client):
+    images = True
+    blocks = r"decoder\.blocks"
+
+    def network(self) -> nn.Module:
+        return smp.Unet("tu-test_resnet", encoder_weights=None, encoder_depth=3, decoder_channels=(8, 8, 8), classes=3)
+
+    def loss(self) -> nn.Module:
+        raise NotImplementedError
+
+    def module(self) -> Any:
+        return Segmenter(self.network(), self.loss())
+
+    def loaders(self) -> tuple[Any, Any]:
+        numbers = torch.Generator().manual_seed(0)
+        masks = torch.randint(0, 3, (12, 32, 32), generator=numbers)
+        data = TensorDataset(torch.randn(12, 3, 32, 32, generator=numbers), masks)
+        return DataLoader(data, 4), DataLoader(data, 4)
+
+
+class TestCrossEntropy(Masks):
+    model = "Unet, cross-entropy"
+
+    def loss(self) -> nn.Module:
+        return nn.CrossEntropyLoss()
+
+    def sample_losses(self, module: Any, batch: Any) -> Tensor:
+        image, mask = batch
+        return F.cross_entropy(module.network(image), mask, reduction="none").mean((1, 2))
+
+
+class TestDice(Masks):
+    """A loss of all pixels of the batch together."""
+
+    model = "Unet, Dice"
+
+    def loss(self) -> nn.Module:
+        return smp.losses.DiceLoss("multiclass")
+
+
+class TestFocal(Masks):
+    model = "Unet, focal"
+
+    def loss(self) -> nn.Module:
+        return smp.losses.FocalLoss("multiclass")

@@ -1,0 +1,74 @@
+"""torchgeo: its tasks, which are modules, with dictionaries as batches and augmentations on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchgeo.trainers import ClassificationTask, SemanticSegmentationTask
+
+from tests.clients.oracles import Client
+
+
+class Scenes(Client):
+    images = True
+    inputs = "image"
+    refused = {"LRSchedule": "ReduceLROnPlateau from configure_optimizers: both set the learning rate"}
+
+    def label(self, number: int, numbers: torch.Generator) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def loaders(self) -> tuple[Any, Any]:
+        numbers = torch.Generator().manual_seed(0)
+        data = [
+            {"image": torch.randn(4, 32, 32, generator=numbers), **self.label(number, numbers)} for number in range(12)
+        ]
+        return DataLoader(data, 4), DataLoader(data, 4)
+
+
+class TestClassification(Scenes):
+    model = "ClassificationTask"
+    target = "label"
+    layer = "model.fc"
+    blocks = r"model\.layer\d$"
+
+    def module(self) -> Any:
+        return ClassificationTask("test_resnet", in_channels=4, num_classes=3)
+
+    def label(self, number: int, numbers: torch.Generator) -> dict[str, Tensor]:
+        return {"label": torch.tensor(number % 3)}
+
+    def sample_losses(self, module: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(module(batch["image"]), batch["label"], reduction="none")
+
+
+class TestMultiLabel(TestClassification):
+    model = "ClassificationTask, multi-label"
+
+    def module(self) -> Any:
+        return ClassificationTask("test_resnet", in_channels=4, task="multilabel", num_labels=3, loss="bce")
+
+    def label(self, number: int, numbers: torch.Generator) -> dict[str, Tensor]:
+        return {"label": torch.randint(0, 2, (3,), generator=numbers)}
+
+    def sample_losses(self, module: Any, batch: Any) -> Tensor:
+        y = batch["label"].float()
+        return F.binary_cross_entropy_with_logits(module(batch["image"]), y, reduction="none").mean(1)
+
+
+class TestSegmentation(Scenes):
+    model = "SemanticSegmentationTask"
+    target = "mask"
+    blocks = r"decoder\.blocks"
+
+    def module(self) -> Any:
+        return SemanticSegmentationTask("unet", "resnet18", in_channels=4, num_classes=3)
+
+    def label(self, number: int, numbers: torch.Generator) -> dict[str, Tensor]:
+        return {"mask": torch.randint(0, 3, (32, 32), generator=numbers)}
+
+    def sample_losses(self, module: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(module(batch["image"]), batch["mask"], reduction="none").mean((1, 2))
