@@ -9,7 +9,7 @@ from pathlib import Path
 from tables import placed
 
 from lightning_tricks.core.trick import Conflict
-from lightning_tricks.modules.sam.trainer_hooks import SAMHooks
+from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
 from lightning_tricks_cli.runs.tricks import public
 
 PAGE = Path(__file__).parent.parent / "docs" / "conflicts.md"
@@ -21,7 +21,7 @@ def declared() -> dict[Conflict, list[str]]:
     found: dict[Conflict, list[str]] = {}
     for name, kind in public().items():
         thing = getattr(importlib.import_module(f"lightning_tricks.{kind}"), name)
-        declaring = SAMHooks if name == "SAMMixin" else thing
+        declaring = MixinHooks if name == "SAMMixin" else thing
         for conflict in getattr(declaring, "conflicts", ()) if inspect.isclass(declaring) else ():
             found.setdefault(conflict, []).append(name)
     return found
@@ -39,7 +39,7 @@ def markdown() -> str:
 
 def _public(other: str) -> list[str]:
     """The public names for a class that conflicts name."""
-    return {"AveragingCallback": ["EMA", "SWA"], "SAMHooks": ["SAMMixin"]}.get(other, [other])
+    return {"AveragingCallback": ["EMA", "SWA"], "SAMHooks": ["SAMMixin", "SAMCallback"]}.get(other, [other])
 
 
 def _code(names: list[str]) -> str:

@@ -20,6 +20,7 @@ from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
+from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
@@ -82,6 +83,7 @@ __all__ = [
     "LRSchedule",
     "Mixup",
     "RewindOnSpike",
+    "SAMCallback",
     "SAMMixin",
     "SinglePreset",
     "SkipNonFinite",

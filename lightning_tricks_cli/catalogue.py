@@ -43,6 +43,7 @@ CATALOGUE = (
         "the gradient is taken where the loss is worst within `rho`: flatter minima, robust to wrong labels",
         "twice a step's time, a copy of the weights",
     ),
+    Row(("SAMCallback",), "callbacks=[lt.SAMCallback(rho=0.3)]", "the same for a module that a library makes"),
     Row(
         ("sharpness",),
         "lt.sharpness(net,loader,loss).plot()",

@@ -35,7 +35,7 @@ NO_TRAINER = re.compile(
 )
 ON_TOP = {"advisor", "examples"}  # may import every kind
 MAY_IMPORT = {  # the kinds that a kind may import besides itself and core
-    "callbacks": {"schedules"},  # LRSchedule is the YAML form of the factories
+    "callbacks": {"modules", "schedules"},  # SAMCallback and LRSchedule are other forms of what is there
     "checkpoints": set(),
     "core": set(),
     "modules": set(),

@@ -26,6 +26,7 @@ KEYS = {
     "HardExampleFilter": {"tricks/kept_fraction", "tricks/loss_threshold"},
     'HardExampleFilter(mode="loss")': {"tricks/kept_fraction", "tricks/loss_threshold"},
     "RewindOnSpike": {"tricks/rewinds"},
+    "SAMCallback": {"tricks/sam_grad_norm"},
     "SAMMixin": {"tricks/sam_grad_norm"},
     "SWA": {"tricks/swa_distance"},
     "SkipNonFinite": {"tricks/skipped_steps"},

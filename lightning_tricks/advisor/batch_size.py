@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.loaders import resizable, resize_batches, train_loader
@@ -27,7 +29,7 @@ from lightning_tricks.core.lightning.steps import EpochPlan
 from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, grad_scaler
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 from lightning_tricks.modules.sam.mixin import is_sam
-from lightning_tricks.modules.sam.trainer_hooks import SAMHooks
+from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
 
 __all__ = ["BatchSizeResult", "find_batch_size"]
 
@@ -97,7 +99,9 @@ class BatchTrial(UndoneFit):
         Returns:
             Whether it fits on every rank, and the number of samples of the rank with the fewest.
         """
-        callbacks = [SAMHooks(module)] if is_sam(module) else []  # The second run of a SAM step takes memory, too.
+        # The second run of a SAM step takes memory, too.
+        callbacks: list[Callback] = [copy(callback) for callback in callbacks_of(trainer, SAMCallback)]
+        callbacks += [MixinHooks(module)] if is_sam(module) else []
         try:
             self.fit(trainer, module, loaders, datamodule, callbacks)
         except Exception:

@@ -116,7 +116,7 @@ class HardExampleFilter(BatchCallback):
             ("SAMHooks",),
             'the samples of a full batch are compared (mode="loss") or mixed, and micro_batch_size runs parts of it',
             'Leave micro_batch_size out, or use mode="prune"',
-            lambda trick, hooks: trick.mode == "loss" and hooks.module.sam.micro_batch_size is not None,
+            lambda trick, hooks: trick.mode == "loss" and hooks.sam.micro_batch_size is not None,
         ),
     )
 

@@ -61,7 +61,7 @@ class HiddenMixup(MixingCallback):
             ("SAMHooks",),
             'the samples of a full batch are compared (mode="loss") or mixed, and micro_batch_size runs parts of it',
             'Leave micro_batch_size out, or use mode="prune"',
-            lambda trick, hooks: hooks.module.sam.micro_batch_size is not None,
+            lambda trick, hooks: hooks.sam.micro_batch_size is not None,
         ),
     )
 

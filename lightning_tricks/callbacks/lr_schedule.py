@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -12,8 +13,9 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.checks import check_bool, check_choice
 from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.optimizer_groups import Made, recorded_groups, restore_groups
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.schedules import (
@@ -79,7 +81,7 @@ def _options(name: str) -> set[str]:
 
 @final
 class LRSchedule(Trick):
-    """Learning-rate schedule for a module that returns none: ``lr = base * f(t)`` after t optimizer steps.
+    """Learning-rate schedule for a module that returns none of its own: ``lr = base * f(t)`` after t optimizer steps.
 
     ``base`` is as in CurveLR; the same curves, arguments and defaults as the factories of the same name. Lightning
     itself steps, saves and restores the schedule, as if ``configure_optimizers`` had returned it.
@@ -90,6 +92,8 @@ class LRSchedule(Trick):
         warmup: Length of the warm-up (int steps, float fraction of training); by default the curve's own.
         total_steps: Number of optimizer steps, counted from the Trainer by default; none for "reduce_on_plateau".
         floor: Lowest factor of the base learning rate, in [0, 1]; by default the curve's own.
+        replace: Whether to take the place of a schedule that the module returns, with the learning rates (and momenta)
+            that its optimizer was made with, before that schedule changed them.
         **options: Other arguments of the factory, for example ``flat=0.5`` for "flat_cos" or ``monitor="val_loss"`` for
             "reduce_on_plateau"; in YAML they go under ``dict_kwargs``. "swa_tail" needs ``swa_lr``, and takes with
             ``of`` the name of the curve before the tail ("constant" by default) and the arguments of that curve.
@@ -98,7 +102,8 @@ class LRSchedule(Trick):
         ValueError: For an unknown curve or a value out of range.
         TypeError: For an option that the curve does not have, or one that it lacks.
         MisconfigurationException: When training starts, with a second LRSchedule, if the module returns a schedule of
-            its own or uses manual optimization, or under DeepSpeed.
+            its own without ``replace=True`` or uses manual optimization, under DeepSpeed, or where a schedule cannot be
+            replaced because its optimizer was made outside of ``configure_optimizers``.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -109,7 +114,12 @@ class LRSchedule(Trick):
     conflicts = (
         *CONFLICTS,
         Conflict(("LRSchedule",), "both would set the learning rate", "Leave one of them out"),
-        Conflict(("schedule from configure_optimizers",), "both set the learning rate", "Leave one of them out"),
+        Conflict(
+            ("schedule from configure_optimizers",),
+            "both set the learning rate",
+            "Leave one of them out, or pass LRSchedule(replace=True) to take the place of the module's",
+            lambda trick, schedule: not trick.replace,
+        ),
     )
 
     def __init__(
@@ -119,8 +129,10 @@ class LRSchedule(Trick):
         warmup: int | float | None = None,  # a YAML reader takes a plain float for 5.0 where 5 was written
         total_steps: int | None = None,
         floor: float | None = None,
+        replace: bool = False,
         **options: Any,
     ) -> None:
+        check_bool("replace", replace)
         check_choice("curve", curve, _FACTORIES)
         named = {"warmup": warmup, "total_steps": total_steps, "floor": floor}
         given = {**options, **{name: value for name, value in named.items() if value is not None}}
@@ -142,6 +154,8 @@ class LRSchedule(Trick):
         self.curve = curve
         self.total_steps = given.pop("total_steps", None)
         self.settings = given
+        self.replace = replace
+        self._made: Made = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -161,11 +175,38 @@ class LRSchedule(Trick):
                 f" configure_optimizers and step it there, for example {self._as_call(length)}."
             )
 
+        if self.replace:
+            self._wrap(pl_module, "configure_optimizers", self._configure)
+        # A module that ships another kind of scheduler may step it in its own way.
+        self._wrap(pl_module, "lr_scheduler_step", partial(_step, pl_module))
+
+    def _configure(self, original: Callable[[], Any]) -> Any:
+        """Call the module's ``configure_optimizers`` and undo what its schedule has done to the optimizer."""
+        with recorded_groups() as self._made:
+            configured = original()
+        restore_groups(self._made)
+        return configured
+
+    def _drop_schedules(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        """Leave out the schedules that the module has returned."""
+        configs = trainer.strategy.lr_scheduler_configs
+        made = [id(group) for group, _ in self._made]
+        if configs and not all(id(group) in made for group in optimizer.param_groups):
+            raise MisconfigurationException(
+                f"LRSchedule(replace=True) needs the learning rate that {type(optimizer).__name__} was made with, and"
+                f" {type(configs[0].scheduler).__name__} may have changed it, got an optimizer made outside of"
+                f" {type(trainer.lightning_module).__name__}.configure_optimizers: make it there."
+            )
+        configs.clear()
+        self._made = []
+
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         # after configure_optimizers and before the checkpoint's schedules are restored
         (optimizer,) = trainer.optimizers
+        if self.replace:
+            self._drop_schedules(trainer, optimizer)
         total = {} if self.total_steps is None else {"total_steps": self.total_steps}
         config = _FACTORIES[self.curve](optimizer, pl_module, **total, **self.settings)["lr_scheduler"]
         needs_metric = isinstance(config["scheduler"], PlateauLR)
@@ -186,3 +227,8 @@ class LRSchedule(Trick):
             return f"lightning_tricks.{self.curve}(optimizer, {length})"
         before = f"lightning_tricks.{self.settings.get('of', 'constant')}(optimizer, {length})"
         return f"lightning_tricks.swa_tail({before}, swa_lr={self.settings['swa_lr']})"
+
+
+def _step(module: pl.LightningModule, original: Callable[..., None], scheduler: Any, metric: Any) -> None:
+    """Step a scheduler as Lightning does, not as the module may do with its own."""
+    pl.LightningModule.lr_scheduler_step(module, scheduler, metric)

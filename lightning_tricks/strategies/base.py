@@ -56,7 +56,7 @@ class PresetStrategy(Strategy):
             if requested != self.precision:
                 raise MisconfigurationException(
                     f"strategy={self.strategy_name!r} trains in {self.precision!r}, got precision={requested!r}."
-                    " Leave precision= out, or choose another strategy."
+                    f" Leave precision= out, make it {self.precision!r}, or choose another strategy."
                 )
             if plugin.precision != self.precision:
                 plugin = own_plugin

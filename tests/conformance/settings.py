@@ -106,6 +106,12 @@ SETTINGS: dict[str, Trick] = {
         "DeepSpeed",
         "manual",
     ),
+    "SAMCallback": Trick(
+        callbacks={"on": lambda: [lt.SAMCallback(0.1)], "off": lambda: [lt.SAMCallback(0.0)]},
+        yaml={"trainer": {"callbacks": [{"class_path": "SAMCallback", "init_args": {"rho": 0.1}}]}},
+        refused=("DeepSpeed", "manual"),
+        twin="SAMMixin",
+    ),
     "SAMMixin": Trick(
         sam={"on": 0.1, "off": 0.0},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.SharpNet", "init_args": {"sam": {"rho": 0.1}}}},

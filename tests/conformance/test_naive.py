@@ -31,6 +31,7 @@ NAIVE: dict[str, Callable[[Any, Any], Naive]] = {
     "Mixup": lambda batches, seen: naive.Mixed(seen),
     "Mixup(per_sample=True)": lambda batches, seen: naive.Mixed(seen),
     "RewindOnSpike": lambda batches, seen: naive.Rewinding(len(batches)),
+    "SAMCallback": lambda batches, seen: naive.SAM(),
     "SAMMixin": lambda batches, seen: naive.SAM(),
     "reduce_on_plateau": lambda batches, seen: naive.WarmUp(),  # no second epoch ends before the last step
     "SkipNonFinite": lambda batches, seen: naive.Skipping(len(batches)),

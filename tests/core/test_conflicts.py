@@ -117,14 +117,18 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
     "LRSchedule-LRSchedule": ([Run((lt.LRSchedule, partial(lt.LRSchedule, "cosine")))], [Run((lt.LRSchedule,))]),
     "LRSchedule-schedule from configure_optimizers": (
         [Run((lt.LRSchedule,), Stepped), Run((lt.LRSchedule,), Cosine), Run((lt.LRSchedule,), Plateau)],
-        [Run((lt.EMA,), Stepped)],
+        [Run((lt.EMA,), Stepped), Run((partial(lt.LRSchedule, replace=True),), Stepped)],
     ),
-    "SAMMixin-static_graph": (
-        [Run((), Sharp, static)],
+    "SAMCallback-static_graph": (
+        [Run((), Sharp, static), Run((lt.SAMCallback,), PlainNet, static)],
         [Run((), PlainNet, static), Run((), Sharp, {"strategy": lambda: lt.DDPPreset(precision="32-true")})],
     ),
+    "SAMCallback-SAMHooks": (
+        [Run((lt.SAMCallback,), Sharp), Run((lt.SAMCallback, lt.SAMCallback))],
+        [Run((lt.SAMCallback,)), Run((lt.EMA,), Sharp)],
+    ),
     "HardExampleFilter-SAMHooks": (
-        [Run((loss_filter,), Split)],
+        [Run((loss_filter,), Split), Run((loss_filter, partial(lt.SAMCallback, micro_batch_size=2)))],
         [Run((lt.HardExampleFilter,), Split), Run((loss_filter,), Sharp), Run((lt.Mixup,), Split)],
     ),
     "HiddenMixup-SAMHooks": (

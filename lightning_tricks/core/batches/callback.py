@@ -112,7 +112,8 @@ class BatchCallback(Trick):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         assert self._pipeline is not None, "setup comes first"
         self._pipeline.descends = True
-        if pl_module.automatic_optimization:  # otherwise another loss may follow
+        # In manual optimization another loss may follow, and without a graph another run of the step does.
+        if pl_module.automatic_optimization and loss.requires_grad:
             self._pipeline.require_loss(trainer)
 
     @override
@@ -120,7 +121,7 @@ class BatchCallback(Trick):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         assert self._pipeline is not None, "setup comes first"
-        if not pl_module.automatic_optimization and len(trainer.optimizers) == 1:
+        if self._pipeline.descends if pl_module.automatic_optimization else len(trainer.optimizers) == 1:
             self._pipeline.require_loss(trainer)
 
     @override

@@ -43,7 +43,7 @@ class _Wrapped:
 
     def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any], before: Any) -> None:
         self.wrapper: Callable[..., Any] | None = wrapper
-        self.original = original
+        self.original = self.__wrapped__ = original  # Lightning and inspect look for the latter
         self.before = before  # somebody else's wrapper in the place of this one, if there was one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -17,7 +16,7 @@ from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.modules.sam.engine import SAMEngine
 from lightning_tricks.modules.sam.rules import SAM
-from lightning_tricks.modules.sam.trainer_hooks import SAMHooks
+from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
 
 if TYPE_CHECKING:
     _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
@@ -74,7 +73,7 @@ class SAMMixin(_Module):
     @override
     def configure_callbacks(self) -> list[Callback]:
         inherited = super().configure_callbacks()
-        return [*([inherited] if isinstance(inherited, Callback) else inherited), SAMHooks(self)]
+        return [*([inherited] if isinstance(inherited, Callback) else inherited), MixinHooks(self)]
 
     def sam_backward(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
         """Put the gradient at the perturbed weights into ``.grad``, as ``manual_backward`` the gradient at w.
@@ -131,16 +130,16 @@ class SAMMixin(_Module):
 
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        descend = partial(super().backward, *args, **kwargs)
+        inherited = super().backward
         if self.automatic_optimization and self._sam is not None:
-            self._sam.backward(loss, descend)
+            self._sam.backward(loss, lambda again: inherited(again, *args, **kwargs))
         elif self.automatic_optimization and not is_trial(self.trainer):
             raise MisconfigurationException(
                 f"SAM works in a Trainer's fit, in which {type(self).__name__}.configure_callbacks must include that of"
                 " super()."
             )
         else:
-            descend(loss)
+            inherited(loss, *args, **kwargs)
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:

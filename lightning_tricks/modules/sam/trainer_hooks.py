@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -24,44 +26,41 @@ from lightning_tricks.modules.sam.rules import SAM, selected_names
 
 
 class SAMHooks(Trick):
-    """Checks the Trainer and records its training steps; ``SAMMixin`` brings it along."""
+    """Checks the Trainer and records its training steps; the half of SAM that mixin and callback have in common."""
 
-    conflicts = (
+    sam: SAM
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Leave static_graph out"),
     )
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.module = module
         self._engine: SAMEngine | None = None
+        self._has_trained = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer) or not self.is_active(trainer):
             return
-        _check(trainer, pl_module)
-        self._engine = SAMEngine(pl_module, pl_module.sam, local_weights(trainer, pl_module, "SAM"))
-        pl_module._sam = self._engine
-        self._undo.callback(setattr, pl_module, "_sam", None)
+        _check(trainer, pl_module, self.sam)
+        engine = SAMEngine(pl_module, self.sam, local_weights(trainer, pl_module, "SAM"))
+        self._engine, self._has_trained = engine, False
         self._undo.callback(setattr, self, "_engine", None)
         if pl_module.automatic_optimization:
-            full = pl_module.sam.micro_batch_size is None
-            self._engine.recorder.start(trainer, pl_module, partial(_perturbs, trainer, pl_module.sam), gradients=full)
-            self._undo.callback(self._engine.recorder.stop)
-        self._wrap(trainer, "save_checkpoint", partial(_save, self._engine))
+            full = self.sam.micro_batch_size is None
+            engine.recorder.start(trainer, pl_module, partial(_perturbs, trainer, self.sam), gradients=full)
+            self._undo.callback(engine.recorder.stop)
+        self._wrap(trainer, "save_checkpoint", partial(_save, engine))
+        self._install(engine, pl_module)
 
-    @override
-    def is_active(self, trainer: pl.Trainer) -> bool:
-        return trainer.lightning_module is self.module  # Lightning keeps the callbacks that an earlier module brought
+    @abstractmethod
+    def _install(self, engine: SAMEngine, pl_module: Any) -> None:
+        """Have the module's backward passes go through the engine, until this trick is closed."""
 
     @override
     def row(self, trainer: pl.Trainer) -> Row:
-        return "SAM", settings(self.module.sam)
-
-    @override
-    def written(self) -> str:
-        return f"{type(self.module).__name__} with {self.module.sam}"
+        return "SAM", settings(self.sam)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,6 +88,7 @@ class SAMHooks(Trick):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._has_trained = True
         norm = None if self._engine is None else self._engine.norm
         if norm is not None:
             log_every_n_steps(trainer, lambda: {"tricks/sam_grad_norm": float(norm)})
@@ -97,12 +97,66 @@ class SAMHooks(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._engine is not None and not pl_module.automatic_optimization and not self._engine.called:
-            raise MisconfigurationException(
-                f"{type(pl_module).__name__} optimizes manually and never called self.sam_backward(closure) or"
-                " self.sam_step(closure) before its first optimizer step: call one of them in training_step, before the"
-                " steps of optimizers without SAM, or leave SAMMixin out."
-            )
+        if self._is_left_out(pl_module) and not _calls_sam(type(pl_module)):
+            raise _never_called(pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_left_out(pl_module) and self._has_trained:
+            raise _never_called(pl_module)
+
+    def _is_left_out(self, pl_module: pl.LightningModule) -> bool:
+        """Whether the module optimizes manually and has not called SAM in this fit."""
+        return self._engine is not None and not pl_module.automatic_optimization and not self._engine.called
+
+
+class MixinHooks(SAMHooks):
+    """What ``SAMMixin`` brings along."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    @property
+    @override
+    def sam(self) -> SAM:  # type: ignore[override]
+        return self.module.sam
+
+    @override
+    def is_active(self, trainer: pl.Trainer) -> bool:
+        return trainer.lightning_module is self.module  # Lightning keeps the callbacks that an earlier module brought
+
+    @override
+    def written(self) -> str:
+        return f"{type(self.module).__name__} with {self.sam}"
+
+    @override
+    def _install(self, engine: SAMEngine, pl_module: Any) -> None:
+        pl_module._sam = engine
+        self._undo.callback(setattr, pl_module, "_sam", None)
+
+
+def _calls_sam(kind: type) -> bool:
+    """Whether the code of a class has a call of SAM's, which may come in a later step or epoch."""
+    codes = [
+        vars(owner)[name].__code__
+        for owner in kind.__mro__
+        for name in vars(owner)
+        if inspect.isfunction(vars(owner)[name])
+    ]
+    while codes:
+        code = codes.pop()
+        if {"sam_backward", "sam_step"} & {*code.co_names}:
+            return True
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
+
+
+def _never_called(pl_module: pl.LightningModule) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{type(pl_module).__name__} optimizes manually and never called self.sam_backward(closure) or"
+        " self.sam_step(closure): call one of them in training_step, or leave SAMMixin out."
+    )
 
 
 def _perturbs(trainer: pl.Trainer, sam: SAM) -> bool:
@@ -124,8 +178,8 @@ def _save(engine: SAMEngine, original: Callable[..., None], *args: Any, **kwargs
             copy_(weights, moved)
 
 
-def _check(trainer: pl.Trainer, pl_module: Any) -> None:
-    name, sam = type(pl_module).__name__, pl_module.sam
+def _check(trainer: pl.Trainer, pl_module: Any, sam: SAM) -> None:
+    name = type(pl_module).__name__
     if not isinstance(sam, SAM):
         raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {sam!r}.")
     if pl_module.automatic_optimization:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks.core.averaging.averages import Averages
@@ -219,7 +220,7 @@ def test_a_write_to_the_parameters_after_leaving_is_noticed_and_one_of_ours_is_n
 def test_a_weight_that_is_gone_is_named() -> None:
     averages = make(Tied)
     del averages.module.b
-    with pytest.raises(RuntimeError, match=r"has lost weights that are averaged: b\.bias"):
+    with pytest.raises(MisconfigurationException, match=r"Tied has lost b\.bias, which is averaged"):
         averages.show("averaged")
 
 

@@ -1,0 +1,49 @@
+"""What the parameter groups of optimizers were made with, whatever a scheduler has written into them since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from torch.optim import Optimizer
+
+Made = list[tuple[dict[str, Any], dict[str, Any]]]  # groups, and copies of what they were made with
+
+
+@contextmanager
+def recorded_groups() -> Iterator[Made]:
+    """Record the groups that optimizers are made with.
+
+    Example:
+        >>> import torch
+        >>> with recorded_groups() as made:
+        ...     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+        ...     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=9)
+        >>> restore_groups(made)
+        >>> optimizer.param_groups[0]["lr"]
+        0.1
+    """
+    made: Made = []
+    original = Optimizer.add_param_group
+
+    def recording(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        original(optimizer, param_group)
+        group = optimizer.param_groups[-1]
+        made.append((group, {name: deepcopy(value) for name, value in group.items() if name != "params"}))
+
+    Optimizer.add_param_group = recording  # type: ignore[assignment, method-assign]
+    try:
+        yield made
+    finally:
+        Optimizer.add_param_group = original  # type: ignore[method-assign]
+
+
+def restore_groups(made: Made) -> None:
+    """Give the groups that a scheduler has taken up the settings back that they were made with."""
+    for group, settings in made:
+        if "initial_lr" in group and "initial_lr" not in settings:  # which every scheduler writes
+            for name in group.keys() - settings.keys() - {"params"}:
+                del group[name]
+            group.update(deepcopy(settings))

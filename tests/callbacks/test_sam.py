@@ -1,0 +1,167 @@
+"""SAMCallback: bit-equal to the mixin, also for modules that nobody wrote for it, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+import lightning_tricks as lt
+from tests.conformance.runs import fp16
+from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.ranks import run_ranks
+
+SETTINGS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "as it is": ({}, dict),
+    "accumulated and clipped": ({}, lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "fp16": ({}, fp16),
+    "bf16": ({}, lambda: {"precision": "bf16-mixed"}),
+    "adaptive": ({"adaptive": True, "eta": 0.1}, dict),
+    "every second step": ({"every_n_steps": 2}, dict),
+    "micro-batches": ({"micro_batch_size": 2}, dict),
+    "some parameters": ({"parameters": "norm"}, dict),
+}
+
+
+def with_mixin(base: type[NormNet], **sam: Any) -> type[NormNet]:
+    return type(base)("Sharp", (lt.SAMMixin, base), {"sam": lt.SAM(0.3, **sam)})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_is_bit_equal_to_the_mixin(name: str) -> None:
+    sam, settings = SETTINGS[name]
+    mixed, module, plain = build(with_mixin(NormNet, **sam)), build(NormNet), build(NormNet)
+    fit(mixed, **settings())
+    fit(module, callbacks=[lt.SAMCallback(0.3, **sam)], **settings())
+    fit(plain, **settings())
+    assert_equal(weights(module), weights(mixed))
+    assert any(not torch.equal(weights(plain)[key], weight) for key, weight in weights(module).items())
+
+
+def on_two_ranks(kind: str) -> dict[str, Any]:
+    module = build(with_mixin(PlainNet) if kind == "mixin" else PlainNet)
+    callbacks = [] if kind == "mixin" else [lt.SAMCallback(0.3)]
+    ranks = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    fit(module, train=rank_loader(), callbacks=callbacks, **ranks)
+    return {name: weight.numpy() for name, weight in weights(module).items()}
+
+
+def test_on_two_ranks_too() -> None:
+    mixin, callback = (run_ranks(on_two_ranks, kind) for kind in ("mixin", "callback"))
+    for one, other in zip(mixin, callback, strict=True):
+        assert all((one[key] == other[key]).all() for key in one)
+
+
+class Library(NormNet):
+    """A module as a library has it: logs, counts and goes its own way in ``backward``."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.seen, self.backwards = [], 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(batch_idx)
+        self.log("own_loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # without super()
+
+
+def test_a_backward_of_the_librarys_own_is_used_and_the_second_run_is_not_seen() -> None:
+    mixed, module = build(with_mixin(NormNet)), build(Library)
+    fit(mixed)
+    fit(module, callbacks=[lt.SAMCallback(0.3)], max_epochs=2)
+    assert_equal(weights(module), weights(mixed))
+    assert module.seen == [*range(6)] * 2
+    assert not {"backward", "log", "_sam"} & vars(module).keys()
+    plain = fit(build(Library), max_epochs=1, callbacks=[lt.SAMCallback(0.0)])
+    alone = fit(build(Library), max_epochs=1)
+    assert plain.callback_metrics["own_loss"] == alone.callback_metrics["own_loss"]
+
+
+def test_it_is_resumed_bit_equal_and_a_checkpoint_goes_to_the_mixin(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    fitted = build(NormNet)
+    fit(fitted, callbacks=[lt.SAMCallback(0.3), saving], enable_checkpointing=True)
+    for kind, callbacks in ((NormNet, [lt.SAMCallback(0.3)]), (with_mixin(NormNet), [])):
+        module = build(kind)
+        fit(module, callbacks=callbacks, ckpt_path=tmp_path / "step=6.ckpt")
+        assert_equal(weights(module), weights(fitted))
+
+
+class Manual(PlainNet):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "message"),
+    [
+        (Manual, 1, r"got Manual with automatic_optimization=False: make a subclass Manual\(SAMMixin, \.\.\.\)"),
+        (PlainNet, 2, r"SAMCallback\(rho=0.05\) and SAMCallback\(rho=0.05\): .*Leave one of them out"),
+        (with_mixin(PlainNet), 1, r"SAMCallback\(rho=0.05\) and Sharp with SAM\(rho=0.3.*Leave one of them out"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_step(kind: type[PlainNet], callbacks: int, message: str) -> None:
+    module = build(kind)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, callbacks=[lt.SAMCallback() for _ in range(callbacks)])
+    assert_equal(weights(module), before)
+
+
+class Failing(PlainNet):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        raise RuntimeError("planned")
+
+
+def test_nothing_of_it_is_left_in_the_module_after_an_exception() -> None:
+    module = build(Failing)
+    before = weights(module)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(module, callbacks=[lt.SAMCallback()])
+    assert not {"backward", "log"} & vars(module).keys()
+    assert_equal(weights(module), before)
+
+
+def test_the_search_for_a_batch_size_runs_steps_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+
+    class Counting(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            runs.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    def counted(*callbacks: Any) -> list[int]:
+        runs.clear()
+        module = build(Counting)
+        lt.find_batch_size(trainer(callbacks=[*callbacks]), module, loader(16), max_size=4)
+        return list(runs)
+
+    assert len(counted(lt.SAMCallback())) == 2 * len(counted())
+
+
+def test_the_mixin_passes_the_arguments_of_manual_backward_on() -> None:
+    gradients: list[Tensor] = []
+
+    class ByHand(lt.SAMMixin, PlainNet):
+        sam = lt.SAM(0.1)
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for factor in (1.0, 3.0):
+                self.optimizers().zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx), torch.tensor(factor))
+                gradients.append(self.layers[0].weight.grad.clone())
+            self.sam_step(partial(super().training_step, batch, batch_idx))
+
+    fit(build(ByHand), limit_train_batches=1, max_epochs=1)
+    torch.testing.assert_close(gradients[1], 3 * gradients[0])
