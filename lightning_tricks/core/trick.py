@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import refuse_steps_past_hooks
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps, steps_of
@@ -57,6 +58,7 @@ class Trick(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        require_same_lightning(trainer, self.written())
         self._close()
         if is_fitting(trainer) and self._is_first(trainer):
             check_conflicts(trainer)
@@ -254,5 +256,5 @@ def _schedules(trainer: pl.Trainer) -> Iterator[_Part]:
 
 def _names(thing: object) -> frozenset[str]:
     """The classes of this package and of Lightning that an object is of."""
-    ours = ("lightning_tricks.", "lightning.")
+    ours = ("lightning_tricks.", "lightning.pytorch.", "lightning.fabric.")
     return frozenset(kind.__name__ for kind in type(thing).__mro__ if kind.__module__.startswith(ours))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from lightning_tricks.core.checks import check_decays, check_range, check_type
+from lightning_tricks.core.lightning.namespace import require_same_lightning
 
 __all__ = ["adamw"]
 
@@ -115,6 +116,7 @@ def _trainable_groups(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> li
 
 
 def _trainer(module: pl.LightningModule) -> pl.Trainer | None:
+    require_same_lightning(module, "adamw")
     try:
         return module.trainer
     except RuntimeError:  # The module has no Trainer.

@@ -35,6 +35,7 @@ from lightning_tricks.core.checks import (
     check_type,
     duration_steps,
 )
+from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.core.trick import announce
 from lightning_tricks.schedules import curves
@@ -519,6 +520,7 @@ def check_arguments(optimizer: Optimizer, module: pl.LightningModule | None) -> 
     """Raise unless they are an optimizer and a module, in this order."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch Optimizer (module comes second), got {optimizer!r}.")
+    require_same_lightning(module, "A schedule")
     if module is not None and not isinstance(module, pl.LightningModule):
         raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
 

@@ -40,6 +40,11 @@ class PresetStrategy(Strategy):
         self.strategy_name = type(self).__name__  # Replaced by the preset's name in preset().
         super().__init__(**settings)
 
+    def __repr__(self) -> str:
+        # A Trainer of the other Lightning shows it in its error for what is no strategy of its own.
+        where = "for lightning.pytorch; for pytorch_lightning `import pytorch_lightning_tricks as lt`"
+        return f"<{self.strategy_name} of lightning_tricks, {where}>"
+
     @property
     @override
     def precision_plugin(self) -> Precision:

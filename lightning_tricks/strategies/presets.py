@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.lightning.namespace import OTHER, wrong_lightning
 from lightning_tricks.strategies.base import PresetStrategy
 from lightning_tricks.strategies.ddp.preset import DDPPreset
 from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
@@ -30,6 +32,9 @@ class _Row:
         strategy = self.strategy(**{**self.arguments, **overrides})
         strategy.strategy_name = self.name
         return strategy
+
+    def refuse(self) -> None:
+        raise wrong_lightning(f"strategy={self.name!r}", f"a {OTHER}.Trainer")
 
 
 _FP16 = {"precision": "16-mixed"}
@@ -137,14 +142,21 @@ def presets() -> list[dict[str, Any]]:
 def register() -> None:
     """Register each name as a ``Trainer(strategy=...)`` string.
 
+    In the other Lightning, if it is loaded, they raise an error that says what to import, until that was imported.
+
     Raises:
         RuntimeError: If another package has registered the name.
     """
     for name, row in _TABLE.items():
         registered = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else row.make
-        if getattr(registered, "__module__", "") != __name__:
+        if getattr(registered, "__module__", "") not in _MODULES:
             raise RuntimeError(f"The strategy name {name!r} is already registered by {registered!r}.")
         StrategyRegistry.register(name, row.make, description=row.when, override=True)
+        if (strategies := sys.modules.get(f"{OTHER}.strategies")) and name not in strategies.StrategyRegistry:
+            strategies.StrategyRegistry.register(name, row.refuse, description=row.when)
+
+
+_MODULES = ("lightning_tricks.strategies.presets", "pytorch_lightning_tricks.strategies.presets")
 
 
 def _arguments(strategy: type[PresetStrategy]) -> set[str]:

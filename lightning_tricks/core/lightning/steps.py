@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.checks import duration_steps
 from lightning_tricks.core.lightning.loaders import train_batches_of_sizes
+from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of
 
 __all__ = ["UnknownTotalSteps", "optimizer_steps"]
@@ -71,6 +72,7 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
         >>> trainer.fit(Net())
         6
     """
+    require_same_lightning(trainer, "optimizer_steps")
     _refuse_what_cannot_be_counted(trainer)
     epochs = _epochs(trainer)
     if trainer.max_epochs == -1:

@@ -106,6 +106,7 @@ class KeptModule:
 
 _STRUCTURE = frozenset(vars(nn.Module()))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
+_LIGHTNING = ("lightning.pytorch.", "lightning.fabric.")
 _CONTAINERS = (list, dict, set, deque, tuple)
 _CLOSELY = (Optimizer, torch.amp.GradScaler, Sampler)
 _TORCH = (*_CLOSELY, LRScheduler, DataLoader, Dataset)
@@ -114,7 +115,7 @@ _LONG = 1000  # items: larger ones are data
 
 
 def _looked_into(value: Any) -> bool:
-    lightnings = any(kind.__module__.split(".")[0] == "lightning" for kind in type(value).__mro__)
+    lightnings = any(kind.__module__.startswith(_LIGHTNING) for kind in type(value).__mro__)
     return (isinstance(value, _TORCH) or lightnings) and hasattr(value, "__dict__") and not isinstance(value, _LEFT)
 
 

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.engine import TORCH, require_engine
+from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, launches_processes
 from lightning_tricks.core.replay.fit_state import Kept, KeptModule
@@ -30,6 +31,8 @@ from lightning_tricks.core.replay.random_numbers import random_numbers_of, rando
 def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str) -> None:
     """Raise unless a fit with these can be undone."""
     module = getattr(module, "_orig_mod", module)  # of one compiled as a whole
+    require_same_lightning(trainer, trick)
+    require_same_lightning(module, trick)
     if not isinstance(trainer, pl.Trainer):
         raise TypeError(f"trainer must be a lightning.pytorch Trainer, got {type(trainer).__name__}.")
     if not isinstance(module, pl.LightningModule):

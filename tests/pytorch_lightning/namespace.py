@@ -1,0 +1,20 @@
+"""``pytest -p tests.pytorch_lightning.namespace``: the tests themselves with ``pytorch_lightning`` in their imports.
+
+They are loaded as ``pytorch_lightning_tricks`` is, here and in the processes of ``tests.ranks``; without pytest's own
+rewriting, so that an ``assert`` that fails tells only its line.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+from pytorch_lightning_tricks.loader import Finder
+
+for name in [name for name in sys.modules if name.startswith("tests.") and not name.startswith("tests.pytorch_")]:
+    raise RuntimeError(f"{name} is loaded already")
+sys.meta_path.insert(0, Finder("tests"))
+
+import tests.ranks  # noqa: F401  It has a list of its own of what to load first.
+
+multiprocessing.set_forkserver_preload([__name__, "tests.ranks_preload"])
