@@ -1,1 +1,1 @@
-"""Tricks in the modules of other projects: `make test-clients` runs these, each project in an environment of its own."""
+"""Tricks in the modules of other projects, each in an environment of its own: `make test-clients` runs these."""

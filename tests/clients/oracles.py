@@ -49,6 +49,9 @@ class Watch(Callback):
         self.rates: list[float] = []
         self.weights: list[State] = []
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.trainer = trainer
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self.losses.append(float(loss))
 
@@ -90,7 +93,7 @@ def assert_gradients(one: State, other: State, tolerance: float = 1e-4) -> None:
     assert apart <= tolerance * length, f"gradients are {float(apart / length):.2g} of their length apart"
 
 
-# -- other classes of a module, made of the project's own -----------------------------------------------------------------
+# -- other classes of a module, made of the project's own -----------------------------------------------------------
 
 
 def loss_of(output: Any) -> Tensor:
@@ -216,6 +219,8 @@ class Client:
     layer = ""  # whose input HiddenMixup mixes
     blocks: str | None = None  # for ActivationCheckpointing
     images = False
+    schedule = ""  # the one that the project ships
+    double: dict[str, Any] = {}  # settings for fp64, where differences of fp32 are amplified
     monitor = "val_loss"
 
     # what a project says
@@ -231,6 +236,11 @@ class Client:
         """The loss of each sample, (n,), with its gradient; by the parts of the project, not by training_step."""
         raise NotImplementedError
 
+    def hard_loss(self, module: Any, batch: Any) -> Tensor:
+        """The mean loss of the harder half."""
+        losses = self.sample_losses(module, batch)
+        return losses.topk(len(losses) // 2).values.mean()
+
     def subset(self, batch: Any, kept: Tensor) -> Any:
         """A batch of some samples: by default every tensor is cut."""
         if isinstance(batch, Tensor):
@@ -244,6 +254,10 @@ class Client:
         trainer = self.pl.Trainer(**{**QUIET, **settings}, callbacks=list(callbacks))
         trainer.fit(module, *self.loaders(), ckpt_path=ckpt_path, weights_only=False)
         return trainer
+
+    def recast(self, module: Any, kind: Callable[[Kind], Kind]) -> None:
+        """Make the module one of another class, before it is trained."""
+        module.__class__ = kind(type(module))
 
     # what is the same for all
 
@@ -263,12 +277,13 @@ class Client:
             self.pl.seed_everything(3, verbose=False)
             module = self.module()
             if kind is not None:
-                module.__class__ = kind(type(module))
+                self.recast(module, kind)
             self.pl.seed_everything(7, verbose=False)
             trainer = self.train(module, *callbacks, watch, **settings)
         return Fit(trainer.lightning_module, trainer, watch)
 
     def sam(self, rho: float) -> Callable[[Kind], Kind]:
+        """The module with the mixin."""
         lt = self.lt
         return lambda kind: type(f"SAM{kind.__name__}", (lt.SAMMixin, kind), {"sam": lt.SAM(rho)})
 
@@ -326,11 +341,14 @@ class Client:
 
     @trick("SAM")
     def test_sam(self) -> None:
-        self.refuses(kind=self.sam(0.05))
+        """The callback against a naive one, the mixin at its no-op limit."""
+        self.refuses(self.lt.SAMCallback(0.05))
         losses: list[float] = []
-        sharp, naive = self.fit(kind=self.sam(0.05)).watch, self.fit(kind=naive_sam(0.05, losses)).watch
+        sharp = self.fit(self.lt.SAMCallback(0.05), **self.double).watch
+        naive = self.fit(kind=naive_sam(0.05, losses), **self.double).watch
         assert_gradients(sharp.gradients[0], naive.gradients[0])
         assert sharp.losses[:3] == pytest.approx(losses[:3], rel=1e-3, abs=1e-5)
+        self.assert_plain(self.fit(self.lt.SAMCallback(0.0)))
         self.assert_plain(self.fit(kind=self.sam(0.0)))
 
     @trick("Mixup")
@@ -338,7 +356,7 @@ class Client:
         names = {"inputs": self.inputs, "target": self.target}
         mix = self.lt.Mixup(alpha=1.0, **names)
         self.refuses(mix)
-        mixed = self.fit(mix, max_steps=1).watch
+        mixed = self.fit(mix, max_steps=1, **self.double).watch
         lam, index = mix.drawn.lam, mix.drawn.index
 
         def step(module: Any, plain: Any, batch: Any, number: int) -> Tensor:
@@ -348,7 +366,9 @@ class Client:
             return lam * plain(batch) + (1 - lam) * plain(self.with_partners(batch, index))
 
         assert 0 < lam < 1
-        assert_gradients(mixed.gradients[0], self.fit(kind=stepping(step), max_steps=1).watch.gradients[0])
+        assert_gradients(
+            mixed.gradients[0], self.fit(kind=stepping(step), max_steps=1, **self.double).watch.gradients[0]
+        )
         self.assert_plain(self.fit(self.lt.Mixup(alpha=0, **names)))
 
     def with_partners(self, batch: Any, index: Tensor) -> Any:
@@ -369,7 +389,7 @@ class Client:
             seen.append(get(batch, self.inputs or "0").clone())
             return plain(batch)
 
-        mixed = self.fit(mix, kind=stepping(keep), max_steps=1).watch
+        mixed = self.fit(mix, kind=stepping(keep), max_steps=1, **self.double).watch
         index, cut = mix.drawn.index, seen[0]
 
         def step(module: Any, plain: Any, batch: Any, number: int) -> Tensor:
@@ -382,16 +402,18 @@ class Client:
             share = box.float().mean().item()
             return (1 - share) * plain(batch) + share * plain(self.with_partners(batch, index))
 
-        assert_gradients(mixed.gradients[0], self.fit(kind=stepping(step), max_steps=1).watch.gradients[0])
+        assert_gradients(
+            mixed.gradients[0], self.fit(kind=stepping(step), max_steps=1, **self.double).watch.gradients[0]
+        )
         self.assert_plain(self.fit(self.lt.CutMix(alpha=0, **names)))
 
     @trick("HiddenMixup")
     def test_hidden_mixup(self) -> None:
-        if not self.layer:
+        if not self.layer and self.name not in self.refused:
             pytest.skip("none: no layer whose input is one vector a sample")
         mix = self.lt.HiddenMixup(self.layer, alpha=1.0, target=self.target)
         self.refuses(mix)
-        mixed = self.fit(mix, max_steps=1).watch
+        mixed = self.fit(mix, max_steps=1, **self.double).watch
         lam, index = mix.drawn.lam, mix.drawn.index
 
         def step(module: Any, plain: Any, batch: Any, number: int) -> Tensor:
@@ -404,7 +426,9 @@ class Client:
             return loss
 
         assert 0 < lam < 1
-        assert_gradients(mixed.gradients[0], self.fit(kind=stepping(step), max_steps=1).watch.gradients[0])
+        assert_gradients(
+            mixed.gradients[0], self.fit(kind=stepping(step), max_steps=1, **self.double).watch.gradients[0]
+        )
         self.assert_plain(self.fit(self.lt.HiddenMixup(self.layer, alpha=0, target=self.target)))
 
     @trick("HardExampleFilter")
@@ -420,24 +444,35 @@ class Client:
             return self.lt.HardExampleFilter(keep, mode=mode, inputs=self.inputs, target=self.target)
 
         self.refuses(make(0.5))
-        filtered = self.fit(make(0.5), max_steps=1).watch
+        filtered = self.fit(make(0.5), max_steps=1, **self.double).watch
 
         def step(module: Any, plain: Any, batch: Any, number: int) -> Tensor:
+            if mode == "loss":
+                return self.hard_loss(module, batch)
             losses = self.sample_losses(module, batch)  # with the random numbers of the step
-            count = round(0.5 * len(losses))
-            return losses.topk(count).values.mean() if mode == "loss" else plain(self.subset(batch, hardest(losses)))
+            return plain(self.subset(batch, losses.detach().topk(len(losses) // 2).indices.sort().values))
 
-        assert_gradients(filtered.gradients[0], self.fit(kind=stepping(step), max_steps=1).watch.gradients[0])
+        assert_gradients(
+            filtered.gradients[0], self.fit(kind=stepping(step), max_steps=1, **self.double).watch.gradients[0]
+        )
         self.assert_plain(self.fit(make(1.0)))
 
     @trick("LRSchedule")
     def test_lr_schedule(self) -> None:
+        """Refused beside the schedule of a project, unless it is to take its place."""
         self.refuses(self.lt.LRSchedule("cosine"))
-        rates = self.fit(self.lt.LRSchedule("cosine")).watch.rates
-        base = self.plain().watch.rates[0]
-        expected = [base * (1 + math.cos(math.pi * t / len(rates))) / 2 for t in range(len(rates))]
-        assert rates == pytest.approx(expected)
-        self.assert_plain(self.fit(self.lt.LRSchedule("constant")))
+        if self.schedule:
+            with pytest.raises(
+                Exception, match=f"{self.schedule} from configure_optimizers: both set the learning rate"
+            ):
+                self.fit(self.lt.LRSchedule("cosine"))
+        run = self.fit(self.lt.LRSchedule("cosine", replace=bool(self.schedule)))
+        rates, base = run.watch.rates, run.trainer.optimizers[0].defaults["lr"]
+        assert rates == pytest.approx([base * (1 + math.cos(math.pi * t / len(rates))) / 2 for t in range(len(rates))])
+        constant = self.fit(self.lt.LRSchedule("constant", replace=bool(self.schedule)))
+        assert constant.watch.rates == pytest.approx([base] * len(rates))
+        if not self.schedule:
+            self.assert_plain(constant)
 
     @pytest.mark.parametrize("name", [pytest.param(name, marks=trick(name)) for name in NEUTRAL])
     def test_a_healthy_fit_is_left_alone(self, name: str) -> None:
@@ -583,10 +618,6 @@ class Resumed(NaiveEMA):
 def plain(kind: type[Client]) -> Fit:
     """The fit without any trick."""
     return kind().fit()
-
-
-def hardest(losses: Tensor) -> Tensor:
-    return losses.detach().topk(round(0.5 * len(losses))).indices.sort().values
 
 
 def _norm(gradients: State) -> float:

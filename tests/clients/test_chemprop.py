@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from chemprop import data, models, nn
-from torch import Tensor
 
 from tests.clients.oracles import Client
 
@@ -17,6 +15,7 @@ SMILES = ["C", "CC", "CCO", "c1ccccc1", "CC(=O)O", "CCN", "C1CCCCC1", "CO", "CCC
 class Molecules(Client):
     """Twelve molecules in a NamedTuple whose first entry is an object of the project."""
 
+    schedule = "LambdaLR"
     inputs = "2"
     target = "3"
     blocks = "message_passing"
@@ -24,14 +23,14 @@ class Molecules(Client):
     refused = {
         "HardExampleFilter": "cannot know how samples are stored in batch.'bmg'.",
         'HardExampleFilter(mode="loss")': r"sum\(\) of the target, which adds up losses of which some are left out",
-        "LRSchedule": "LambdaLR from configure_optimizers: both set the learning rate",
     }
     y = np.random.default_rng(0).normal(size=(12, 1))
 
     def loaders(self) -> tuple[Any, Any]:
         extra = np.random.default_rng(1).normal(size=(12, 3))
         points = [
-            data.MoleculeDatapoint.from_smi(smiles, y, x_d=x) for smiles, y, x in zip(SMILES, self.y, extra, strict=True)
+            data.MoleculeDatapoint.from_smi(smiles, y, x_d=x)
+            for smiles, y, x in zip(SMILES, self.y, extra, strict=True)
         ]
         return [data.build_dataloader(data.MoleculeDataset(points), batch_size=4, shuffle=False) for _ in range(2)]
 

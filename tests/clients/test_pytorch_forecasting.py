@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from pytorch_forecasting import DeepAR, NBeats, TemporalFusionTransformer, TimeSeriesDataSet
 from pytorch_forecasting.data import TorchNormalizer
 from pytorch_forecasting.metrics import QuantileLoss
@@ -47,9 +46,9 @@ class Forecaster(Client):
     refused = {
         "HardExampleFilter": "computed no loss of torch.nn.functional from the target",
         'HardExampleFilter(mode="loss")': "the loss has a part that cannot be told",
-        "LRSchedule": "ReduceLROnPlateau from configure_optimizers: both set the learning rate",
     }
     columns: dict[str, Any] = {}
+    schedule = "ReduceLROnPlateau"
     inputs = "0.encoder_cont"
     target = "1.0"
     blocks = r"lstm|net_blocks|rnn"

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import segmentation_models_pytorch as smp
 import torch
 import torch.nn.functional as F
+from segmentation_models_pytorch.losses._functional import focal_loss_with_logits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,6 +36,7 @@ class Segmenter(pl.LightningModule):
 
 class Masks(Client):
     images = True
+    double = {"precision": "64-true"}
     blocks = r"decoder\.blocks"
 
     def network(self) -> nn.Module:
@@ -68,6 +70,10 @@ class TestDice(Masks):
     """A loss of all pixels of the batch together."""
 
     model = "Unet, Dice"
+    refused = {
+        "HardExampleFilter": "computed no loss of torch.nn.functional from the target",
+        'HardExampleFilter(mode="loss")': "the loss has a part that cannot be told",
+    }
 
     def loss(self) -> nn.Module:
         return smp.losses.DiceLoss("multiclass")
@@ -78,3 +84,18 @@ class TestFocal(Masks):
 
     def loss(self) -> nn.Module:
         return smp.losses.FocalLoss("multiclass")
+
+    def sample_losses(self, module: Any, batch: Any) -> Tensor:
+        """The losses of torch in it, by which samples are compared."""
+        return self.by_class(module, batch, lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"))
+
+    def hard_loss(self, module: Any, batch: Any) -> Tensor:
+        """One loss for each class, of which each has its own hardest samples."""
+        focal = self.by_class(module, batch, lambda x, y: focal_loss_with_logits(x, y, alpha=None, reduction="none"), 0)
+        return focal.topk(2, dim=1).values.mean(1).sum()
+
+    def by_class(self, module: Any, batch: Any, loss: Any, *classes: int) -> Tensor:
+        image, mask = batch
+        x = module.network(image)
+        losses = torch.stack([loss(x[:, c], (mask == c).to(x)).mean((1, 2)) for c in range(3)])
+        return losses if classes else losses.sum(0)

@@ -40,6 +40,7 @@ class Images(Client):
 
     name_in_timm: str
     images = True
+    double = {"precision": "64-true"}
 
     def module(self) -> Any:
         return Classifier(self.name_in_timm)

@@ -15,8 +15,9 @@ from tests.clients.oracles import Client
 
 class Scenes(Client):
     images = True
+    double = {"precision": "64-true"}
     inputs = "image"
-    refused = {"LRSchedule": "ReduceLROnPlateau from configure_optimizers: both set the learning rate"}
+    schedule = "ReduceLROnPlateau"
 
     def label(self, number: int, numbers: torch.Generator) -> dict[str, Tensor]:
         raise NotImplementedError

@@ -80,7 +80,8 @@ class TestGPT2(Client):
     inputs = "input_ids"
     target = "labels"
     blocks = "GPT2Block"
-    refused = {"Mixup": "mixes floating-point inputs", "LRSchedule": "LambdaLR from configure_optimizers"}
+    schedule = "LambdaLR"
+    refused = {"Mixup": "mixes floating-point inputs"}
 
     def module(self) -> Any:
         config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
