@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -154,12 +155,20 @@ def naive_sam(rho: float, losses: list[float]) -> Callable[[Kind], Kind]:
 
 
 def poisoned(number: int) -> Callable[[Kind], Kind]:
-    """The loss of one batch is not a number."""
+    """The losses of one batch are not numbers, in manual optimization too."""
 
-    def step(module: Any, plain: Any, batch: Any, at: int) -> Tensor:
-        return plain(batch) * (math.nan if at == number else 1.0)
+    def of(kind: Kind) -> Kind:
+        def step(module: Any, plain: Any, batch: Any, at: int) -> Any:
+            module.__dict__["_factor"] = math.nan if at == number else 1.0
+            loss = plain(batch)
+            return loss if loss is None else loss * module.__dict__["_factor"]
 
-    return stepping(step)
+        def manual_backward(self: Any, loss: Tensor, *rest: Any, **named: Any) -> None:
+            kind.manual_backward(self, loss * self.__dict__["_factor"], *rest, **named)
+
+        return stepping(step, manual_backward=manual_backward)(kind)
+
+    return of
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -183,6 +192,10 @@ def put(batch: Any, path: str, value: Any) -> Any:
         return {**batch, key: value}
     if hasattr(batch, "_replace"):
         return batch._replace(**{batch._fields[int(key)] if key.isdigit() else key: value})
+    if not key.isdigit():
+        batch = copy(batch)
+        setattr(batch, key, value)
+        return batch
     return type(batch)(value if number == int(key) else each for number, each in enumerate(batch))
 
 
@@ -202,7 +215,7 @@ NEUTRAL = {
     "TerminateOnNonFinite": lambda lt: lt.TerminateOnNonFinite(),
     "RewindOnSpike": lambda lt: lt.RewindOnSpike(every_n_steps=2),
     "Doctor": lambda lt: lt.Doctor(),
-    "BatchSizeWarmup": lambda lt: lt.BatchSizeWarmup(1, final=1),
+    "BatchSizeWarmup": lambda lt: lt.BatchSizeWarmup(1, final=1, over=1),
 }
 
 
@@ -221,6 +234,8 @@ class Client:
     images = False
     schedule = ""  # the one that the project ships
     double: dict[str, Any] = {}  # settings for fp64, where differences of fp32 are amplified
+    preset: dict[str, Any] = {}  # what goes with a preset's name where the project sets precision= itself
+    steps = 1  # optimizer steps of a batch
     monitor = "val_loss"
 
     # what a project says
@@ -530,11 +545,11 @@ class Client:
 
     @trick("GradualUnfreeze")
     def test_gradual_unfreeze(self) -> None:
-        """The first trained tensor waits for step 2."""
+        """The first trained tensor waits for two batches."""
         first = next(iter(self.plain().watch.gradients[0]))
         pattern = f"^{re.escape(first)}$"
-        self.refuses(self.lt.GradualUnfreeze([2], parameters=[pattern]))
-        weights = self.fit(self.lt.GradualUnfreeze([2], parameters=[pattern])).watch.weights
+        self.refuses(self.lt.GradualUnfreeze([2 * self.steps], parameters=[pattern]))
+        weights = self.fit(self.lt.GradualUnfreeze([2 * self.steps], parameters=[pattern])).watch.weights
         start = self._start()[first]
         assert torch.equal(weights[1][first], start)
         assert not torch.equal(weights[2][first], start)
@@ -544,7 +559,7 @@ class Client:
     def test_a_preset_is_its_precision(self) -> None:
         if why := self.none.get(self.name):
             pytest.skip(f"none: {why}")
-        preset, plain = self.fit(strategy="single_bf16"), self.fit(precision="bf16-mixed")
+        preset, plain = self.fit(strategy="single_bf16", **self.preset), self.fit(precision="bf16-mixed")
         assert_equal(preset.end(), plain.end())
 
     @trick("find_lr")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytorch_lightning
-import torch
 import torch.nn.functional as F
 from darts import TimeSeries
 from darts.models import BlockRNNModel, NBEATSModel
@@ -26,7 +26,11 @@ class Forecaster(Client):
     pl = pytorch_lightning
     inputs = "past_target"
     target = "future_target"
-    none = {"find_lr": "fit() makes the Trainer and the module"}
+    none = {
+        "find_lr": "fit() makes the Trainer and the module",
+        "resume": "fit() goes on without a checkpoint of Lightning",
+    }
+    preset = {"precision": "bf16-mixed"}  # darts passes that of the series
 
     settings = {"input_chunk_length": 8, "output_chunk_length": 3, "batch_size": 6, "random_state": 0}
 
@@ -35,6 +39,9 @@ class Forecaster(Client):
         module.trainer_params |= {**settings, "callbacks": list(callbacks)}  # what pl_trainer_kwargs become
         module.fit(wave(), val_series=wave()[-20:], epochs=settings["max_epochs"], verbose=False)
         return module.trainer
+
+    def subset(self, batch: Any, kept: Tensor) -> Any:
+        return replace(batch, past_target=batch.past_target[kept], future_target=batch.future_target[kept])
 
     def recast(self, module: Any, kind: Callable[[Kind], Kind]) -> None:
         create = module._create_model
@@ -55,7 +62,7 @@ class TestNBEATS(Forecaster):
         return NBEATSModel(**self.settings, num_stacks=2, num_blocks=1, num_layers=1, layer_widths=8)
 
     def sample_losses(self, module: Any, batch: Any) -> Tensor:
-        found = module._produce_train_output(batch).prediction.squeeze(-1)
+        found = module(batch.to_module_input()).prediction.squeeze(-1)
         return F.mse_loss(found, batch.future_target, reduction="none").flatten(1).mean(1)
 
 
@@ -65,3 +72,8 @@ class TestGaussianRNN(Forecaster):
 
     def module(self) -> Any:
         return BlockRNNModel(**self.settings, model="LSTM", hidden_dim=8, likelihood=GaussianLikelihood())
+
+    def sample_losses(self, module: Any, batch: Any) -> Tensor:
+        found = module(batch.to_module_input()).prediction
+        mean, deviation = module.likelihood._params_from_output(found)
+        return F.gaussian_nll_loss(mean, batch.future_target, deviation**2, reduction="none").flatten(1).mean(1)

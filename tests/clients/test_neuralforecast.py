@@ -32,6 +32,11 @@ class Forecaster(Client):
     inputs = "temporal"
     monitor = "ptl/val_loss"
     schedule = "StepLR"
+    refused = {
+        "Mixup": "finds no such tensor in the batch",
+        "HardExampleFilter": "finds no such tensor in the batch",
+        'HardExampleFilter(mode="loss")': "finds no such tensor in the batch",
+    }
     none = {"find_lr": "fit() makes the Trainer", "resume": "fit() has no resume"}
 
     def train(self, module: Any, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
@@ -39,6 +44,8 @@ class Forecaster(Client):
         steps = BATCHES * settings.pop("max_epochs")
         module.trainer_kwargs.update({"max_steps": steps, "callbacks": list(callbacks), **settings})
         module.max_steps = module.trainer_kwargs["max_steps"]
+        for each in callbacks:
+            each.__dict__["__deepcopy__"] = lambda memo, each=each: each  # it trains a copy of the model
         NeuralForecast(models=[module], freq=1).fit(frame(), val_size=6)
         return callbacks[-1].trainer
 
