@@ -52,12 +52,17 @@ class Cells:
 
 
 def cell(report: pytest.TestReport, call: pytest.CallInfo[Any]) -> dict[str, str]:
-    """What a test found: "right", "refused", "none" (no meaning), "wrong" without a word, or a raw "error"."""
+    """What a test found.
+
+    "right", "refused", "none" (no meaning), "late" (refused after a step), "wrong" without a word, or a raw "error".
+    """
     if report.passed:
         return {"cell": "right"}
     assert call.excinfo is not None
     if report.skipped and not hasattr(report, "wasxfail"):
         kind, _, why = str(call.excinfo.value).partition(": ")
         return {"cell": kind, "why": why}
+    if getattr(report, "wasxfail", "").startswith("late: "):
+        return {"cell": "late", "why": report.wasxfail.removeprefix("late: ")}
     why = getattr(report, "wasxfail", "") or str(call.excinfo.value).strip().split("\n")[0]
     return {"cell": "wrong" if call.excinfo.errisinstance(AssertionError) else "error", "why": why}

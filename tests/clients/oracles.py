@@ -57,8 +57,9 @@ class Watch(Callback):
         self.losses.append(float(loss))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        mine = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         named = pl_module.named_parameters()
-        self.gradients.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
+        self.gradients.append({name: p.grad.detach().clone() for name, p in named if p in mine})
         self.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -251,7 +252,7 @@ class Client:
         """The loss of each sample, (n,), with its gradient; by the parts of the project, not by training_step."""
         raise NotImplementedError
 
-    def hard_loss(self, module: Any, batch: Any) -> Tensor:
+    def hard_loss(self, module: Any, batch: Any, plain: Callable[[Any], Tensor]) -> Tensor:
         """The mean loss of the harder half."""
         losses = self.sample_losses(module, batch)
         return losses.topk(len(losses) // 2).values.mean()
@@ -463,7 +464,7 @@ class Client:
 
         def step(module: Any, plain: Any, batch: Any, number: int) -> Tensor:
             if mode == "loss":
-                return self.hard_loss(module, batch)
+                return self.hard_loss(module, batch, plain)
             losses = self.sample_losses(module, batch)  # with the random numbers of the step
             return plain(self.subset(batch, losses.detach().topk(len(losses) // 2).indices.sort().values))
 

@@ -89,7 +89,7 @@ class TestFocal(Masks):
         """The losses of torch in it, by which samples are compared."""
         return self.by_class(module, batch, lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"))
 
-    def hard_loss(self, module: Any, batch: Any) -> Tensor:
+    def hard_loss(self, module: Any, batch: Any, plain: Any) -> Tensor:
         """One loss for each class, of which each has its own hardest samples."""
         focal = self.by_class(module, batch, lambda x, y: focal_loss_with_logits(x, y, alpha=None, reduction="none"), 0)
         return focal.topk(2, dim=1).values.mean(1).sum()
