@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from chemprop import data, models, nn
 
+from tests.clients import page
 from tests.clients.oracles import Client
 
 SMILES = ["C", "CC", "CCO", "c1ccccc1", "CC(=O)O", "CCN", "C1CCCCC1", "CO", "CCCC", "CC(C)O", "c1ccncc1", "CCCl"]
@@ -65,3 +68,10 @@ class TestClassification(Molecules):
 
     def predictor(self, width: int) -> Any:
         return nn.BinaryClassificationFFN(input_dim=width, hidden_dim=16)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    points = [data.MoleculeDatapoint.from_smi(smiles, y) for smiles, y in zip(SMILES, Molecules.y, strict=True)]
+    train_loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=4)
+    assert page.run("chemprop", train_loader=train_loader)["trainer"].global_step == 6

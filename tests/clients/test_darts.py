@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import pytorch_lightning
 import torch.nn.functional as F
 from darts import TimeSeries
@@ -14,6 +16,7 @@ from darts.models import BlockRNNModel, NBEATSModel
 from darts.utils.likelihood_models.torch import GaussianLikelihood
 from torch import Tensor
 
+from tests.clients import page
 from tests.clients.oracles import QUIET, Client, Kind
 
 
@@ -77,3 +80,8 @@ class TestGaussianRNN(Forecaster):
         found = module(batch.to_module_input()).prediction
         mean, deviation = module.likelihood._params_from_output(found)
         return F.gaussian_nll_loss(mean, batch.future_target, deviation**2, reduction="none").flatten(1).mean(1)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(page.run("darts", series=wave())["forecast"]) == 3

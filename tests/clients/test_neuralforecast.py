@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 import pytorch_lightning
 from neuralforecast import NeuralForecast
 from neuralforecast.models import LSTM, NHITS
 
+from tests.clients import page
 from tests.clients.oracles import QUIET, Client
 
 BATCHES = 3  # of an epoch
@@ -66,3 +69,8 @@ class TestLSTM(Forecaster):
 
     def module(self) -> Any:
         return LSTM(**self.settings, encoder_hidden_size=8, decoder_hidden_size=8)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(page.run("neuralforecast", frame=frame())["forecasts"].predict()) == 9

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 from pytorch_forecasting import DeepAR, NBeats, TemporalFusionTransformer, TimeSeriesDataSet
 from pytorch_forecasting.data import TorchNormalizer
 from pytorch_forecasting.metrics import QuantileLoss
 from torch import Tensor
 
+from tests.clients import page
 from tests.clients.oracles import Client
 
 
@@ -95,3 +98,10 @@ class TestDeepAR(Forecaster):
 
     def settings(self) -> dict[str, Any]:
         return {"hidden_size": 8, "rnn_layers": 2, "dropout": 0.1}
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_loader, _ = TestTFT().loaders()
+    names = page.run("pytorch-forecasting", dataset=waves(**TestTFT.columns), train_loader=train_loader)
+    assert names["trainer"].global_step == 2 * len(train_loader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import scvi
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.clients import page
 from tests.clients.oracles import QUIET, Client, Kind
 
 
@@ -101,3 +103,10 @@ class TestTOTALVI(Cells):
             protein_names_uns_key="protein_names",
         )
         return scvi.model.TOTALVI(cells, n_latent=4)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = scvi.data.synthetic_iid(batch_size=60, n_genes=20)
+    scvi.model.SCVI.setup_anndata(cells)
+    assert page.run("scvi-tools", cells=cells)["latent"].shape[0] == len(cells)

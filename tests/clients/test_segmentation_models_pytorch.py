@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import segmentation_models_pytorch as smp
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from segmentation_models_pytorch.losses._functional import focal_loss_with_logit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.clients import page
 from tests.clients.oracles import Client
 
 
@@ -90,12 +93,18 @@ class TestFocal(Masks):
         return self.by_class(module, batch, lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"))
 
     def hard_loss(self, module: Any, batch: Any, plain: Any) -> Tensor:
-        """One loss for each class, of which each has its own hardest samples."""
+        """The mean of one loss for each class, of which each has its own hardest samples."""
         focal = self.by_class(module, batch, lambda x, y: focal_loss_with_logits(x, y, alpha=None, reduction="none"), 0)
-        return focal.topk(2, dim=1).values.mean(1).sum()
+        return focal.topk(2, dim=1).values.mean()  # of samples and of classes
 
     def by_class(self, module: Any, batch: Any, loss: Any, *classes: int) -> Tensor:
         image, mask = batch
         x = module.network(image)
         losses = torch.stack([loss(x[:, c], (mask == c).to(x)).mean((1, 2)) for c in range(3)])
         return losses if classes else losses.sum(0)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_loader, _ = TestDice().loaders()
+    assert page.run("segmentation-models-pytorch", train_loader=train_loader)["trainer"].global_step == 6

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.clients import page
 from tests.clients.oracles import Client
 
 
@@ -69,3 +72,8 @@ class TestViT(Images):
 
     def module(self) -> Any:
         return Classifier(self.name_in_timm, img_size=64, drop_rate=0.1)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert page.run("timm", train_loader=TestViT().loaders()[0])["trainer"].global_step == 10

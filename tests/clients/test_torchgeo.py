@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchgeo.trainers import ClassificationTask, SemanticSegmentationTask
 
+from tests.clients import page
 from tests.clients.oracles import Client
 
 
@@ -73,3 +76,10 @@ class TestSegmentation(Scenes):
 
     def sample_losses(self, module: Any, batch: Any) -> Tensor:
         return F.cross_entropy(module(batch["image"]), batch["mask"], reduction="none").mean((1, 2))
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_loader, val_loader = TestSegmentation().loaders()
+    names = page.run("torchgeo", train_loader=train_loader, val_loader=val_loader)
+    assert names["trainer"].global_step == 6

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
+from tests.clients import page
 from tests.clients.oracles import Client
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -95,3 +98,11 @@ class TestGPT2(Client):
         logits = module.model(**batch).logits
         losses = F.cross_entropy(logits[:, :-1].mT, batch["labels"][:, 1:], reduction="none")
         return losses.mean(1)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_loader, _ = TestBert().loaders()
+    assert (
+        page.run("transformers", bert=TestBert().module().model, train_loader=train_loader)["trainer"].global_step == 10
+    )
