@@ -28,7 +28,17 @@ KINDS = {
     "checkpoints": "Checkpoints",
     "advisor": "Advice",
 }
-FIRST = ("cli", "strategies", "multi_node", "compatibility", "conflicts", "coming_from", "why_different")
+FIRST = (
+    "cli",
+    "strategies",
+    "multi_node",
+    "compatibility",
+    "your_library",
+    "clients",
+    "conflicts",
+    "coming_from",
+    "why_different",
+)
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 HREF = re.compile(r'<a href="(?!https?:|#)([^"#]+)">(.*?)</a>')
 

@@ -25,6 +25,7 @@ from tests.public import KINDS
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+CLIENTS = DOCS / "your_library.md"  # each block needs a library: tests/clients runs it where that is installed
 MARKDOWN = sorted([*PAGES, *ROOT.glob("*.md"), ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md"])
 
 
@@ -69,7 +70,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
-    """Those of docs/ below, README's in test_readme and newcomer/, those of configs/ in test_configs."""
+    """Those of docs/ below and in clients/, README's in test_readme and newcomer/, those of configs/ in test_configs."""
     kinds = {"docs": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
     run = {"python", "yaml", "bash", "diff"} if page == ROOT / "README.md" else kinds.get(page.parent.name, set())
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
@@ -104,7 +105,7 @@ def parser_choices() -> list[str]:
 # -- code -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
+@pytest.mark.parametrize("page", pages_with("python", [page for page in PAGES if page != CLIENTS]))
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -66,10 +66,10 @@ class TestMultiLabel(TestClassification):
 class TestSegmentation(Scenes):
     model = "SemanticSegmentationTask"
     target = "mask"
-    blocks = r"decoder\.blocks"
+    blocks = "Conv2d"
 
     def module(self) -> Any:
-        return SemanticSegmentationTask("unet", "resnet18", in_channels=4, num_classes=3)
+        return SemanticSegmentationTask("fcn", in_channels=4, num_classes=3, num_filters=8)
 
     def label(self, number: int, numbers: torch.Generator) -> dict[str, Tensor]:
         return {"mask": torch.randint(0, 3, (32, 32), generator=numbers)}
