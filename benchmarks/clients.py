@@ -23,9 +23,9 @@ SIGNS = {
 HEAD = """\
 # In other projects' models
 
-Written by `make tables` from what `make test-clients` found: each project in an environment of its own, models and
-loaders (and where it has one, the way to train) of the project, small data, and one set of oracles for all. How to write
-it in each of them is in [In your library](your_library.md)."""
+Written by `make tables` from what `make test-clients` found: each project in an environment of its own, with its models,
+loaders and, where it has one, its way to train, on small data; one set of oracles for all. How to write the tricks in
+each of them is in [In your library](your_library.md)."""
 LEGEND = """\
 - ✓: equal to something that was computed without the trick. `EMA`, `SWA`: averages that another callback took of the
   same fit. `SAM`: a naive perturbation inside the project's own step, and bit-equal to plain training at `rho=0`.
@@ -33,9 +33,9 @@ LEGEND = """\
   `HardExampleFilter`: the project's own step on the half with the largest losses (`mode="loss"`: their mean), and
   bit-equal at `keep=1`. `LRSchedule`: the formula; where a project ships a schedule, in place of it. Guards, clips,
   `Doctor`, `ActivationCheckpointing`: bit-equal on a healthy fit; `SkipNonFinite`, `AutoClip`, `AdaptiveClip` and
-  `GradualUnfreeze` by what they did, too. `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit after
-  it is bit-equal to one without. **callbacks**: EarlyStopping and ModelCheckpoint of the project's Lightning work beside
-  ours. **resume**: bit-equal to the project's own resume.
+  `GradualUnfreeze` by what they did, too. `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit
+  behind it is bit-equal to one without. **callbacks**: EarlyStopping and ModelCheckpoint of the project's Lightning work
+  beside ours. **resume**: bit-equal to the project's own resume.
 - *refused*: an error by name before the first optimizer step. *refused late*: by name, after it. n/a: has no meaning.
 - **wrong**: silently, or **error**: not ours, from inside."""
 
@@ -72,7 +72,7 @@ def _cell(project: dict[str, Any], trick: str, notes: list[str]) -> str:
     """Each thing that was found in a project's models, with its reasons."""
     found: dict[str, list[int]] = {}
     models = project["models"]
-    for model, cells in models.items():
+    for cells in models.values():
         numbers = found.setdefault(SIGNS[cells[trick]["cell"]], [])
         if why := cells[trick].get("why"):
             alike = [each for each in models if models[each][trick] == cells[trick]]

@@ -70,7 +70,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
-    """Those of docs/ below and in clients/, README's in test_readme and newcomer/, those of configs/ in test_configs."""
+    """Of docs/ below and in clients/, README's in test_readme and newcomer/, of configs/ in test_configs."""
     kinds = {"docs": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
     run = {"python", "yaml", "bash", "diff"} if page == ROOT / "README.md" else kinds.get(page.parent.name, set())
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
