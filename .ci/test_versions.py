@@ -87,8 +87,8 @@ class Environment:
         return self.run("-m", "pip", "install", *options, *what, check=check) == 0
 
     def make(self, lightning: str, torch: str) -> None:
-        """The test extra beside exactly these two; where torch has no torchvision (yet), that of another torch."""
-        pins = [f"lightning=={lightning}", f"torch=={torch}"]
+        """The test extra beside exactly these; where torch has no torchvision (yet), that of another torch."""
+        pins = [f"lightning=={lightning}", f"pytorch-lightning=={lightning}", f"torch=={torch}"]
         self.install(*pins)
         matching = f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"  # 0.21 belongs to torch 2.6, and so on
         vision = self.install(*pins, matching, check=False)

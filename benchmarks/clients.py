@@ -23,8 +23,8 @@ SIGNS = {
 HEAD = """\
 # In other projects' models
 
-Written by `make tables` from what `make test-clients` found: each project in an environment of its own, with its models,
-loaders and, where it has one, its way to train, on small data; one set of oracles for all. How to write the tricks in
+Written by `make tables` from what `make test-clients` found: each project in an environment of its own, with its
+models, loaders and, where it has one, its way to train, on small data; one set of oracles for all. How to write the tricks in
 each of them is in [In your library](your_library.md)."""
 LEGEND = """\
 - ✓: equal to something that was computed without the trick. `EMA`, `SWA`: averages that another callback took of the
@@ -34,8 +34,8 @@ LEGEND = """\
   bit-equal at `keep=1`. `LRSchedule`: the formula; where a project ships a schedule, in place of it. Guards, clips,
   `Doctor`, `ActivationCheckpointing`: bit-equal on a healthy fit; `SkipNonFinite`, `AutoClip`, `AdaptiveClip` and
   `GradualUnfreeze` by what they did, too. `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit
-  behind it is bit-equal to one without. **callbacks**: EarlyStopping and ModelCheckpoint of the project's Lightning work
-  beside ours. **resume**: bit-equal to the project's own resume.
+  behind it is bit-equal to one without. **callbacks**: EarlyStopping and ModelCheckpoint of the project's Lightning
+  work beside ours. **resume**: bit-equal to the project's own resume.
 - *refused*: an error by name before the first optimizer step. *refused late*: by name, after it. n/a: has no meaning.
 - **wrong**: silently, or **error**: not ours, from inside."""
 

@@ -74,7 +74,7 @@ class RenamingLoader(SourceFileLoader):
 
     def set_data(self, path: Any, data: Any, *, _mode: int = 0o666) -> None:
         """Write the bytecode under its own name."""
-        super().set_data(_bytecode(path), data, _mode=_mode)  # type: ignore[call-arg]
+        super().set_data(_bytecode(path), data, _mode=_mode)
 
 
 def _bytecode(path: Any) -> str:

@@ -13,7 +13,7 @@ from tests.speed import cache_entry_points, freeze
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that a test starts
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI's use of it, not ours
-collect_ignore = ["ranks_preload.py"]  # has no tests, and imports what is imported for other processes
+collect_ignore = ["ranks_preload.py", "pytorch_lightning/namespace.py"]  # no tests: for other processes
 torch.set_num_threads(1)
 cache_entry_points()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

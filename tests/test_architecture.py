@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
+from lightning_tricks.core.trick import Trick
 from tests.conformance.settings import SETTINGS
-from tests.public import KINDS, PUBLIC
+from tests.public import KINDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_tricks"
 COMMAND = ROOT / "lightning_tricks_cli"
+MATRIX = json.loads((COMMAND / "matrix.json").read_text())["tricks"]
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 SOURCES = [file for file in FILES if not file.endswith("__init__.py") and file != "functional.py"]
 HEAVY = {"timm", "transformers", "deepspeed", "ray", "matplotlib", "rich", "sklearn", "skimage", "jsonargparse"}
@@ -156,26 +160,45 @@ def test_a_parser_needs_the_standard_library_only() -> None:
 # -- nothing forgotten ------------------------------------------------------------------------------------------------
 
 
-def test_the_exports_are_those_of_the_source_files() -> None:
+def test_a_trick_has_all_that_it_needs() -> None:
+    """One message names everything that is missing, for every public name of a source file."""
+    spec = importlib.util.spec_from_file_location("exports", ROOT / ".ci" / "exports.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(exports := importlib.util.module_from_spec(spec))
+    missing = [f"- {found.name} ({found.module}): {what}" for found in exports.public_names() for what in lacks(found)]
     run = [sys.executable, str(ROOT / ".ci" / "exports.py"), "--check"]
     done = subprocess.run(run, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    missing += [f"- {done.stderr.strip()}"] if done.returncode else []
+    assert not missing, "\nCONTRIBUTING.md says what a trick needs. This is missing:\n" + "\n".join(missing)
 
 
-def test_a_trick_has_all_that_it_needs() -> None:
-    """In one message what is missing, of every trick."""
-    missing = [f"- {name}: {what}" for name, thing in PUBLIC.items() for what in lacks(name, thing)]
-    assert not missing, "CONTRIBUTING.md says what a trick needs. Missing are:\n" + "\n".join(missing)
-
-
-def lacks(name: str, thing: object) -> Iterator[str]:
+def lacks(found: Any) -> Iterator[str]:
+    """What a public name lacks, as a list of things to do."""
+    name, thing = found.name, getattr(importlib.import_module(found.module), found.name)
     documentation = inspect.getdoc(thing) or ""
     if not documentation.split("\n")[0].endswith("."):
-        yield "a docstring that begins with one line, which ends with a full stop"
+        yield "a docstring whose first line is a sentence that ends with a full stop"
     if "Example:" not in documentation or ">>>" not in documentation:
-        yield "an Example: with >>> in its docstring"
-    if needs_settings(name, thing) and not any(entry.split("(")[0] == name for entry in SETTINGS):
+        yield "an Example: with >>> in its docstring, which runs as a doctest"
+    if found.on_top and name not in words("CHANGELOG.md"):
+        yield "a line in CHANGELOG.md"
+    if found.on_top and not any(name in words(str(file)) for file in (ROOT / "tests").rglob("test_*.py")):
+        yield f"a test in tests/{found.kind}/"
+    if not needs_settings(name, thing):
+        return
+    if not any(entry.split("(")[0] == name for entry in SETTINGS):
         yield "an entry in SETTINGS of tests/conformance/settings.py, which enrols it in every regime"
+    for entry in (entry for entry in SETTINGS if entry.split("(")[0] == name):
+        if SETTINGS[entry].naive is None and not SETTINGS[entry].neutral:
+            yield "a naive form, naive=, in its entry in SETTINGS (or neutral=True, if it changes no weights)"
+        if entry not in MATRIX:
+            yield "a row in the compatibility matrix: run `make matrix`"
+
+
+@cache
+def words(file: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", (ROOT / file).read_text()))
 
 
 def needs_settings(name: str, thing: object) -> bool:
@@ -183,6 +206,25 @@ def needs_settings(name: str, thing: object) -> bool:
     if inspect.isclass(thing):
         return issubclass(thing, Callback) or name.endswith("Mixin")
     return inspect.isfunction(thing) and thing.__annotations__.get("return") == "Schedule"
+
+
+def test_a_hook_calls_that_of_the_base_class() -> None:
+    """``Trick`` and the bases of the kinds do their part in hooks of Lightning, which a subclass must not leave out."""
+    for trick in subclasses(Trick):
+        for name, method in vars(trick).items():
+            bases = [base for base in trick.__mro__[1:] if base.__module__.startswith(f"{PACKAGE.name}.")]
+            if hasattr(Callback, name) and callable(method) and any(name in vars(base) for base in bases):
+                tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+                calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+                assert f"super().{name}" in calls, f"{trick.__name__}.{name} must call super().{name}(...)"
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    """All subclasses in the package, also of subclasses."""
+    for file in SOURCES:
+        importlib.import_module(".".join([PACKAGE.name, *Path(file).with_suffix("").parts]))
+    for child in kind.__subclasses__():
+        yield from (child, *subclasses(child))
 
 
 def test_every_test_file_is_where_its_package_is() -> None:

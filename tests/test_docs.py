@@ -70,9 +70,10 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
-    """Of docs/ below and in clients/, README's in test_readme and newcomer/, of configs/ in test_configs."""
-    kinds = {"docs": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
-    run = {"python", "yaml", "bash", "diff"} if page == ROOT / "README.md" else kinds.get(page.parent.name, set())
+    """In docs/ below, README in test_readme and newcomer/, configs/ in test_configs, walks and guide in test_walks."""
+    kinds = {"docs": {"python", "yaml", "bash", "mermaid"}, "configs": {"python", "bash"}}
+    at_root = {"README.md": {"python", "yaml", "bash", "diff"}, "CONTRIBUTING.md": {"python"}}
+    run = at_root.get(page.name, set()) if page.parent == ROOT else kinds.get(page.parent.name, set())
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
     assert set(fences[::2]) <= run
     assert set(fences[1::2]) <= {""}
@@ -167,7 +168,7 @@ def check_command(words: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_the_names_of_a_page_are_ours(page: Path) -> None:
     names = set(re.findall(r"\blt\.(\w+)", page.read_text()))
-    assert not names - {*lt.__all__, *KINDS}
+    assert not names - {*lt.__all__, *KINDS, "CutOut"}  # the worked example of CONTRIBUTING.md
 
 
 def test_the_middle_column_of_the_old_names_is_ours() -> None:

@@ -44,9 +44,8 @@ def script_of(stem: str) -> nbformat.NotebookNode:
     return jupytext.read(NOTEBOOKS / f"{stem}.py", fmt="py:percent")
 
 
-@pytest.mark.parametrize(
-    "stem", [stem if stem == INTERACTIVE else pytest.param(stem, marks=pytest.mark.slow) for stem in STEMS]
-)
+@pytest.mark.slow
+@each
 def test_it_runs_in_jupyter(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_TRICKS_FAST", "1")
     monkeypatch.setenv("MASTER_PORT", str(_free_port()))
@@ -71,7 +70,10 @@ def run_cells(stem: str) -> int:
     return len(cells)
 
 
-@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem != INTERACTIVE])
+QUICK, *OTHERS = [stem for stem in STEMS if stem != INTERACTIVE]
+
+
+@pytest.mark.parametrize("stem", [QUICK, *(pytest.param(stem, marks=pytest.mark.slow) for stem in OTHERS)])
 def test_its_cells_run_in_a_process_of_their_own(stem: str) -> None:
     (ran,) = run_ranks(run_cells, stem, nprocs=1)
     assert ran == sum(cell.cell_type == "code" for cell in notebook(stem).cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +11,29 @@ from typing import Any, NamedTuple, final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.core.checks import check_choice, check_strings, some
+from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
-from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
 
@@ -132,6 +145,80 @@ def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
             )
 
 
+def schedule_interval(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+    """Find torch schedules that count steps and are stepped once an epoch, and the reverse."""
+    try:
+        steps, epochs = optimizer_steps(trainer), trainer.max_epochs
+    except UnknownTotalSteps:
+        return
+    if trainer.fast_dev_run or epochs is None or not 0 < epochs < steps:  # type: ignore[attr-defined]
+        return
+    for config in trainer.lr_scheduler_configs:
+        factor = _factor(config.scheduler)
+        if factor is None or config.frequency != 1:
+            continue
+        by_epochs = [factor(t) for t in range(0, epochs + 1, epochs // 100 + 1)]
+        by_steps = [factor(t) for t in range(0, steps + 1, steps // 1000 + 1)]
+        name, highest = type(config.scheduler).__name__, max(by_steps)
+        if config.interval == "epoch" and (len({*by_epochs}) == 1 < len({*by_steps}) or max(by_epochs) < highest / 10):
+            yield (
+                f"{name} hardly moves the learning rate in {epochs} epochs, as if it counted the {steps} optimizer"
+                " steps. Return it with interval='step'."
+            )
+        if config.interval == "step" and min(by_steps) < highest / 10**6 <= min(by_epochs):
+            yield (
+                f"{name} brings the learning rate down by a million in {steps} optimizer steps, as if it counted the"
+                f" {epochs} epochs. Return it with interval='epoch'."
+            )
+
+
+def _factor(scheduler: object) -> Callable[[int], float] | None:
+    """The factor of the first group's learning rate after t calls of a scheduler of torch; None for other ones."""
+    if isinstance(scheduler, StepLR):
+        return lambda t: scheduler.gamma ** (t // scheduler.step_size)
+    if isinstance(scheduler, MultiStepLR):
+        return lambda t: scheduler.gamma ** sum(n for at, n in scheduler.milestones.items() if at <= t)
+    if isinstance(scheduler, ExponentialLR):
+        return lambda t: scheduler.gamma**t
+    if isinstance(scheduler, LinearLR):
+        first, last, length = scheduler.start_factor, scheduler.end_factor, scheduler.total_iters
+        return lambda t: first + (last - first) * min(t / max(length, 1), 1.0)
+    if isinstance(scheduler, LambdaLR):
+        return scheduler.lr_lambdas[0]
+    return None
+
+
+def forgotten_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+    """Find parameters that train, and that no optimizer holds."""
+    if engine_of(trainer).is_deepspeed:
+        return  # It holds flat copies.
+    held = {id(parameter) for optimizer in trainer.optimizers for parameter in _held(optimizer)}
+    names = [name for name, weight in module.named_parameters() if weight.requires_grad and id(weight) not in held]
+    if names:
+        yield (
+            f"no optimizer of configure_optimizers holds {some(names, 3)}: they get gradients and stay as they are."
+            " Pass them to an optimizer, or freeze them with requires_grad_(False)."
+        )
+
+
+def frozen_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+    """Find frozen parameters that an optimizer holds, unless a callback is to unfreeze them."""
+    if any(isinstance(callback, GradualUnfreeze | BaseFinetuning) for callback in callbacks_of(trainer, Callback)):
+        return
+    for optimizer in trainer.optimizers:
+        held = {id(parameter) for parameter in _held(optimizer)}
+        names = [name for name, weight in module.named_parameters() if not weight.requires_grad and id(weight) in held]
+        if names:
+            yield (
+                f"{type(optimizer).__name__} holds {some(names, 3)}, which are frozen and never train. Pass it the"
+                " parameters with requires_grad alone, or unfreeze them."
+            )
+
+
+def _held(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 MODULE_RULES: dict[str, Callable[[nn.Module], Iterator[str]]] = {
     "reused-modules": reused_modules,
     "redundant-biases": redundant_biases,
@@ -141,9 +228,12 @@ TRAINER_RULES: dict[str, Callable[[nn.Module, pl.Trainer], Iterator[str]]] = {
     "loader-workers": loader_workers,
     "pinned-memory": pinned_memory,
     "schedule-length": schedule_length,
+    "schedule-interval": schedule_interval,
+    "forgotten-parameters": forgotten_parameters,
+    "frozen-parameters": frozen_parameters,
 }
-SYNC_DIST = "sync-dist"
-RULES = (*MODULE_RULES, *TRAINER_RULES, SYNC_DIST)
+SYNC_DIST, GATHER, SAME_SAMPLES = "sync-dist", "gather-gradients", "same-samples"
+RULES = (*MODULE_RULES, *TRAINER_RULES, SYNC_DIST, GATHER, SAME_SAMPLES)
 
 
 def lint(module: nn.Module) -> list[Finding]:
@@ -162,6 +252,16 @@ def _loaders(trainer: pl.Trainer) -> list[DataLoader[object]]:
     return loaders
 
 
+def same_on_all_ranks(trainer: pl.Trainer, batch: Any) -> bool:
+    """Whether the tensors of a batch are the same on every rank, of which there are several."""
+    tensors: list[torch.Tensor] = []
+    apply_to_collection(batch, torch.Tensor, tensors.append)
+    sums = [tensor.detach().double().nan_to_num().sum().item() for tensor in tensors if not tensor.is_complex()]
+    digest = int.from_bytes(hashlib.blake2b(repr(sums).encode(), digest_size=6).digest(), "big")
+    smallest, largest = extremes(trainer, digest if sums else -1 - trainer.global_rank)
+    return smallest == largest
+
+
 @final
 class Doctor(Trick):
     """Warns about probable mistakes when training starts, each with a remedy; changes nothing.
@@ -172,7 +272,12 @@ class Doctor(Trick):
     - ``loader-workers``: more loader workers than cores
     - ``pinned-memory``: ``pin_memory`` without a GPU, or a GPU without ``pin_memory``
     - ``schedule-length``: torch's OneCycleLR or CosineAnnealingLR with another number of steps than the training
+    - ``schedule-interval``: a schedule of torch that counts steps is stepped once an epoch, or the reverse
+    - ``forgotten-parameters``: parameters that train are in no optimizer
+    - ``frozen-parameters``: frozen parameters are in an optimizer
     - ``sync-dist``: ``self.log(..., sync_dist=True)`` in ``training_step``, which waits for all ranks in every step
+    - ``gather-gradients``: ``self.all_gather(z)`` in ``training_step`` cuts the graph of z, as in a contrastive loss
+    - ``same-samples``: all ranks get the same first batch, from a ``batch_sampler`` or a dataset that knows no ranks
 
     Args:
         silence: The name of a rule to ignore, or a sequence of names.
@@ -193,6 +298,7 @@ class Doctor(Trick):
             check_choice("silence", rule, RULES)
         super().__init__()
         self.silence = silence
+        self._watched: set[str] = set()  # The rules that look at the first batch and have found nothing yet.
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -204,8 +310,24 @@ class Doctor(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._warn(lint_training(pl_module, trainer))
-        if trainer.world_size > 1 and SYNC_DIST not in self.silence:
+        self._watched.clear()
+        if trainer.world_size > 1:
+            self._watched |= {SYNC_DIST, GATHER, SAME_SAMPLES} - {*self.silence}
             self._wrap(pl_module, "log", self._check_log)
+            self._wrap(pl_module, "all_gather", self._check_gather)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        if SAME_SAMPLES in self._watched and ranks == trainer.world_size and same_on_all_ranks(trainer, batch):
+            text = (
+                f"the first batch of all {ranks} ranks has the same samples, so that {ranks} devices do the work of"
+                " one. Leave use_distributed_sampler as it is, or have the batch_sampler or the dataset give each rank"
+                " (trainer.global_rank) a part of its own."
+            )
+            self._warn_once(SAME_SAMPLES, text)
 
     def _check_log(self, log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
         log(name, *args, **kwargs)
@@ -215,14 +337,31 @@ class Doctor(Trick):
                 f"self.log({name!r}, sync_dist=True) in training_step makes each step wait for all ranks. Log it with"
                 " on_step=False, on_epoch=True, or without sync_dist: rank 0's mean over the epoch is close."
             )
-            self._warn([Finding(SYNC_DIST, text)])
-            self._close()  # Warn once, although log_dict may log many values.
+            self._warn_once(SYNC_DIST, text)
+
+    def _check_gather(self, gather: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(pl.LightningModule.all_gather).bind(None, data, *args, **kwargs).arguments
+        traced: list[bool] = []
+        apply_to_collection(data, torch.Tensor, lambda tensor: traced.append(tensor.requires_grad))
+        if any(traced) and torch.is_grad_enabled() and not arguments.get("sync_grads"):
+            text = (
+                "self.all_gather(...) in training_step gives the other ranks' tensors, and this one's, without"
+                " gradients. Pass sync_grads=True where a loss is computed of them, or detach them to say that none is."
+            )
+            self._warn_once(GATHER, text)
+        return gather(data, *args, **kwargs)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._close()  # The first batch has shown what is logged.
+        self._close()  # The first batch has shown what there is.
+        self._watched.clear()
+
+    def _warn_once(self, rule: str, text: str) -> None:
+        if rule in self._watched:
+            self._watched.remove(rule)
+            self._warn([Finding(rule, text)])
 
     def _warn(self, findings: Sequence[Finding]) -> None:
         for rule, text in findings:

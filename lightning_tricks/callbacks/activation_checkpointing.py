@@ -1,4 +1,4 @@
-"""Activation checkpointing: the activations inside blocks are computed again in the backward pass."""
+"""Activation checkpointing: activations inside blocks are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ __all__ = ["ActivationCheckpointing"]
 
 @final
 class ActivationCheckpointing(Trick):
-    """Blocks keep only their inputs: activations inside are computed again in the backward pass, gradients are equal.
+    """Blocks keep only their inputs; activations inside are recomputed in the backward pass, with equal gradients.
 
-    For L blocks with activations of A bytes and inputs of I bytes, a step keeps ``L*I + A`` instead of ``L*A`` and runs
-    each block's forward twice. Random numbers (torch, Python, NumPy) and the block's state are those of the first run,
-    so dropout is the same and BatchNorm statistics are updated once. The module is any: its blocks are wrapped while
-    training, under the same names, and are as before when the fit ends or fails. Validation is left alone. It works
-    under DDP, FSDP2 and DeepSpeed, and inside code that the module compiles.
+    For L blocks with activations of A bytes and inputs of I bytes, a step keeps ``L*I + A`` instead of ``L*A`` bytes,
+    and runs the forward pass of every block twice. The second run has the random numbers (torch, Python, NumPy) and the
+    state of the first, so dropout is the same, and BatchNorm statistics are updated once. Blocks of any module are
+    wrapped while it trains, under the same names, and restored when the fit ends or fails. Validation is not changed.
+    It works under DDP, FSDP2 and DeepSpeed, and inside code that the module compiles.
 
-    ``policy="selective"`` keeps the results of matrix products, convolutions and attention, and computes again what is
-    between them. It keeps more and computes less, which pays where those products are long; torch takes its time to
-    sort the operations, unless they are compiled. ``benchmarks/cost/speed.py`` measures both. A layer that writes into
-    such a result (an in-place activation right behind a convolution) makes torch raise in the backward pass: make it
-    ``inplace=False``, or use "full". So does a second backward pass through one graph. With both policies torch raises
-    for a block that writes into its own input, and for ``torch.func.grad``.
+    ``policy="selective"`` keeps the results of matrix products, convolutions and attention, and recomputes all else. It
+    takes more memory and less time, which pays where those operations are long; in eager code, torch needs time to tell
+    the operations apart. ``benchmarks/cost/speed.py`` measures both. torch raises in the backward pass if a layer
+    writes into such a result (an in-place activation right behind a convolution): make it ``inplace=False``, or use
+    "full". It also raises in a second backward pass through one graph. With both policies torch raises for a block that
+    writes into its own input, and for ``torch.func.grad``.
 
     Args:
         modules: Regular expressions searched in submodules' names, or names of classes ("BertLayer"); one or a
-            sequence. Of selected modules within each other the outer ones are taken. Or a number of parameters, for
-            the innermost submodules with at least so many. None for modules of one class that repeat in a ModuleList
-            or Sequential.
-        policy: "full" or "selective".
+            sequence. Of nested modules only the outermost are taken. Or a number of parameters, for the innermost
+            submodules with at least so many. None for modules of one class that repeat in a ModuleList or Sequential.
+        policy: "full" to recompute everything, or "selective".
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -59,7 +58,7 @@ class ActivationCheckpointing(Trick):
     conflicts = (
         Conflict(
             ("ActivationCheckpointing",),
-            "both wrap the same blocks, which then run forward three times",
+            "both wrap the same blocks, whose forward pass then runs three times",
             "Leave one of them out, or name other modules",
             lambda one, other: one.modules == other.modules,
         ),
@@ -80,7 +79,7 @@ class ActivationCheckpointing(Trick):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        # after configure_model
+        # The blocks exist only now, after configure_model.
         try:
             found = select_blocks(pl_module, self.modules)
         except ValueError as error:
@@ -88,6 +87,6 @@ class ActivationCheckpointing(Trick):
                 f"ActivationCheckpointing(modules={self.modules!r}) selects nothing in {type(pl_module).__name__}:"
                 f" {error}"
             ) from None
-        torch.compiler.reset()  # code that was compiled before would go on keeping activations
+        torch.compiler.reset()  # code that was compiled earlier would still keep activations
         for block in found.values():
             self._wrap(block, "forward", partial(recompute, block, self.policy))

@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping, unit by unit."""
+"""Adaptive gradient clipping (AGC) by the norms of units."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Norms = Callable[[list[Tensor]], list[Tensor]]
 
 @torch.no_grad()
 def adaptive_clip_(parameters: Tensor | Iterable[Tensor], clip_factor: float = 0.01, *, eps: float = 1e-3) -> None:
-    """Adaptive gradient clipping in place: a unit's gradient is at most so large, measured by the unit's weights.
+    """Adaptive gradient clipping in place: the gradient of a unit is limited relative to the unit's weights.
 
     ``g_i <- g_i * m_i / ||g_i||`` where ``||g_i|| >= m_i = clip_factor * max(||w_i||, eps)``. A unit i is a row along
-    the first dimension of a weight, and the whole of a vector (bias, gain) or scalar. Bit-equal to
+    the first dimension of a weight, or all of a vector (bias, gain) or scalar. Bit-equal to
     ``timm.utils.adaptive_clip_grad``, with fewer operations.
 
     Args:
-        parameters: Parameters; those without a gradient are left out.
+        parameters: One or several parameters; those without a gradient are ignored.
         clip_factor: The largest ratio of a gradient's norm to that of its weights, at least 0.
-        eps: The least norm of weights that counts, at least 0: units that start at zero could not move.
+        eps: The lower limit for the norm of weights, at least 0, without which units at zero could not move.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2, 4))
@@ -48,23 +48,22 @@ def adaptive_clip_(parameters: Tensor | Iterable[Tensor], clip_factor: float = 0
     """
     check_range("clip_factor", clip_factor, 0.0, 1e30)
     check_range("eps", eps, 0.0, 1e30)
-    found = [each for each in ([parameters] if isinstance(parameters, Tensor) else parameters) if each.grad is not None]
-    gradients = [each.grad.detach() for each in found if each.grad is not None]
-    _clip(
-        [each.detach() for each in found], gradients, clip_factor, eps, lambda vectors: [*torch._foreach_norm(vectors)]
-    )
+    every = [parameters] if isinstance(parameters, Tensor) else parameters
+    pairs = [(parameter.detach(), parameter.grad.detach()) for parameter in every if parameter.grad is not None]
+    weights, gradients = [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
+    _clip(weights, gradients, clip_factor, eps, lambda vectors: [*torch._foreach_norm(vectors)])
 
 
 def _clip(weights: list[Tensor], gradients: list[Tensor], clip_factor: float, eps: float, norms: Norms) -> None:
-    """``norms`` gives those of whole vectors, of which a rank may have slices; it has whole rows."""
+    """Clip local gradients; a rank holds complete rows, but parts of vectors, whose full norms ``norms`` computes."""
     both = [*weights, *gradients]
-    vectors = [each for each in both if each.ndim <= 1]
+    vectors = [tensor for tensor in both if tensor.ndim <= 1]
     of_vectors = iter(norms(vectors) if vectors else [])
-    units = [next(of_vectors) if each.ndim <= 1 else _norms_of_rows(each) for each in both]
+    units = [next(of_vectors) if tensor.ndim <= 1 else _norms_of_rows(tensor) for tensor in both]
     places: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
     for place, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         places.setdefault((gradient.device, weight.dtype, gradient.dtype), []).append(place)
-    for alike in places.values():  # all units in one tensor: they are many and small
+    for alike in places.values():  # one tensor for all units, which are many and small
         sizes = [units[place].numel() for place in alike]
         limit = torch.cat([units[place].reshape(-1) for place in alike]).clamp_(min=eps).mul_(clip_factor)
         norm = torch.cat([units[len(weights) + place].reshape(-1) for place in alike])
@@ -81,26 +80,26 @@ def _norms_of_rows(tensor: Tensor) -> Tensor:
 class AdaptiveClip(GradientCallback):
     """Adaptive gradient clipping (AGC): a unit's gradient is at most ``clip_factor`` times as large as its weights.
 
-    ``g_i <- g_i * m_i / ||g_i||`` where ``||g_i|| >= m_i = clip_factor * max(||w_i||, eps)``, once an optimizer step,
-    on accumulated and unscaled gradients. A unit i is a row along the first dimension of a weight, and the whole of a
-    vector or scalar. Under FSDP2 each rank clips its rows; only the norms of vectors are summed over the ranks.
-    ``gradient_clip_val`` of the Trainer, if given, clips what this leaves.
+    ``g_i <- g_i * m_i / ||g_i||`` where ``||g_i|| >= m_i = clip_factor * max(||w_i||, eps)``, once per optimizer
+    step, on accumulated and unscaled gradients. A unit i is a row along the first dimension of a weight, or all of a
+    vector or scalar. Under FSDP2 a rank clips its own rows; only the norms of vectors are summed over the ranks. The
+    Trainer's ``gradient_clip_val`` clips afterwards.
 
     Args:
         clip_factor: The largest ratio of a gradient's norm to that of its weights, at least 0. The paper has 0.01 for
-            batches of 4096 and larger ones for smaller batches.
-        eps: The least norm of weights that counts, at least 0.
-        parameters: The parameters that are clipped: regular expressions searched in their names, or names of classes,
-            for the parameters of their instances; one or a sequence. None for all.
-        exclude: The parameters that are left out of these, in the same way. The paper leaves the last linear layer out,
-            for example ``"^model.head"``.
+            batches of 4096, and larger values for smaller batches.
+        eps: The lower limit for the norm of weights, at least 0.
+        parameters: The parameters to clip: regular expressions searched in their names, or names of classes, for the
+            parameters of their instances; one or a sequence. None for all.
+        exclude: The parameters to leave out, in the same form. The paper leaves out the last linear layer, for example
+            ``"^model.head"``.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
         MisconfigurationException: At setup, under a strategy that owns the gradients (DeepSpeed, FSDP1); when training
             starts, if a pattern selects nothing; in the first step, for a fused optimizer under fp16 and for weights
-            that are cut along another dimension than the first.
+            that are sharded along another dimension than the first.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[AdaptiveClip(0.02)], accelerator="cpu", logger=False)
@@ -147,23 +146,23 @@ class AdaptiveClip(GradientCallback):
     ) -> None:
         clipped = [parameter for parameter in parameters if id(parameter) in self._clipped]
         for parameter in clipped:
-            _require_whole_rows(parameter)
+            _require_complete_rows(parameter)
         gradients = [parameter.grad for parameter in clipped if parameter.grad is not None]
-        wholes = [each for each in (*clipped, *gradients) if each.ndim <= 1]
+        vectors = [tensor for tensor in (*clipped, *gradients) if tensor.ndim <= 1]
         with torch.no_grad():
             ours, slopes = _local(weights, clipped), _local(weights, gradients)
-            _clip(ours, slopes, self.clip_factor, self.eps, lambda vectors: weights.norms(vectors, of=wholes))
+            _clip(ours, slopes, self.clip_factor, self.eps, lambda parts: weights.norms(parts, of=vectors))
 
 
 def _local(weights: LocalWeights, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [part for each in tensors if (part := weights.local(each.detach())) is not None]
+    return [part for tensor in tensors if (part := weights.local(tensor.detach())) is not None]
 
 
-def _require_whole_rows(parameter: Tensor) -> None:
+def _require_complete_rows(parameter: Tensor) -> None:
     if not isinstance(parameter, DTensor) or parameter.ndim <= 1:
         return
     if not all(placement.is_replicate() or placement.is_shard(0) for placement in parameter.placements):
         raise MisconfigurationException(
-            "AdaptiveClip needs whole rows on each rank, of weights that are cut along their first dimension, got"
-            f" placements {parameter.placements}: shard with Shard(0), as fully_shard does by default."
+            "AdaptiveClip needs complete rows on every rank, of weights that are sharded along their first dimension,"
+            f" got placements {parameter.placements}: shard with Shard(0), as fully_shard does by default."
         )

@@ -1,4 +1,4 @@
-"""Gradients clipped at a percentile of the norms that they have had."""
+"""Gradient clipping at a percentile of the gradient norms so far."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["AutoClip"]
 
 
 def clip_value(history: Tensor, percentile: float) -> Tensor:
-    """The percentile of the norms in the history, with linear interpolation, as numpy's; NaN of none.
+    """A percentile of the norms in the history, with linear interpolation as in NumPy; NaN for an empty history.
 
     Args:
-        history: Gradient norms; NaN for those that do not count.
-        percentile: In [0, 100].
+        history: Gradient norms (n,), NaN for norms that do not count.
+        percentile: The percentile, in [0, 100].
 
     Raises:
         ValueError: For a percentile out of range.
@@ -44,7 +44,12 @@ def clip_value(history: Tensor, percentile: float) -> Tensor:
 
 @torch.no_grad()
 def scale_down_(gradients: list[Tensor], norm: Tensor, limit: Tensor) -> None:
-    """Multiply gradients of this norm by ``min(1, limit / norm)``; with a norm that is not finite they stay.
+    """Multiply gradients by ``min(1, limit / norm)``; a norm that is not finite leaves them unchanged.
+
+    Args:
+        gradients: The gradients, which are changed in place.
+        norm: The norm of the gradients, a scalar.
+        limit: The largest norm that is not clipped, a scalar.
 
     Example:
         >>> gradient = torch.tensor([3.0, 4.0])
@@ -52,7 +57,7 @@ def scale_down_(gradients: list[Tensor], norm: Tensor, limit: Tensor) -> None:
         >>> gradient
         tensor([1.5000, 2.0000])
     """
-    # without asking what it is: no CUDA sync; inf - inf is NaN, for which fmin takes the 1
+    # No CUDA sync: inf - inf is NaN, for which fmin returns the 1.
     factor = torch.fmin(limit / (norm - norm + norm), torch.ones_like(norm))
     torch._foreach_mul_(gradients, factor)
 
@@ -62,15 +67,15 @@ class AutoClip(GradientCallback):
     """Gradient clipping that finds its own threshold: a percentile of the gradient norms so far.
 
     ``g <- g * min(1, c_t / ||g||)`` with ``c_t`` the percentile of ``||g_1||, ..., ||g_t||``, the norms of all
-    optimizer steps up to this one, before clipping. Norms that are not finite do not count, and such gradients stay as
-    they are. The norm is that over all parameters of the optimizer, accumulated, unscaled and over the shards of all
-    ranks; each optimizer has its own history, which is saved in the checkpoint. ``gradient_clip_val`` of the Trainer,
-    if given, clips what this leaves. ``tricks/grad_norm`` and ``tricks/clip_value`` are logged every
-    ``log_every_n_steps``, with the optimizer's number if it is not the first.
+    optimizer steps up to this one, before clipping. Norms that are not finite do not count, and such gradients are not
+    changed. The norm is over all parameters of an optimizer and the shards of all ranks, of accumulated and unscaled
+    gradients. Every optimizer has its own history, which checkpoints contain. The Trainer's ``gradient_clip_val`` clips
+    afterwards. ``tricks/grad_norm`` and ``tricks/clip_value`` are logged every ``log_every_n_steps``, with the
+    optimizer's number if it is not the first.
 
     Args:
-        percentile: Which, in [0, 100]; at 100 nothing is clipped.
-        history: How many steps it goes back; None for all of them, as in the paper, which takes longer with each.
+        percentile: The percentile, in [0, 100]; 100 clips nothing.
+        history: The number of last steps that count; None for all steps, as in the paper, which takes ever longer.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -92,8 +97,8 @@ class AutoClip(GradientCallback):
         super().__init__()
         self.percentile = percentile
         self.history = history
-        self._norms: dict[int, Tensor] = {}  # by the optimizer's number, the oldest first
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # norm and clip value
+        self._norms: dict[int, Tensor] = {}  # by the optimizer's number, the oldest norm first
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # norm and clip value of the last step
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -104,9 +109,9 @@ class AutoClip(GradientCallback):
     def _change(
         self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
-        number = next(n for n, each in enumerate(trainer.optimizers) if each is optimizer)
-        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
-        parts = [part for each in gradients if (part := weights.local(each)) is not None]
+        number = next(n for n, other in enumerate(trainer.optimizers) if other is optimizer)
+        gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
+        parts = [part for gradient in gradients if (part := weights.local(gradient)) is not None]
         norm = weights.norm(parts, of=gradients)
         known = (norm - norm + norm).reshape(1)  # inf - inf is NaN
         if number in self._norms:

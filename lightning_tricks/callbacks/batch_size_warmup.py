@@ -1,4 +1,4 @@
-"""A batch that grows over the first part of training, by accumulation or by the loader."""
+"""Batch-size warm-up, by accumulation or by the loader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["BatchSizeWarmup"]
 
 
 def doublings(initial: int, final: int) -> list[int]:
-    """``initial``, twice that, and so on, up to ``final``, which comes last whatever it is.
+    """``initial`` doubled again and again, with ``final`` as the last number.
 
     >>> doublings(1, 8), doublings(2, 12)
     ([1, 2, 4, 8], [2, 4, 8, 12])
@@ -37,7 +37,7 @@ def doublings(initial: int, final: int) -> list[int]:
 
 
 def factor_at(epoch: int, factors: Sequence[int], growth: int) -> int:
-    """The factor of an epoch: in equal parts of the first ``growth`` epochs all but the last, which holds after them.
+    """The factor of an epoch: all but the last in equal parts of the first ``growth`` epochs, then the last.
 
     >>> [factor_at(epoch, [1, 2, 4], growth=4) for epoch in range(6)]
     [1, 1, 2, 2, 4, 4]
@@ -51,25 +51,26 @@ class BatchSizeWarmup(EpochPlan, Trick):
     """Batch-size warm-up: an optimizer step's batch grows from ``initial`` to ``final`` times the loader's.
 
     ``batch_e = factors[min(floor(e * n / E), n)] * loader's batch`` in epoch e, with ``factors`` the n+1 doublings
-    ``initial, 2*initial, ..., final`` and E epochs of growth; ``lr = schedule's lr * batch_e / batch_final``, or its
-    square root. It changes between epochs only, so that no accumulated batch is cut, and ``optimizer_steps`` counts it.
-    With fewer epochs of growth than factors some of them are left out. The learning rate is changed only while the
-    optimizer steps: schedules, checkpoints and LearningRateMonitor have that of the schedule.
+    ``initial, 2*initial, ..., final`` and E epochs of growth; ``lr = schedule's lr * batch_e / batch_final``, or with
+    the square root of that ratio. The batch changes between epochs only, so that no accumulation window is cut, and
+    ``optimizer_steps`` takes it into account. With fewer epochs of growth than factors some factors are left out. The
+    learning rate is changed only while the optimizer steps: schedules, checkpoints and LearningRateMonitor have the
+    schedule's.
 
     Args:
         initial: The number of the loader's batches in the first optimizer steps, at least 1.
-        final: The number in the steps after the growth, at least ``initial``.
-        factors: The sequence of these numbers, none smaller than the one before, instead of ``initial`` and ``final``.
-        over: E, the epochs of growth (int epochs, float fraction of ``max_epochs``, rounded down to whole epochs, at
-            least one).
-        lr_rule: ``"linear"`` (SGD) or ``"sqrt"`` (Adam) for a learning rate that is right for ``final``; None leaves
-            the learning rate alone.
-        grow: ``"accumulate"``: that many batches are accumulated. ``"loader"``: the training DataLoader gives batches
-            that many times as large; its batch sampler must be torch's BatchSampler, over any sampler.
+        final: The number in the optimizer steps after the growth, at least ``initial``.
+        factors: The sequence of these numbers, in ascending order, instead of ``initial`` and ``final``.
+        over: E, the epochs of growth (int epochs, float fraction of ``max_epochs``, rounded down to an integer of at
+            least 1).
+        lr_rule: ``"linear"`` (SGD) or ``"sqrt"`` (Adam), for a learning rate that was tuned for ``final``; None for
+            no change of the learning rate.
+        grow: ``"accumulate"`` to accumulate that many batches, or ``"loader"`` to load batches that many times as
+            large, which needs a DataLoader with torch's BatchSampler, over any sampler.
 
     Raises:
         ValueError: For a value out of range, or factors that shrink.
-        TypeError: For a value of another type.
+        TypeError: For a value of the wrong type.
         MisconfigurationException: When training starts: with manual optimization, DeepSpeed, another callback that
             accumulates, a fraction of ``max_epochs=-1``, ``accumulate_grad_batches`` in the Trainer or a loader that
             cannot grow, or a resume after epochs with other factors.
@@ -92,7 +93,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
         ),
         Conflict(
             ("accumulate_grad_batches",),
-            'with grow="accumulate" both say how many batches are accumulated',
+            'with grow="accumulate" both decide how many batches are accumulated',
             "Leave accumulate_grad_batches out and multiply initial and final by it",
             lambda trick, _: bool(trick.grow == "accumulate"),
         ),
@@ -121,21 +122,21 @@ class BatchSizeWarmup(EpochPlan, Trick):
         self.over = over
         self.lr_rule = lr_rule
         self.grow = grow
-        self._past: list[tuple[int, int]] = []  # step_of of each epoch so far
+        self._past: list[tuple[int, int]] = []  # the results of step_of for the epochs so far
 
     @property
     def needs_step_hooks(self) -> bool:  # type: ignore[override]
-        """Whether the learning rate changes around each optimizer step."""
+        """Whether the learning rate changes around optimizer steps."""
         return self.lr_rule is not None
 
     def factor(self, trainer: pl.Trainer, epoch: int) -> int:
-        """How many of the loader's batches make that of an optimizer step in an epoch."""
+        """The number of the loader's batches in an optimizer step of an epoch."""
         return factor_at(epoch, self._sequence, self._growth(trainer))
 
     def _growth(self, trainer: pl.Trainer) -> int:
         if isinstance(self.over, int):
             return self.over
-        return max(1, math.floor(self.over * (trainer.max_epochs or 0) + 1e-9))  # 0.7 * 10 is less than 7
+        return max(1, math.floor(self.over * (trainer.max_epochs or 0) + 1e-9))  # 0.29 * 100 is less than 29
 
     @override
     def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
@@ -164,7 +165,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
     def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = type(trainer.strategy).__name__
         if not pl_module.automatic_optimization:
-            found = f"{type(pl_module).__name__}.automatic_optimization=False: step every so many batches there"
+            found = f"{type(pl_module).__name__}.automatic_optimization=False: step after more batches in training_step"
         elif trainer.strategy.handles_gradient_accumulation:
             found = f"{strategy}, which fixes batch and accumulation when it starts: use another strategy"
         elif isinstance(self.over, float) and trainer.max_epochs == -1:
@@ -177,7 +178,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
 
     def _grown(self, trainer: pl.Trainer, process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
         loader = process(loader)
-        if not trainer.training:  # validation's
+        if not trainer.training:  # a validation loader
             return loader
         loader = resizable(loader, "BatchSizeWarmup(grow='loader')", ", or BatchSizeWarmup(grow='accumulate')")
         batches = loader.batch_sampler
@@ -194,15 +195,15 @@ class BatchSizeWarmup(EpochPlan, Trick):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        planned = [self.step_of(trainer, each) for each in range(max(trainer.current_epoch, len(self._past)))]
+        planned = [self.step_of(trainer, epoch) for epoch in range(max(trainer.current_epoch, len(self._past)))]
         if self._past != planned or (trainer.ckpt_path and trainer.global_step and not self._past):
             raise MisconfigurationException(
-                f"BatchSizeWarmup goes on after epochs of {planned} (accumulated batches, times the batch size), but"
-                f" training had {self._past or 'none of them, without this callback'}. Resume with the same settings;"
-                f" over={self.over!r} as an int does not depend on max_epochs."
+                f"BatchSizeWarmup resumes after epochs with {planned} (accumulated batches, batch size), but training"
+                f" had {self._past or 'no such epochs, without this callback'}. Resume with the same settings, got"
+                f" over={self.over!r}; an int does not depend on max_epochs."
             )
         if self.grow == "loader":
-            ahead = {self.factor(trainer, each) for each in range(trainer.max_epochs or 0)} or set(self._sequence)
+            ahead = {self.factor(trainer, epoch) for epoch in range(trainer.max_epochs or 0)} or set(self._sequence)
             require_batches(trainer, ahead, "BatchSizeWarmup(grow='loader')")
         self._begin(trainer)  # a resumed epoch has no on_train_epoch_start
 
@@ -238,10 +239,12 @@ def _sequence(initial: int, final: int, factors: Sequence[int] | None) -> list[i
     if factors is None:
         check_count("final", final)
         if final < initial:
-            raise ValueError(f"final must be at least initial={initial}, got {final}: the batch grows.")
+            raise ValueError(f"final must be at least initial={initial}, got {final}: the batch can only grow.")
         return doublings(initial, final)
     if (initial, final) != (1, 8):
-        raise ValueError(f"factors={factors!r} says it all: leave initial={initial} and final={final} out.")
+        raise ValueError(
+            f"factors={factors!r} replaces initial and final, got initial={initial} and final={final}: leave them out."
+        )
     if not isinstance(factors, Sequence) or not factors:
         raise TypeError(f"factors must be a sequence of integers, got {factors!r}.")
     for place, factor in enumerate(factors):

@@ -1,4 +1,4 @@
-"""Convolutions on images whose channels lie together in memory."""
+"""Convolutions in the memory format channels-last."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["ChannelsLast"]
 
 
 def to_channels_last(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs of a layer, the 4-D ones in the memory format ``torch.channels_last``; nothing is copied if it is so.
+    """Convert the 4-D inputs of a layer to ``torch.channels_last``; inputs in this format are not copied.
 
-    A forward pre-hook: ``layer.register_forward_pre_hook(to_channels_last)``.
+    It is a forward pre-hook: ``layer.register_forward_pre_hook(to_channels_last)``.
 
     Args:
-        layer: Whose inputs they are.
-        inputs: Of shape (N, C, H, W), others are left alone.
+        layer: The layer.
+        inputs: Positional arguments of the layer; only tensors (N, C, H, W) are converted.
 
     Example:
         >>> (x,) = to_channels_last(nn.Identity(), (torch.zeros(2, 3, 4, 4),))
@@ -39,16 +39,16 @@ def to_channels_last(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
 
 @final
 class ChannelsLast(Trick):
-    """Runs 2-D convolutions in ``torch.channels_last``, which many kernels are faster in, in fit and evaluation.
+    """Runs 2-D convolutions in ``torch.channels_last``, in which many kernels are faster, in fit and evaluation.
 
     An image (N, C, H, W) gets the strides (HWC, 1, WC, C), as do the weights of convolutions. The input of every
-    convolution is brought into this format, which its output and what follows keep, so that one copy at the first
-    convolution is all. Shapes and values are the same and results equal but for rounding. The ``state_dict`` of a
-    checkpoint is contiguous as always, and so are the weights when a fit or an evaluation ends or fails. A module that
-    calls ``view`` where it flattens images must call ``flatten``. Under FSDP2 and DeepSpeed, which flatten weights, and
-    for layers that ``configure_model`` makes, only the images are converted.
+    convolution is converted to this format, and its output keeps the format, so usually only the first convolution
+    copies its input. Results are equal up to rounding. The ``state_dict`` of a checkpoint is contiguous as always, and
+    so are the weights when a fit or an evaluation ends or fails. A module that flattens images by ``view`` must use
+    ``flatten``. Under FSDP2 and DeepSpeed, which flatten weights, and for layers that ``configure_model`` makes, only
+    the images are converted.
 
-    What it gains depends on network, precision and device; ``benchmarks/cost/speed.py`` measures it.
+    The gain depends on network, precision and device; ``benchmarks/cost/speed.py`` measures it.
 
     Raises:
         MisconfigurationException: When a fit or an evaluation starts, if the module has no 2-D convolution.
@@ -67,7 +67,7 @@ class ChannelsLast(Trick):
         super().setup(trainer, pl_module, stage)
         if engine_of(trainer) not in UNSHARDED:
             return
-        # now, since DDP lays its gradients out as the weights are when it starts
+        # DDP lays out its gradients like the weights when it starts, so these are converted before.
         for layer in _convolutions(pl_module):
             weight = dict(layer.named_parameters(recurse=False)).get("weight")
             if weight is not None and not is_lazy(weight) and weight.is_contiguous():
@@ -79,13 +79,13 @@ class ChannelsLast(Trick):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self._begun:
-            return  # validation in a fit
-        layers = _convolutions(pl_module)  # after configure_model
+            return  # a validation in a fit
+        layers = _convolutions(pl_module)  # found here, after configure_model
         if not layers:
             raise MisconfigurationException(
-                f"ChannelsLast is for 2-D convolutions, {type(pl_module).__name__} has none: leave ChannelsLast out."
+                f"ChannelsLast needs 2-D convolutions, {type(pl_module).__name__} has none: leave ChannelsLast out."
             )
-        torch.compiler.reset()  # code that was compiled without the hooks would go on without them
+        torch.compiler.reset()  # code that was compiled without the hooks would not call them
         for layer in layers:
             self._undo.callback(layer.register_forward_pre_hook(to_channels_last).remove)
         self._begun = True

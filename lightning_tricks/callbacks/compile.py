@@ -33,26 +33,26 @@ def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @final
 class Compile(Trick):
-    """Trains with compiled modules: ``torch.compile`` in place, back to eager where it fails.
+    """Trains with compiled modules: ``torch.compile`` in place, with a return to eager mode if it fails.
 
-    The forward of each module is compiled at its first call, from training start on, and of repeated blocks only once.
-    Names in ``state_dict`` stay the same; when the fit ends or fails the module is as before. The training step itself
-    stays eager, so it may log, and what cannot be traced (``.item()``, other libraries) runs eagerly between compiled
-    parts.
+    The forward pass of a module is compiled at its first call after training has started, and that of equal blocks only
+    once. Names in the ``state_dict`` stay the same, and the module is restored when the fit ends or fails. The training
+    step itself stays eager, so it may log. Code that cannot be traced (``.item()``, other libraries) runs in eager mode
+    between compiled parts.
 
-    If the compiler fails (an error of the backend, no C++ compiler), state and random numbers are put back to what they
-    were before the call, the same batch goes through the eager module, and so does everything from then on; one warning
-    names module and error. That holds for each new shape of the inputs. What a forward does to objects outside of its
-    module it does twice then. Errors of the backward compiler come through where torch compiles the backward pass
-    later (2.9 does, 2.13 does not).
+    If the compiler fails (an error of the backend, no C++ compiler), state and random numbers are restored. The same
+    batch and all later ones run in eager mode, and one warning names module and error. This also holds for inputs of a
+    new shape. What the forward pass does to objects outside of its module is then done twice. Errors of the backward
+    compiler are raised where torch compiles the backward pass later (2.9 does, 2.13 does not).
 
     Args:
         modules: Regular expressions searched in submodules' names, or names of classes ("BertLayer"); one or a
-            sequence. Of selected modules within each other the outer ones are taken. None for the network: the
-            module's own ``forward`` if the training step calls that first, else each submodule that it calls.
-        mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-        fallback: Go on in eager when the compiler fails; False lets its error through.
-        backend: Of ``torch.compile``, such as "inductor" or "aot_eager".
+            sequence. Of nested modules only the outermost are taken. None for the network: the module's own
+            ``forward`` if the training step calls that first, else every submodule that it calls.
+        mode: The mode of ``torch.compile``: "default", "reduce-overhead", "max-autotune" or
+            "max-autotune-no-cudagraphs".
+        fallback: Whether to go on in eager mode when the compiler fails; False raises its error.
+        backend: The backend of ``torch.compile``, such as "inductor" or "aot_eager".
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -92,13 +92,13 @@ class Compile(Trick):
         check_bool("fallback", fallback)
         check_choice("backend", backend, torch.compiler.list_backends(exclude_tags=()))
         if mode != "default" and backend != "inductor":
-            raise ValueError(f"mode is of backend='inductor', got mode={mode!r}, backend={backend!r}: leave mode out.")
+            raise ValueError(f"mode needs backend='inductor', got mode={mode!r}, backend={backend!r}: leave mode out.")
         super().__init__()
         self.modules = modules
         self.mode = mode
         self.fallback = fallback
         self.backend = backend
-        self._unwrap: dict[str, Callable[[], None]] = {}  # by the name of the module
+        self._unwrap: dict[str, Callable[[], None]] = {}  # undoes the wrapping, by the name of the module
         self._called = self._eager = False
 
     @override
@@ -107,10 +107,10 @@ class Compile(Trick):
         self._called = self._eager = False
         self._undo.callback(self._unwrap.clear)
         self._undo.enter_context(_settings(manual=not pl_module.automatic_optimization))
-        # One function for equal modules, which share its code; torch keeps but a few versions of each and takes what
-        # changes between them for dynamic. And it does not trace Sequential.forward itself.
+        # Equal modules share one function: torch keeps only a few compiled versions of a function, and makes sizes that
+        # differ between them dynamic. The function is also needed because torch does not trace Sequential.forward.
         runs: dict[str, Callable[..., Any]] = {}
-        # on_fit_start is over: what others have wrapped or hooked is compiled, too
+        # The wrappers and hooks that other callbacks add in on_fit_start are compiled, too.
         for name, module in self._found(pl_module).items():
             kind = repr(module) if _is_plain(module) else name
             if kind not in runs:
@@ -137,23 +137,23 @@ class Compile(Trick):
         return found
 
     def _first(self, name: str) -> None:
-        """What is called first is the network: the module's own forward, or its submodules."""
+        """Unwrap either the module's own forward or the submodules, whichever is not called first."""
         self._called = True
-        for other in [each for each in self._unwrap if (each == "") != (name == "")]:
+        for other in [wrapped for wrapped in self._unwrap if (wrapped == "") != (name == "")]:
             self._unwrap.pop(other)()
 
     def _give_up(self, name: str, module: nn.Module, error: Exception) -> None:
         self._eager = True
-        said = " ".join(str(error).split())[:400]
+        message = " ".join(str(error).split())[:400]
         rank_zero_warn(
             f"Compile: {name or 'forward'} ({type(module).__name__}) does not compile with backend={self.backend!r}:"
-            f" {type(error).__name__}: {said}. Training goes on in eager, with the same batch. Name modules that do"
+            f" {type(error).__name__}: {message}. Training goes on in eager, with the same batch. Name modules that do"
             " compile, as in Compile(modules=[...]), or leave Compile out."
         )
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if pl_module.automatic_optimization:  # otherwise another loss may follow
+        if pl_module.automatic_optimization:  # in manual optimization another loss may follow
             self._require_call(pl_module)
 
     @override
@@ -172,7 +172,7 @@ class Compile(Trick):
 
 
 class _Compiled:
-    """Calls of one module. A copy of the module, or a pickle, has the eager forward."""
+    """Calls the compiled code of a module. A copy or a pickle of the module has the eager forward."""
 
     def __init__(self, owner: Compile, run: Callable[..., Any], name: str, module: nn.Module) -> None:
         self.owner, self.run, self.name, self.module = owner, run, name, module
@@ -183,7 +183,7 @@ class _Compiled:
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            self.owner._called = True  # by a function that is compiled
+            self.owner._called = True  # called by code that is being compiled
             return forward(*args, **kwargs)
         if self.owner._eager:
             return forward(*args, **kwargs)
@@ -193,12 +193,14 @@ class _Compiled:
         return call(forward, *args, **kwargs)
 
     def _compiled(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(forward, MethodType):  # which torch 2.9 compiles anew for each of several equal modules
+        if isinstance(
+            forward, MethodType
+        ):  # torch 2.9 would compile a bound method anew for every one of equal modules
             return self.run(forward.__func__, forward.__self__, *args, **kwargs)
         return self.run(forward, *args, **kwargs)
 
     def _with_fallback(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException  # has no public name
+        from torch._dynamo.exc import TorchDynamoException  # it has no public name
 
         key = _signature(self.module, args, kwargs)
         undo: list[Callable[[], None]] = []
@@ -208,12 +210,13 @@ class _Compiled:
         try:
             result = self._compiled(forward, *args, **kwargs)
         except Exception as error:
-            # of a call like one before only the compiler's, which it may meet again for another value of an attribute
+            # After a successful call of this kind only an error of the compiler counts, which may compile again if an
+            # attribute has another value.
             if not undo and not isinstance(error, TorchDynamoException):
                 raise
-            for each in undo:
-                each()
-            result = forward(*args, **kwargs)  # an error of the module's own comes again
+            for restore in undo:
+                restore()
+            result = forward(*args, **kwargs)  # raises the module's own error again
             self.owner._give_up(self.name, self.module, error)
         self.seen.add(key)
         return result
@@ -223,32 +226,32 @@ def _networks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost submodules with parameters that can be called."""
     for name, child in module.named_children():
         if next(child.parameters(), None) is None:
-            continue  # a metric, a loss
+            continue  # a metric or a loss
         if type(child).forward is nn.Module.forward:  # a ModuleList
-            yield from ((f"{name}.{inner}", each) for inner, each in _networks(child))
+            yield from ((f"{name}.{inner}", grandchild) for inner, grandchild in _networks(child))
         else:
             yield name, child
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it has neither hooks nor a forward of its own, by which torch does not tell modules apart."""
+    """Whether a module has neither hooks nor an own forward attribute, by which compiled code would differ."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return not any("forward" in vars(m) or any(getattr(m, name) for name in hooks) for m in module.modules())
 
 
 def _signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What torch mostly compiles anew for."""
+    """The properties of a call for which torch usually compiles anew."""
     given = (*args, *kwargs.values())
-    found = [x for each in given for x in ([each] if isinstance(each, Tensor) else tensors_in(each))]
+    found = [x for value in given for x in ([value] if isinstance(value, Tensor) else tensors_in(value))]
     inputs = tuple((x.shape, x.dtype, x.requires_grad) for x in found)
     return inputs, module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def _settings(*, manual: bool) -> Any:
-    """Of torch, while training."""
-    from torch._functorch import config  # has no public name
+    """A context with settings of torch's compiler for training."""
+    from torch._functorch import config  # it has no public name
 
-    # The backward pass is compiled with the forward, so that its errors come while there is a way back; older versions
-    # compile it in the first backward pass. And several passes through one graph need its buffers.
+    # The backward pass is compiled with the forward pass, so that its errors come while eager mode can still take over;
+    # older versions compile it later. In manual optimization several passes through one graph need its buffers.
     wanted = {"force_non_lazy_backward_lowering": True, **({"donated_buffer": False} if manual else {})}
     return config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})

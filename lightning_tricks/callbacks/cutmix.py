@@ -1,4 +1,4 @@
-"""CutMix: a box of each image comes from another one."""
+"""CutMix: a box of every image comes from another image."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _COORDINATES = re.compile(r"(^|[^a-z])(b?box(es)?|key_?points?|landmarks?|polygo
 
 
 def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, float]:
-    """Images with a box from another one, in a new tensor, and the share that is left of each image itself.
+    """Paste a box from another image into every image, in a new tensor.
 
-    The box has ``sqrt(1 - lam)`` of height and width around a uniformly drawn centre and is cut off at the borders.
-    ``lam`` becomes what is left exactly: ``1 - box / (H * W)``.
+    The box has ``sqrt(1 - lam)`` of height and width around a uniformly drawn centre, and is cut off at the borders.
+    The returned ``lam`` is exact: ``1 - box / (H * W)``.
 
     Args:
         x: Images (B, ..., H, W).
-        lam: The share that each image keeps, in [0, 1].
-        index: The partner of each image (B,).
-        generator: Draws the centre, on the CPU; torch's own if left out.
+        lam: The share that an image keeps, in [0, 1].
+        index: The indices of the partners (B,).
+        generator: The generator of the centre, on the CPU; None for torch's own.
 
     Returns:
-        The images and ``lam``.
+        The images with boxes, and the exact share that an image keeps.
 
     Raises:
         ValueError: For a tensor that has no height and width.
@@ -55,7 +55,7 @@ def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | No
     (top, bottom), (left, right) = _extent(down, height, lam), _extent(across, width, lam)
     mixed = x.clone()
     box, part = mixed[..., top:bottom, left:right], x[..., top:bottom, left:right]
-    # at once takes half the time; autograd does not know it, and an index of another length would resize the box
+    # One operation takes half the time, but has no gradient, and an index of another length would resize the box.
     if x.is_cpu and not x.requires_grad and len(index) == len(x):
         torch.index_select(part, 0, index, out=box)
     else:
@@ -71,28 +71,27 @@ def _extent(centre: float, size: int, lam: float) -> tuple[int, int]:
 
 @final
 class CutMix(MixingCallback):
-    """Trains on images with a box from another image of the batch; the loss is mixed by the areas, masks are pasted.
+    """Trains on images with a box from another image of the batch; losses are mixed by area, and masks are pasted.
 
     ``loss = lam * L(f(x'), y) + (1 - lam) * L(f(x'), y[index])`` with ``lam ~ Beta(alpha, alpha)``, made exact for the
-    box that was cut (see ``cutmix``). The target looks like the label of the greater part. A target with the height and
-    width of the images, such as a mask (B, H, W), (B, C, H, W) or (B, H, W, C), gets the same box of its partner, and
-    its loss is left as it is. All else is as with ``Mixup``; with both, one of them is chosen for each batch, by their
-    ``prob``.
+    box (see ``cutmix``). The target looks like the label of the larger part. A target with the height and width of the
+    images, such as a mask (B, H, W), (B, C, H, W) or (B, H, W, C), gets the same box from its partner, and its loss is
+    not changed. All else is as with ``Mixup``; with both, one of them is chosen for every batch, by their ``prob``.
 
     Args:
-        alpha: Of the Beta distribution, at least 0; 1 draws areas uniformly, 0 mixes nothing.
-        prob: Share of the batches that are mixed, in [0, 1].
+        alpha: Parameter of the Beta distribution, at least 0; 1 draws areas uniformly, 0 mixes nothing.
+        prob: Share of the batches to mix, in [0, 1].
         start: When mixing begins (int optimizer steps, float fraction of training).
-        stop: When it ends, as ``start``.
-        inputs: Key, index or path (such as "batch.0") of the images (B, ..., H, W), or a list of those; found by itself
-            in pairs and under usual names.
-        target: The same for the targets.
+        stop: When mixing ends, in the form of ``start``.
+        inputs: Key, index or path (such as "batch.0") of the images (B, ..., H, W), or a list of those; None to find
+            them in pairs and under usual names.
+        target: Key, index or path of the targets, in the same form.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: As with ``Mixup``; for inputs that are no images, for boxes, keypoints and targets of
-            another size, and for a mask in the batch that is not named.
+        MisconfigurationException: As with ``Mixup``; also for inputs that are not images, for boxes, keypoints and
+            targets of another size, and for a mask in the batch that is not named.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -125,7 +124,7 @@ class CutMix(MixingCallback):
 
     @override
     def _require_parts(self, context: BatchContext, size: int) -> None:
-        """Raise for parts of the batch whose place in the image would change unnoticed, or cannot change."""
+        """Raise for parts of the batch that belong to places in the image, but cannot or would not be pasted."""
         inputs, targets = self._inputs(context, size), self.targets_in(context.batch)
         sides, images = inputs[0][1].shape[-2:], [path for path, _ in inputs]
         for path, part in walk(context.batch):
@@ -135,7 +134,7 @@ class CutMix(MixingCallback):
             found = f"{spelled(path)}, {f'a tensor {tuple(part.shape)}' if isinstance(part, Tensor) else type(part)}"
             if is_spatial:
                 raise self._cannot(
-                    f"leaves {found} as it is, which has the size of the images: name it in target= if it is a mask,"
+                    f"does not change {found}, which has the size of the images: name it in target= if it is a mask,"
                     " in inputs= if it is an image, or leave it out of the batch",
                     context,
                 )
@@ -161,7 +160,7 @@ class CutMix(MixingCallback):
         for path, x in (*inputs, *((path, get(batch, path)) for path in masks)):
             places = _rows_and_columns(x, inputs[0][1].shape[-2:])
             assert places is not None
-            # the same numbers draw the same box in all of them
+            # The same seed draws the same box in all of them.
             mixed, share = cutmix(x.movedim(places, (-2, -1)), lam, index, torch.Generator().manual_seed(seed))
             batch = put(batch, path, mixed.movedim((-2, -1), places))
         context.batch = batch
@@ -169,13 +168,13 @@ class CutMix(MixingCallback):
 
 
 def _rows_and_columns(x: Tensor, sides: torch.Size) -> tuple[int, int] | None:
-    """The dimensions of a tensor (B, ..., H, W) or (B, H, W, ...) in which it has the sides of an image."""
+    """The dimensions in which a tensor (B, ..., H, W) or (B, H, W, ...) has the height and width of an image."""
     if x.ndim >= 3 and x.shape[-2:] == sides:
         return -2, -1
     return (1, 2) if x.ndim >= 3 and x.shape[1:3] == sides else None
 
 
 def _is_geometry(path: Path, part: Any) -> bool:
-    """Whether a part of a batch has coordinates in the image, by its name or its class."""
+    """Whether a part of a batch holds coordinates in an image, by its name or its class."""
     names = [name for name in path if isinstance(name, str)]
     return type(part).__name__ in ("BoundingBoxes", "KeyPoints") or any(map(_COORDINATES.search, names))

@@ -17,12 +17,12 @@ Warmup = bool | Literal["power"]
 
 
 def ema_decay(updates: int, decay: float, *, warmup: Warmup = True, every_n_steps: int = 1) -> float:
-    """The decay of an update: ``d = min(decay**every_n_steps, w)``, with warm-up w of young averages.
+    """The decay of an update: ``d = min(decay**every_n_steps, w)``, with a warm-up w for young averages.
 
     w is ``(1+updates)/(10+updates)`` for True, ``1 - (1+updates)**(-2/3)`` for "power" and 1 for False.
 
     Args:
-        updates: Updates made before this one.
+        updates: Number of updates before this one.
         decay: Decay per optimizer step, in [0, 1).
         warmup: True, "power" (reaches 0.999 after 31,600 updates, where True takes 9,000) or False.
         every_n_steps: Optimizer steps between updates.
@@ -54,13 +54,13 @@ def _check_decay(decay: float, warmup: Warmup, every_n_steps: int) -> None:
 def scale_ema_decay(decay: float, *, batch_size: int, base_batch_size: int) -> float:
     """The decay for another batch size: ``decay ** (batch_size / base_batch_size)``.
 
-    An optimizer step with a k times larger batch goes as far as k steps did, so the average must forget as in k steps.
-    Scale the learning rate as well.
+    An optimizer step with a batch k times as large goes as far as k steps did, so the average must forget as much as
+    in k steps. Scale the learning rate as well.
 
     Args:
-        decay: Decay per optimizer step that was right for ``base_batch_size``, in [0, 1).
-        batch_size: Samples of an optimizer step: of all devices and accumulated batches.
-        base_batch_size: The same, of the run that the decay is known from.
+        decay: Decay per optimizer step that was tuned for ``base_batch_size``, in [0, 1).
+        batch_size: Number of samples in an optimizer step, over all devices and accumulated batches.
+        base_batch_size: Number of samples in an optimizer step of the run that the decay was tuned in.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -83,43 +83,44 @@ def scale_ema_decay(decay: float, *, batch_size: int, base_batch_size: int) -> f
 class EMA(AveragingCallback):
     """Averaged weights for validation, checkpoints and the end: ``average += (1-d) * (weight - average)``.
 
-    The average starts as a copy of the weights once ``start`` is reached (fp32 at least, whatever the weights are) and
-    is updated after every training batch in which an optimizer stepped. d is ``decay``, with warm-up
+    The average starts as a copy of the weights, in fp32 or more, once ``start`` is reached. It is updated after every
+    training batch in which an optimizer stepped. d is ``decay``, with warm-up
     ``min(decay, (1+n)/(10+n))`` after n updates. Trainable parameters are averaged; a parameter unfrozen later joins at
     the next epoch. Before the first update the averaged weights *are* the raw weights.
 
-    In a checkpoint ``state_dict`` holds the weights that were validated and this callback's state the others, so the
-    file loads anywhere without this package and a resumed fit continues exactly. Exceptions and Ctrl-C leave the module
-    with its raw weights. One object can be used for several fits: with another Trainer or module it starts anew.
-    List callbacks that read weights in their validation hooks after this one.
+    The ``state_dict`` of a checkpoint holds the weights that were validated, and this callback's state the others. So
+    the file loads anywhere without this package, and a resumed fit continues exactly. Exceptions and Ctrl-C leave the
+    raw weights in the module. One object can serve several fits; with another Trainer or module it starts anew. List
+    callbacks that read weights in their validation hooks after this one.
 
-    ``validate="both"`` validates twice: the metrics of the averaged weights have their own names, those of the raw ones
-    end in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with the metrics of both. A ModelCheckpoint that
-    monitors a ``_raw`` metric saves the raw weights, every other the averaged ones.
+    ``validate="both"`` validates twice. The metrics of the averaged weights keep their names, and those of the raw
+    weights end in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with both metrics. A ModelCheckpoint that
+    monitors a ``_raw`` metric saves the raw weights, any other the averaged weights.
 
-    Under FSDP2 and DeepSpeed ZeRO each rank averages its own shard, of ZeRO the fp32 masters; nothing is gathered.
-    Several averages can run together if their decays differ and all but one have ``validate="raw", at_end="raw"``.
+    Under FSDP2 and DeepSpeed ZeRO a rank averages its own shard (under ZeRO of the fp32 master weights), and nothing is
+    gathered. Several averages can run together if their decays differ and all but one have ``validate="raw",
+    at_end="raw"``.
     ``tricks/ema_decay`` and ``tricks/ema_distance``, the averages' distance from the weights over the weights' norm,
     are logged every ``log_every_n_steps``.
 
     Args:
         decay: Decay per optimizer step, in [0, 1).
         warmup: Whether young averages forget faster; "power" for ``min(decay, 1 - (1+n)**(-2/3))``.
-        every_n_steps: Update once in so many optimizer steps, with ``decay**every_n_steps``.
+        every_n_steps: Optimizer steps between updates, at least 1; the decay is then ``decay**every_n_steps``.
         start: When averaging begins (int optimizer steps, float fraction of training).
-        buffers: "copy" keeps the module's current buffers, "average" averages the floating-point ones too, over time
-            and over ranks.
-        validate: Validate "averaged" or "raw" weights, or "both".
-        at_end: Which weights the module holds when training has ended, "averaged" or "raw".
-        device: Where the average lives: None for beside the weights, or "cpu". From a GPU they are copied while the
-            next forward pass runs, which must not write to them.
+        buffers: "copy" for the module's current buffers, or "average" to average the floating-point ones over time and
+            over ranks.
+        validate: The weights to validate: "averaged", "raw" or "both".
+        at_end: The weights in the module after training: "averaged" or "raw".
+        device: The device of the average: None for that of the weights, or "cpu". Weights on a GPU are then copied
+            while the next forward pass runs, which must not write to them.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At setup, under a strategy whose shards are not found (FSDP1, NVMe offload), and if
-            two averages are to be shown; when training starts, if ``start`` is a fraction of an unknown length; on
-            resume, if several averages of the checkpoint could be this one.
+        MisconfigurationException: At setup, under a strategy whose shards are not accessible (FSDP1, NVMe offload), and
+            if two averages would be validated or left in the module; when training starts, if ``start`` is a
+            fraction of an unknown length; on resume, if several averages of the checkpoint could be this one.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -1,4 +1,4 @@
-"""A pretrained model unfrozen part by part, from the head to the stem."""
+"""Gradual unfreezing of a pretrained model, from the head to the stem."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = ["GradualUnfreeze"]
 
 
 def unfreeze_order(model: nn.Module, parameters: str | Sequence[str] | None, count: int) -> list[list[str]]:
-    r"""The names of the parameters that train, in ``count`` groups from the head to the stem, without the head.
+    r"""The names of the trainable parameters, in ``count`` groups from the head to the stem, without the head.
 
     Args:
         model: The model.
         parameters: The groups, as for GradualUnfreeze.
-        count: How many groups; layers are dealt out to them as evenly as they go, the fuller groups first.
+        count: The number of groups; layers are divided evenly, with larger groups first.
 
     Raises:
-        ValueError: If a pattern gives no parameter, there are fewer layers than groups, or nothing tells the layers.
+        ValueError: If a pattern selects no parameter, there are fewer layers than groups, or the layers are unknown.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
@@ -56,14 +56,16 @@ def unfreeze_order(model: nn.Module, parameters: str | Sequence[str] | None, cou
             left = {name: None for name in left if name not in order[-1]}
             if not order[-1]:
                 raise ValueError(
-                    f"parameters: each pattern must select a parameter that trains and that no pattern before it"
-                    f" selects, {pattern!r} selects none. {examples(names)}"
+                    f"parameters: a pattern must select a trainable parameter that no earlier pattern selects,"
+                    f" {pattern!r} selects none. {examples(names)}"
                 )
         return order
     keys = known_layers(model) if parameters is None else numbered_layers(model, parameters)
     layers = sorted({keys[name] for name in names}, reverse=True)[1:]
     if len(layers) < count:
-        raise ValueError(f"at: {count} times need as many layers below the head, found {len(layers)}: give fewer.")
+        raise ValueError(
+            f"at: {count} times need as many layers below the head, found {len(layers)}: give fewer times."
+        )
     size, more = divmod(len(layers), count)
     taken = iter(layers)
     parts = [set(islice(taken, size + (n < more))) for n in range(count)]
@@ -71,45 +73,46 @@ def unfreeze_order(model: nn.Module, parameters: str | Sequence[str] | None, cou
 
 
 class Stages:
-    """Groups of parameters from the head to the stem, which join one after the other; the rest always trains."""
+    """Groups of parameters from the head to the stem, which join one after the other; all others always train."""
 
     def __init__(self, weights: LocalWeights, order: list[list[str]]) -> None:
         self.weights, self.order = weights, order
         self.joined = len(order)
         self._held: dict[str, nn.Parameter] | None = None
         self._norms: list[tuple[_BatchNorm, int]] = []
-        self._silenced: list[tuple[_BatchNorm, int]] = []  # those put into eval mode
+        self._silenced: list[tuple[_BatchNorm, int]] = []  # layers that were put into eval mode here
 
     def names(self, first: int = 0) -> list[str]:
-        """What belongs to the groups from this one on."""
+        """The parameters' names in the groups from number ``first`` on."""
         return [name for names in self.order[first:] for name in names]
 
     def frozen(self) -> list[str]:
-        """What belongs to the groups that have not joined."""
+        """The parameters' names in the groups that have not joined."""
         return self.names(self.joined)
 
     def hold(self) -> None:
-        """Know the parameters from now on by what they are, whatever wraps their modules and changes their names."""
+        """Keep references to the parameters, whose names change when their modules are wrapped."""
         self._held = self.named()
 
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters by name; a strategy may replace them in its setup."""
-        self.weights.reshard()  # a gathered weight takes over what its shards have, when it is gathered
+        self.weights.reshard()  # a weight has its shards' requires_grad when it is gathered
         if self._held is not None:
             return self._held
         parameters = dict(self.weights.module.named_parameters())
         return {name: parameters[name] for name in self.names()}
 
     def train(self, names: Collection[str], trains: bool) -> None:
-        """Let parameters train, or not."""
+        """Set ``requires_grad`` of parameters."""
         named = self.named()
         for name in names:
             named[name].requires_grad_(trains)
 
     def join(self, count: int) -> None:
-        """Let the first ``count`` groups train, and no other.
+        """Let the first ``count`` groups train, and no others.
 
-        torch up to 2.10 at least goes on with compiled code that gives no gradients to what was frozen: it is dropped.
+        Compiled code is dropped, since in some versions of torch (2.10, for example) it would give no gradients to
+        parameters that were frozen.
         """
         self.joined = count
         torch.compiler.reset()
@@ -121,20 +124,20 @@ class Stages:
         self._silenced = [(layer, stage) for layer, stage in self._silenced if stage >= count]
 
     def restore(self, frozen: Collection[str]) -> bool:
-        """Let join what is not in ``frozen``; False if those are not the last groups."""
+        """Let all groups join that are not ``frozen``; False if the frozen ones are not the last groups."""
         counts = [n for n in range(len(self.order) + 1) if set(frozen) == set(self.names(n))]
         if counts:
             self.join(counts[0])
         return bool(counts)
 
     def find_norms(self) -> None:
-        """Find the BatchNorm layers as they are now, which SyncBatchNorm may have replaced."""
+        """Find the present BatchNorm layers, which SyncBatchNorm may have replaced."""
         named = self.named()
         stages = {named[name]: stage for stage, names in enumerate(self.order) for name in names}
         self._norms = batchnorm_stages(self.weights.module, stages)
 
     def silence(self) -> None:
-        """Put the BatchNorm layers of what is frozen into eval mode, whoever has called ``train()`` since."""
+        """Put frozen BatchNorm layers into eval mode, also after a call of ``train()``."""
         for layer, stage in self._norms:
             if stage >= self.joined and layer.training:
                 layer.eval()
@@ -144,34 +147,34 @@ class Stages:
 
 @final
 class GradualUnfreeze(Trick):
-    r"""Gradual unfreezing: the head trains from the start, the parts below it join one by one, down to the stem.
+    r"""Gradual unfreezing: the head trains from the start, and the parts below it join one by one, down to the stem.
 
-    The k-th group, k = 1, 2, ..., gets gradients from ``at[k-1]`` on; its learning rate is that of your optimizer times
-    ``lr_factor**k``, and follows the schedule from the first step, as if the group had always been there. What is
-    frozen is not touched by momentum or weight decay, its BatchNorm layers are in eval mode, and it costs no gradients.
-    Give the optimizer all parameters, in whatever groups (``self.parameters()``): they are trainable while
-    ``configure_optimizers`` runs, and a group of which a part is frozen is split, so no group is added later and a
-    checkpoint fits at any time. What you froze yourself stays frozen. After training everything is trainable again.
+    The k-th group, k = 1, 2, ..., gets gradients from ``at[k-1]`` on. Its learning rate is your optimizer's times
+    ``lr_factor**k``, and follows the schedule from the first step. Momentum and weight decay do not change frozen
+    parameters, their BatchNorm layers are in eval mode, and they need no memory for gradients. Give the optimizer all
+    parameters, in any groups (``self.parameters()``): they are trainable while ``configure_optimizers`` runs. Groups
+    are split there and never added later, so a checkpoint fits at any time. Parameters that you froze yourself stay
+    frozen. After training all others are trainable again.
 
-    Under DDP the module is wrapped anew whenever a group joins, so that each wrapper knows exactly what trains, and
-    ``find_unused_parameters`` is not needed. Compared with Lightning's BackboneFinetuning: several groups, any
-    schedule, steps as well as epochs, and groups of the optimizer that do not depend on when it was saved.
+    Under DDP the module is wrapped again whenever a group joins, so ``find_unused_parameters`` is not needed. Compared
+    with Lightning's BackboneFinetuning it has several groups, works with any schedule, counts steps as well as epochs,
+    and has the same optimizer groups in every checkpoint.
 
     Args:
         at: When the groups join, in order: ints count ``unit``, floats are fractions of training in [0, 1].
         parameters: A sequence of patterns, as many as ``at``: regular expressions searched in parameters' names, or
             names of classes. A parameter belongs to the first pattern that selects it, and trains from the start if
             none does. Or one regular expression whose first group is the number of a layer, as ``r"blocks\.(\d+)"``,
-            or None for a timm or Hugging Face model: then the layers below the head make as many groups.
-        unit: What an int counts, "step" (optimizer steps) or "epoch".
-        lr_factor: Factor of the learning rate from a group to the next, above 0 (ULMFiT has 1/2.6).
+            or None for a timm or Hugging Face model; the layers below the head are then divided into groups.
+        unit: The unit of ints in ``at``: "step" (optimizer steps) or "epoch".
+        lr_factor: Factor of the learning rate from one group to the next, above 0 (ULMFiT has 1/2.6).
 
     Raises:
         TypeError: For a value of the wrong type.
-        ValueError: For a value out of range, or times that go back.
+        ValueError: For a value out of range, or times that are not in order.
         MisconfigurationException: At setup, under a strategy that owns the optimizer (DeepSpeed, FSDP1) or with a
             communication hook that has a state (PowerSGD); when training starts, if the groups are not found, nothing
-            would train or an optimizer lacks a frozen parameter, if the scheduler is neither torch's nor of this
+            would train or an optimizer lacks a frozen parameter, for a scheduler that is neither torch's nor of this
             package (with an ``lr_factor``), for a fraction of an unknown length, or a resume with other groups.
 
     Example:
@@ -206,7 +209,7 @@ class GradualUnfreeze(Trick):
         check_range("lr_factor", lr_factor, 0.0)
         if lr_factor == 0:
             raise ValueError(
-                "lr_factor must be above 0, got 0: leave a group that is never to train out, and freeze it."
+                "lr_factor must be above 0, got 0: leave a group out that must never train, and freeze it."
             )
         super().__init__()
         self.at = at
@@ -214,8 +217,8 @@ class GradualUnfreeze(Trick):
         self.unit = unit
         self.lr_factor = lr_factor
         self._stages: Stages | None = None  # while a fit runs
-        self._joined_before = 0  # how many groups had joined when it began
-        self._frozen: list[str] | None = None  # of the checkpoint, or when the fit was left
+        self._joined_before = 0  # the number of groups that had joined when the fit began
+        self._frozen: list[str] | None = None  # frozen names of a checkpoint or of the last fit
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -225,11 +228,12 @@ class GradualUnfreeze(Trick):
         weights = local_gradients(trainer, pl_module, "GradualUnfreeze")
         if has_comm_state(trainer):
             raise MisconfigurationException(
-                "GradualUnfreeze changes what DDP communicates, and a communication hook with a state (PowerSGD, local"
-                f" SGD) remembers what it was, got {type(trainer.strategy).__name__} with one: leave that out."
+                "GradualUnfreeze changes which gradients DDP reduces, so it conflicts with a communication hook that"
+                " keeps a state (PowerSGD, local SGD), got"
+                f" {type(trainer.strategy).__name__} with one: leave the hook out."
             )
         self._frozen = None
-        # configure_model has run by then, and neither is the module wrapped nor does it have its optimizers
+        # At that point configure_model has run, but the module is not wrapped and has no optimizers.
         self._wrap(trainer.strategy, "setup", partial(self._set_up, weights))
         if weights.sharded:
             self._wrap(trainer.strategy, "load_checkpoint", partial(self._load, trainer))
@@ -243,7 +247,7 @@ class GradualUnfreeze(Trick):
         self._restore()
         if not trainable(weights.module):
             raise MisconfigurationException(
-                "GradualUnfreeze needs something that trains from the start, got groups that hold every parameter:"
+                "GradualUnfreeze needs parameters that train from the start, got groups with every parameter:"
                 f" leave the head out of parameters={self.parameters!r}, or let the first group join at 0."
             )
         undo = wrap_method(trainer.strategy, "setup_optimizers", partial(self._set_up_optimizers, self._stages))
@@ -260,11 +264,16 @@ class GradualUnfreeze(Trick):
         finally:
             stages.train(stages.frozen(), False)
         named = stages.named()
-        held = {id(each) for optimizer in trainer.optimizers for g in optimizer.param_groups for each in g["params"]}
+        held = {
+            id(parameter)
+            for optimizer in trainer.optimizers
+            for g in optimizer.param_groups
+            for parameter in g["params"]
+        }
         if lost := [name for name in stages.names() if id(named[name]) not in held]:
             raise MisconfigurationException(
-                f"GradualUnfreeze: the optimizer must hold every parameter that is to train, {len(lost)} are in none:"
-                f" give it self.parameters(), also those that are frozen at first. {examples(lost)}"
+                f"GradualUnfreeze: the optimizers must have every parameter that will train, {len(lost)} are in none:"
+                f" pass self.parameters(), which includes those that are frozen at first. {examples(lost)}"
             )
         if self.lr_factor != 1:
             self._split(trainer, [[named[name] for name in names] for names in stages.order])
@@ -274,12 +283,14 @@ class GradualUnfreeze(Trick):
         for optimizer in trainer.optimizers:
             schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
             try:
-                split_groups(optimizer, [each for each in schedulers if each.optimizer is optimizer], parts)
+                split_groups(
+                    optimizer, [scheduler for scheduler in schedulers if scheduler.optimizer is optimizer], parts
+                )
             except TypeError as error:
                 raise MisconfigurationException(f"GradualUnfreeze(lr_factor={self.lr_factor}): {error}") from error
 
     def _load(self, trainer: pl.Trainer, load: Callable[..., dict[str, Any]], *args: Any, **kw: Any) -> dict[str, Any]:
-        """Load, and once more with what trained then: torch leaves out the optimizer's state of what is frozen now."""
+        """Load the checkpoint, and again once its groups have joined: torch skips states of frozen parameters."""
         checkpoint, stages = load(*args, **kw), self._stages
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if stages is None or not state:
@@ -289,7 +300,7 @@ class GradualUnfreeze(Trick):
         if stages.joined == before:
             return checkpoint
         for optimizer in trainer.optimizers:
-            optimizer.state.clear()  # a state without entries is what torch fills anew
+            optimizer.state.clear()  # torch makes empty states anew
         return load(*args, **kw)
 
     @override
@@ -302,7 +313,7 @@ class GradualUnfreeze(Trick):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """For averages, whose place in the list must not matter: they take in what trains at an epoch's first batch."""
+        """Let groups join before the first batch of an epoch, when averages look for trainable weights."""
         assert self._stages is not None, "set with the strategy"
         self._proceed(trainer, pl_module, self._stages)
 
@@ -311,11 +322,11 @@ class GradualUnfreeze(Trick):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._stages is not None, "set with the strategy"
-        self._proceed(trainer, pl_module, self._stages)  # the step changes between accumulation windows only
+        self._proceed(trainer, pl_module, self._stages)  # global_step changes between accumulation windows only
 
     def _proceed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stages: Stages) -> None:
         due = stages.joined
-        while due > self._joined_before and not self._is_due(trainer, due - 1):  # RewindOnSpike has gone back
+        while due > self._joined_before and not self._is_due(trainer, due - 1):  # after a rewind
             due -= 1
         while due < len(self.at) and self._is_due(trainer, due):
             due += 1
@@ -333,7 +344,7 @@ class GradualUnfreeze(Trick):
 
     @override
     def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> list[float]:
-        """Each time in what it counts: epochs, or optimizer steps."""
+        """The times in their units: epochs, or optimizer steps."""
         in_steps = super()._in_steps
         return [time if self._in_epochs(time) else in_steps(trainer, name, time) for time in duration]
 
@@ -347,19 +358,19 @@ class GradualUnfreeze(Trick):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._frozen = list(state_dict["frozen"])
-        self._restore()  # of shards: the others are restored before the setup of the strategy
+        self._restore()  # sharded checkpoints are loaded after the strategy's setup
 
     def _restore(self) -> None:
         if self._stages is not None and self._frozen is not None and not self._stages.restore(self._frozen):
             raise MisconfigurationException(
-                f"GradualUnfreeze(parameters={self.parameters!r}) cannot go on where other groups were frozen, got a"
-                f" checkpoint with {len(self._frozen)} frozen parameters that are not the last of its groups: resume"
-                " with the groups of that run."
+                f"GradualUnfreeze(parameters={self.parameters!r}) must resume with the groups of the checkpoint, got a"
+                f" checkpoint with {len(self._frozen)} frozen parameters that are not the last of its groups: use the"
+                " groups of that run."
             )
 
     @override
     def _close(self) -> None:
-        """Everything trains again; a checkpoint may still be saved."""
+        """Make everything trainable again; ``state_dict`` still returns what was frozen, for a later checkpoint."""
         super()._close()
         if self._stages is not None:
             self._frozen = self._stages.frozen()
@@ -375,4 +386,4 @@ def _check_times(at: Sequence[int | float]) -> None:
     for kind in (int, float):
         times = [time for time in at if isinstance(time, kind)]
         if any(later < earlier for earlier, later in pairwise(times)):
-            raise ValueError(f"at must not go back, from the head to the stem, got {list(at)!r}: sort it.")
+            raise ValueError(f"at must be in ascending order, got {list(at)!r}: sort it.")

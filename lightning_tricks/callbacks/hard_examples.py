@@ -1,4 +1,4 @@
-"""Hard examples: train on the samples with the largest losses."""
+"""Training on hard examples: the samples with the largest losses."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def ohem_loss(losses: Tensor, keep: float) -> Tensor:
     """Online hard example mining: the mean of the k largest losses, ``k = max(1, round(keep * n))``.
 
     Args:
-        losses: The loss of each sample, (n,), from ``reduction="none"``.
+        losses: Losses of the samples (n,), from ``reduction="none"``.
         keep: Share of the samples that count, in (0, 1].
 
     Returns:
         The loss, a scalar.
 
     Raises:
-        TypeError: For a share that is no number.
-        ValueError: For a share out of range, or losses that are not one a sample.
+        TypeError: For a share that is not a number.
+        ValueError: For a share out of range, or losses of another shape.
 
     Example:
         >>> ohem_loss(torch.tensor([1.0, 4.0, 2.0, 3.0]), keep=0.5)
@@ -48,57 +48,57 @@ def ohem_loss(losses: Tensor, keep: float) -> Tensor:
     """
     _check_keep(keep)
     if losses.ndim != 1 or not len(losses):
-        raise ValueError(f"losses must be one a sample, (n,), got {tuple(losses.shape)}.")
+        raise ValueError(f"losses must have one entry per sample, (n,), got {tuple(losses.shape)}.")
     count = kept_count(len(losses), keep)
     return losses[hardest(losses, count)].mean() if count < len(losses) else losses.mean()
 
 
 def kept_count(samples: int, keep: float) -> int:
-    """How many of the samples are kept, at least one."""
+    """The number of samples to keep, at least one."""
     return max(1, round(keep * samples))
 
 
 def hardest(losses: Tensor, count: int) -> Tensor:
-    """Positions of the largest losses, in the order of the samples."""
+    """The indices of the ``count`` largest losses, in the order of the samples."""
     return losses.detach().topk(count).indices.sort().values
 
 
 @final
 class HardExampleFilter(BatchCallback):
-    """Trains on the hardest samples of each batch: the ``k = max(1, round(keep * n))`` of n with the largest losses.
+    """Trains on the hardest samples of a batch, the ``k = max(1, round(keep * n))`` of n with the largest losses.
 
-    ``mode="prune"`` finds them by running ``training_step`` without gradients first, and gives the module a batch of
-    these samples alone, so that forward and backward pass take less (selective backpropagation). That scoring pass logs
-    nothing, draws the random numbers that the training pass then draws from the same state, and leaves BatchNorm
-    statistics, metrics and attributes of the module as they were. ``score_scale`` makes it cheap. ``mode="loss"`` takes
-    the largest losses of the ordinary forward pass, which saves nothing but costs nothing. Samples are compared by
-    the losses of ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode for each loss, a
-    mean, apart (what you make of ``reduction="none"`` must be larger where it is worse).
+    ``mode="prune"`` first runs ``training_step`` without gradients to find them, and then gives the module a batch of
+    these samples alone, so that the training step takes less time (selective backpropagation). The scoring pass logs
+    nothing and leaves BatchNorm statistics, metrics and attributes of the module unchanged. The training pass draws the
+    same random numbers as the scoring pass. ``score_scale`` makes scoring cheap. ``mode="loss"`` keeps the largest
+    losses of the ordinary forward pass, which neither saves nor costs time. Samples are compared by the losses of
+    ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode separately for every loss, which
+    must be a mean. (A value that you compute from ``reduction="none"`` must be larger for worse samples.)
 
-    The loss is the mean over the kept samples of all ranks, each of which keeps as many (those of the smallest batch).
-    Mixing callbacks mix what is kept. ``tricks/kept_fraction`` and ``tricks/loss_threshold``, the smallest loss that
-    was kept, are logged every ``log_every_n_steps``.
+    The loss is the mean over the kept samples of all ranks. Every rank keeps the same number of samples, that of the
+    smallest batch. Mixing callbacks mix the kept samples. ``tricks/kept_fraction`` and ``tricks/loss_threshold``, the
+    smallest loss that was kept, are logged every ``log_every_n_steps``.
 
-    A batch in which a loss is not a number is trained on whole, for ``SkipNonFinite`` and the like to find.
+    If a loss is NaN, the full batch is used, so that ``SkipNonFinite`` and other guards see it.
 
-    Do not use it with wrong labels: the hardest samples are then the wrong ones.
+    Do not use it with wrong labels: the hardest samples are then the mislabelled ones.
 
     Args:
         keep: Share of the samples to keep, in (0, 1]; 1.0 filters nothing.
         mode: "prune" or "loss".
         start: When filtering begins (int optimizer steps, float fraction of training).
-        stop: When it ends, as ``start``.
-        every_n_batches: Filter one of so many batches, at least 1.
-        score_scale: In "prune" mode, score images (B, C, H, W) at this share of their height and width, or integer
-            sequences (B, T) by this share of their tokens, in (0, 1); None for the samples as they are.
-        across_ranks: In "loss" mode, keep the largest losses of all ranks together, however many fall to each.
-        inputs: Key, index or path (such as "batch.0") of what ``score_scale`` shrinks, or a list of those; found by
-            itself in pairs and under usual names.
-        target: The same for the targets.
+        stop: When filtering ends, in the form of ``start``.
+        every_n_batches: Number of batches of which one is filtered, at least 1.
+        score_scale: Factor in (0, 1) of the height and width of images (B, C, H, W), or of the tokens of integer
+            sequences (B, T), in the scoring pass of "prune"; None for the full samples.
+        across_ranks: Whether "loss" mode keeps the largest losses of all ranks together, in any number per rank.
+        inputs: Key, index or path (such as "batch.0") of what ``score_scale`` shrinks, or a list of those; None to
+            find them in pairs and under usual names.
+        target: Key, index or path of the targets, in the same form.
 
     Raises:
         TypeError: For a value of the wrong type.
-        ValueError: For a value out of range, or that the mode has no use for.
+        ValueError: For a value out of range, or one that the mode does not use.
         MisconfigurationException: At fit start for a ``training_step(dataloader_iter)``, for "prune" in manual
             optimization, for "loss" with SAM's ``micro_batch_size``; at the first batch if targets are not found or no
             loss was computed from them.
@@ -114,7 +114,7 @@ class HardExampleFilter(BatchCallback):
     conflicts = (
         Conflict(
             ("SAMHooks",),
-            'the samples of a full batch are compared (mode="loss") or mixed, and micro_batch_size runs parts of it',
+            "the samples of a full batch are compared, but micro_batch_size runs parts of it",
             'Leave micro_batch_size out, or use mode="prune"',
             lambda trick, hooks: trick.mode == "loss" and hooks.sam.micro_batch_size is not None,
         ),
@@ -140,20 +140,18 @@ class HardExampleFilter(BatchCallback):
         if score_scale is not None:
             check_range("score_scale", score_scale, 0.0, 1.0, below=True)
             if score_scale == 0 or mode == "loss":
-                raise ValueError(
-                    f'score_scale must be above 0 and goes with mode="prune", got {score_scale} and {mode!r}.'
-                )
+                raise ValueError(f'score_scale must be above 0 and needs mode="prune", got {score_scale} and {mode!r}.')
         if across_ranks and mode == "prune":
             raise ValueError(
-                'across_ranks goes with mode="loss", got mode="prune": ranks would get batches of unequal size and wait'
+                'across_ranks needs mode="loss", got mode="prune": ranks would get batches of unequal size and wait'
                 " for the largest."
             )
         self.keep, self.mode, self.every_n_batches = keep, mode, every_n_batches
         self.score_scale, self.across_ranks = score_scale, across_ranks
         self.start, self.stop, self.inputs, self.target = start, stop, inputs, target
         super().__init__()
-        self.order = int(mode == "loss")  # after one that prunes
-        self._kept: tuple[float, Tensor] | None = None  # share and threshold in the last batch
+        self.order = int(mode == "loss")  # runs after a filter in "prune" mode
+        self._kept: tuple[float, Tensor] | None = None  # share and threshold of the last batch
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -163,7 +161,7 @@ class HardExampleFilter(BatchCallback):
         self._kept = None
         if self.mode == "prune" and not pl_module.automatic_optimization:
             raise MisconfigurationException(
-                f'HardExampleFilter(mode="prune") runs training_step once more, which would step the optimizers, got'
+                f'HardExampleFilter(mode="prune") runs training_step twice, which would step the optimizers twice, got'
                 f' {type(pl_module).__name__}.automatic_optimization=False: use mode="loss".'
             )
 
@@ -176,7 +174,7 @@ class HardExampleFilter(BatchCallback):
         count = kept_count(smallest, self.keep)
         if self.mode == "prune":
             losses = self._losses(trainer, context.batch)
-            # one sample can make BatchNorm spoil the losses of all: whoever guards the step is to see that sample
+            # Through BatchNorm one NaN spoils the losses of all samples. Guards must see the sample that has it.
             if losses is not None and not losses.isnan().any():
                 context.batch = self._selected(context.batch, self._keep(losses, count), size)
                 self._samples(context.batch, count)
@@ -213,7 +211,7 @@ class HardExampleFilter(BatchCallback):
         return kept
 
     def _keep_of_all(self, trainer: pl.Trainer, losses: Tensor, count: int, largest: int) -> tuple[Tensor, float]:
-        """This rank's share of the largest losses of all ranks; a rank without any keeps one for nothing."""
+        """This rank's samples among the hardest of all ranks; a rank without any keeps one, with factor 0."""
         everyone = trainer.strategy.all_gather(F.pad(losses, (0, largest - len(losses)), value=-torch.inf)).flatten()
         best = hardest(everyone, count * trainer.world_size)
         kept = best[best // largest == trainer.global_rank] % largest
@@ -233,15 +231,15 @@ class HardExampleFilter(BatchCallback):
 
 
 class Selection:
-    """Chooses by the losses of the samples, and the same ones when the step is run again."""
+    """Chooses samples by their losses, and the same ones when the step is run again."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
-        self._made: list[tuple[Tensor, float] | None] = []
+        self._made: list[tuple[Tensor, float] | None] = []  # the choices of the present run
         self._run, self._again = run_number(), 0
 
     def __call__(self, losses: Tensor) -> tuple[Tensor, float] | None:
-        """Positions of the samples that count, and a factor; None if all of them count as they are."""
+        """The indices of the samples that count, and a factor of their mean; None if all samples count."""
         if is_replaying():
             self._again += 1
             return self._made[(self._again - 1) % len(self._made)]

@@ -1,4 +1,4 @@
-"""Mixup of hidden representations, for inputs that cannot be mixed themselves."""
+"""Mixup of hidden representations, for inputs that cannot be mixed."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ __all__ = ["HiddenMixup"]
 class HiddenMixup(MixingCallback):
     """Trains on mixed hidden representations: ``h' = lam * h + (1 - lam) * h[index]`` for the input of a layer.
 
-    For text, whose token ids cannot be mixed: name the classification head, and the representations of two sentences
-    are mixed after the encoder (Mixup-Transformer); ``loss = lam * L(f(h'), y) + (1 - lam) * L(f(h'), y[index])``. The
-    partner comes from the same batch, so each sentence is encoded once; sentences drawn in pairs are the same thing at
-    twice the cost. The labels stay integers for the module, and a Hugging Face model may compute its loss inside
-    ``forward``. Heads: "classifier" in BERT, RoBERTa, DeBERTa and ELECTRA, "pre_classifier" in DistilBERT, "head" in
-    ModernBERT, with the name of the model's attribute before it.
+    ``loss = lam * L(f(h'), y) + (1 - lam) * L(f(h'), y[index])``. It is meant for text, whose token ids cannot be
+    mixed: with the classification head as the layer, the representations of two sentences are mixed behind the encoder
+    (Mixup-Transformer). The partner comes from the same batch, so a sentence is encoded only once. Labels stay integers
+    for the module, and a Hugging Face model may compute its loss inside ``forward``. The heads are "classifier" in
+    BERT, RoBERTa, DeBERTa and ELECTRA, "pre_classifier" in DistilBERT and "head" in ModernBERT, behind the name of the
+    model's attribute.
 
-    Decoder classifiers ("score" in GPT-2 or Llama) take the last token of each sentence only behind the layer. There, a
-    linear layer over all tokens with one label a sentence, the logits are mixed where a loss of
-    ``torch.nn.functional`` gets them, which is the same for a linear layer.
+    Decoder classifiers ("score" in GPT-2 or Llama) select the last token of a sentence only behind the head. So for a
+    linear layer over all tokens with one label per sentence, the logits are mixed where a loss of
+    ``torch.nn.functional`` gets them. For a linear layer this is the same.
 
     Args:
         layer: Name of the layer whose input is mixed, as in ``named_modules()``: "model.classifier".
-        alpha: Of the Beta distribution, at least 0; 0 mixes nothing.
-        prob: Share of the batches that are mixed, in [0, 1].
+        alpha: Parameter of the Beta distribution, at least 0; 0 mixes nothing.
+        prob: Share of the batches to mix, in [0, 1].
         start: When mixing begins (int optimizer steps, float fraction of training).
-        stop: When it ends, as ``start``.
-        target: Key, index or path of the labels, or a list of those; found by itself in pairs and under usual names.
+        stop: When mixing ends, in the form of ``start``.
+        target: Key, index or path of the labels, or a list of those; None to find them in pairs and under usual names.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
         MisconfigurationException: At fit start for an unknown layer, a ``training_step(dataloader_iter)`` or SAM with
-            ``micro_batch_size``; after a batch in which the layer was not called, or no loss computed from the labels.
+            ``micro_batch_size``; after a batch in which the layer was not called, or no loss was computed from the
+            labels.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -59,8 +60,8 @@ class HiddenMixup(MixingCallback):
     conflicts = (
         Conflict(
             ("SAMHooks",),
-            'the samples of a full batch are compared (mode="loss") or mixed, and micro_batch_size runs parts of it',
-            'Leave micro_batch_size out, or use mode="prune"',
+            "the samples of a full batch are mixed, but micro_batch_size runs parts of it",
+            "Leave micro_batch_size out",
             lambda trick, hooks: hooks.sam.micro_batch_size is not None,
         ),
     )
@@ -86,14 +87,15 @@ class HiddenMixup(MixingCallback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        # after configure_model
+        # The layer may exist only now, after configure_model.
         layers = dict(pl_module.named_modules())
         if self.layer not in layers:
             near = difflib.get_close_matches(self.layer, layers, n=3, cutoff=0.3) or list(layers)[-3:]
             raise MisconfigurationException(
-                f"{type(pl_module).__name__} has no layer {self.layer!r}; near it are {', '.join(map(repr, near))}."
+                f"{type(pl_module).__name__} has no layer {self.layer!r}; similar names are"
+                f" {', '.join(map(repr, near))}."
             )
-        torch.compiler.reset()  # code that was compiled without the hook would go on without it
+        torch.compiler.reset()  # code that was compiled without the hook would not call it
         hook = layers[self.layer].register_forward_pre_hook(self._before, with_kwargs=True)
         self._undo.callback(hook.remove)
 
@@ -134,7 +136,7 @@ class HiddenMixup(MixingCallback):
         return tuple(named[number] for number in range(len(args))), {name: named[name] for name in kwargs}
 
     def _labels_sentences(self, context: BatchContext) -> bool:
-        """Whether there is one label (or one row of them, if they are floating-point) a sentence, not one a token."""
+        """Whether labels, or rows of floating-point labels, belong to sentences, and not to tokens."""
         targets = [get(context.batch, path) for path in context.targets]
         return all(target.ndim == 1 or target.is_floating_point() for target in targets)
 

@@ -21,8 +21,8 @@ def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
 
     Args:
         x: Samples (B, ...), floating-point or complex.
-        lam: Weight of each sample itself, in [0, 1]; one number or one for each sample (B,).
-        index: The partner of each sample (B,).
+        lam: Weight of the sample itself, in [0, 1]; one number, or one per sample (B,).
+        index: The indices of the partners (B,).
 
     Example:
         >>> mixup(torch.tensor([[0.0], [1.0]]), 0.75, torch.tensor([1, 0]))
@@ -36,7 +36,7 @@ def mixup(x: Tensor, lam: float | Tensor, index: Tensor) -> Tensor:
         check_range("lam", lam, 0.0, 1.0)
     else:
         lam = lam.to(x.device, x.dtype).view(-1, *[1] * (x.ndim - 1))
-    partners = x.index_select(0, index) if x.is_contiguous() else x[index]  # which is slower and keeps the strides
+    partners = x.index_select(0, index) if x.is_contiguous() else x[index]  # slower, but keeps the strides
     return partners.lerp_(x, lam)
 
 
@@ -45,23 +45,23 @@ class Mixup(MixingCallback):
     """Trains on convex combinations of samples: ``x' = lam * x + (1 - lam) * x[index]`` and likewise for the loss.
 
     ``loss = lam * L(f(x'), y) + (1 - lam) * L(f(x'), y[index])`` with ``lam ~ Beta(alpha, alpha)`` and ``index`` a
-    permutation of the batch. The module stays as it is: its target looks like the integer or other labels ``y`` that it
-    was, and every loss of it is the mixed one, whatever it is made of. Since it does not matter which of two samples is
-    the first, ``lam`` is taken to be at least 1/2, so that ``y`` is the label of the greater part, in metrics too.
+    permutation of the batch. The module needs no change: its target still looks like the labels ``y``, and every loss
+    that is computed from it is the mixed one. ``lam`` is replaced by ``1 - lam`` below 1/2, so that ``y`` is the label
+    of the larger part, also in metrics.
 
-    With ``CutMix`` or ``HiddenMixup`` beside it, one of them is chosen for each batch, by their ``prob``. Validation,
-    test and the data set's own memory are left alone. Random numbers depend on the seed, the number of the batch and
-    the rank: global generators are not drawn from, and a resumed run goes on exactly.
+    With ``CutMix`` or ``HiddenMixup`` beside it, one of them is chosen for every batch, by their ``prob``. Validation,
+    test and the tensors of the data set are not changed. Random numbers depend on the seed, the number of the batch and
+    the rank. No global generators are used, and a resumed run continues exactly.
 
     Args:
-        alpha: Of the Beta distribution, at least 0; 0.1 to 0.4 is common, 1 strong, 0 mixes nothing.
-        prob: Share of the batches that are mixed, in [0, 1].
-        per_sample: Draw ``lam`` for each sample, not for each batch.
+        alpha: Parameter of the Beta distribution, at least 0; 0.1 to 0.4 is common, 1 is strong, 0 mixes nothing.
+        prob: Share of the batches to mix, in [0, 1].
+        per_sample: Whether to draw ``lam`` for every sample, and not only for every batch.
         start: When mixing begins (int optimizer steps, float fraction of training).
-        stop: When it ends, as ``start``; 0.9 leaves the last tenth of training unmixed.
-        inputs: Key, index or path (such as "batch.0") of the inputs, or a list of those; found by itself in pairs and
-            under usual names.
-        target: The same for the targets.
+        stop: When mixing ends, in the form of ``start``; 0.9 leaves the last tenth of training unmixed.
+        inputs: Key, index or path (such as "batch.0") of the inputs, or a list of those; None to find them in pairs
+            and under usual names.
+        target: Key, index or path of the targets, in the same form.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -100,7 +100,7 @@ class Mixup(MixingCallback):
         index = permutation(context.numbers, inputs[0][1])
         if self.per_sample:
             others = [context.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]
-            weights = torch.tensor([max(each, 1 - each) for each in (lam, *others)], device=index.device)
+            weights = torch.tensor([max(weight, 1 - weight) for weight in (lam, *others)], device=index.device)
         for path, x in inputs:
             context.batch = put(context.batch, path, mixup(x, weights, index))
         return Drawn(weights, index)

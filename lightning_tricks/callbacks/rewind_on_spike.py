@@ -1,4 +1,4 @@
-"""Training goes back to a good state when the loss spikes, and leaves the bad batches out."""
+"""Training goes back to a snapshot when the loss spikes, and leaves the bad batches out."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
     """Whether ``loss > mean(before) + threshold * std(before)``, or it is not finite.
 
     Args:
-        loss: A new loss.
-        before: At least two losses.
-        threshold: Standard deviations, at least 0.
+        loss: The new loss.
+        before: The losses before it, at least two.
+        threshold: Number of standard deviations, at least 0.
 
     Example:
         >>> is_spike(2.5, [1.0, 1.1, 0.9, 1.0], threshold=6.0), is_spike(1.2, [1.0, 1.1, 0.9, 1.0], threshold=6.0)
@@ -55,30 +55,32 @@ def is_spike(loss: float, before: Sequence[float], threshold: float) -> bool:
 class RewindOnSpike(Trick):
     """Goes back to the last snapshot when ``loss > mean + threshold * std`` of the last steps, or is not finite.
 
-    The loss of an optimizer step is the mean over its accumulated batches and all ranks. It is judged before the
-    optimizer steps, once ``window`` steps have been seen; what is not finite, gradients included, at any time. Weights,
-    buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are then, bit for bit, those
-    of the snapshot, and training goes on with the batches that come next: those since the snapshot are left out, so an
-    epoch ends that many steps before the end of a schedule. What was logged stays, and what ``AutoClip`` has seen.
-    Snapshots are in host memory, each rank's own shards; the first is made when training starts.
+    The loss of an optimizer step is the mean over its accumulated batches and all ranks. It is checked before the
+    optimizer steps, after the first ``window`` steps; whether it and the gradients are finite is always checked.
 
-    With a GradScaler (fp16) infinite gradients are part of its search for a scale, and the losses alone are judged.
-    ``rewinds`` has the number so far, logged as ``tricks/rewinds``.
+    After a spike weights, buffers, optimizers, schedules, averages (``EMA``), random numbers and ``global_step`` are
+    those of the snapshot, bit for bit. Training goes on with the next batches. The batches since the snapshot are left
+    out, so training ends as many steps before the end of a schedule. Logged values stay, and so does the history of
+    ``AutoClip``. Snapshots are in host memory, every rank's own shards only; the first one is taken when training
+    starts.
+
+    With a GradScaler (fp16) only the losses are checked, since it finds its scale by infinite gradients. ``rewinds`` is
+    the number of rewinds so far, logged as ``tricks/rewinds``.
 
     Args:
-        threshold: Standard deviations above the mean, at least 0.
-        window: Optimizer steps that mean and deviation are of, at least 2.
+        threshold: Number of standard deviations above the mean, at least 0.
+        window: Number of optimizer steps for mean and deviation, at least 2.
         every_n_steps: Optimizer steps between snapshots, at least 1.
-        max_rewinds: Training stops when it would go back once more, at least 1.
-        lr_factor: Of the learning rates in the ``lr_steps`` optimizer steps after going back, in [0, 1].
-        lr_steps: That many, 0 for none.
+        max_rewinds: Number of rewinds after which a further spike stops training, at least 1.
+        lr_factor: Factor of the learning rates in the ``lr_steps`` optimizer steps after a rewind, in [0, 1].
+        lr_steps: Number of optimizer steps with that factor, at least 0.
 
     Raises:
         ValueError: For a value out of range.
-        TypeError: For a value of another type.
-        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, with PowerSGD, which keeps what
-            is not finite, and with manual optimization.
-        FloatingPointError: At the spike after the last rewind that is allowed; with the losses before it.
+        TypeError: For a value of the wrong type.
+        MisconfigurationException: Under DeepSpeed, which makes the steps itself, with LBFGS, with PowerSGD, which keeps
+            values that are not finite, and with manual optimization.
+        FloatingPointError: At the first spike after ``max_rewinds`` rewinds; with the losses before it.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -92,8 +94,8 @@ class RewindOnSpike(Trick):
     conflicts = (
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),
-            "going back does not reach Lightning's averages, which keep the weights of the spike",
-            "Use EMA or SWA of lightning_tricks, whose averages go back with the weights",
+            "a rewind does not restore Lightning's averages, which keep the weights of the spike",
+            "Use EMA or SWA of lightning_tricks, whose averages are restored with the weights",
         ),
         *STEPS_LEFT_OUT,
     )
@@ -122,12 +124,12 @@ class RewindOnSpike(Trick):
         self.lr_factor = lr_factor
         self.lr_steps = lr_steps
         self.rewinds = 0
-        self._losses: deque[float] = deque(maxlen=window)  # of good steps
-        self._slow_until = 0  # the step at which the learning rates are the schedule's again
+        self._losses: deque[float] = deque(maxlen=window)  # the losses of good steps
+        self._slow_until = 0  # the step from which the learning rates are the schedule's again
         self._watch, self._guard = FiniteCheck(), StepGuard()
         self._parts: list[Tensor] = []  # the losses of the window's batches
-        self._spiked = False  # whether the step in work is to be gone back from
-        self._snapshot: tuple[Snapshot, list[float]] | None = None  # and the good losses then
+        self._spiked = False  # whether the present step ends with a rewind
+        self._snapshot: tuple[Snapshot, list[float]] | None = None  # the last snapshot, and the good losses before it
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -165,7 +167,7 @@ class RewindOnSpike(Trick):
             self._watch.forget()
             self._parts.clear()
         if self._snapshot is None or trainer.global_step >= self._snapshot[0].step + self.every_n_steps:
-            self._snapshot = None  # frees its memory first
+            self._snapshot = None  # frees its memory for the next one
             self._snapshot = Snapshot(trainer, pl_module), list(self._losses)
 
     @override
@@ -176,10 +178,10 @@ class RewindOnSpike(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if not self._parts:  # training_step has returned None
+        if not self._parts:  # training_step returned None
             return
         one = len(self._parts) == 1 and not self._parts[0].ndim
-        mean = self._parts[0].clone() if one else torch.stack(self._parts).mean()  # into which reduce writes
+        mean = self._parts[0].clone() if one else torch.stack(self._parts).mean()  # reduce writes into it
         loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
         self._parts.clear()
         scaled = grad_scaler(trainer) is not None
@@ -189,11 +191,11 @@ class RewindOnSpike(Trick):
             self._losses.append(loss)
             return
         if self.rewinds == self.max_rewinds:
-            before = ", ".join(f"{each:.4g}" for each in list(self._losses)[-5:]) or "none"
+            before = ", ".join(f"{loss:.4g}" for loss in list(self._losses)[-5:]) or "none"
             raise FloatingPointError(
                 f"RewindOnSpike has gone back max_rewinds={self.max_rewinds} times, and the loss is {loss:.4g} after"
-                f" step {trainer.global_step} again (good ones before it: {before}). Lower the learning rate, clip"
-                " gradients, or look at the data."
+                f" step {trainer.global_step} again (good losses before it: {before}). Lower the learning rate, clip"
+                " gradients, or check the data."
             )
         self._spiked = True
         raise SkipStep
@@ -210,7 +212,7 @@ class RewindOnSpike(Trick):
         slow = trainer.global_step < self._slow_until
         with scaled_lrs(optimizer, self.lr_factor, "RewindOnSpike") if slow else nullcontext():
             result = original(optimizer, *args, **kwargs)
-        if self._spiked:  # and everybody who changes something for a step has changed it back
+        if self._spiked:  # here, where wrappers of the step have undone their changes
             self._rewind(trainer, pl_module)
         return result
 

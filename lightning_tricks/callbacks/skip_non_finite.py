@@ -1,4 +1,4 @@
-"""Optimizer steps without finite gradients are left out, on all ranks together."""
+"""Optimizer steps with losses or gradients that are not finite are left out, on all ranks together."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ __all__ = ["SkipNonFinite"]
 
 @final
 class SkipNonFinite(Trick):
-    """Leaves out the optimizer step of a window in which a loss or a gradient is infinite or undefined.
+    """Leaves out the optimizer step of a window in which a loss or a gradient is infinite or NaN.
 
-    All ranks decide together, by one all-reduced number. The accumulated window is dropped as a whole, and everything
-    is as if its batches had not been trained on: weights, optimizer state, BatchNorm statistics and other buffers,
-    averages (``EMA``), ``global_step``. Schedules that count steps wait, so such a run ends as many steps before the
-    end of its schedule as were left out. The loader has moved on, and so have the random numbers, what was logged, and
-    the turns of a scheduler with a ``frequency``, which Lightning counts in batches. List it before callbacks that look
-    at gradients (``AutoClip``): they see those of a left-out step only if they come first. Of this and
-    ``RewindOnSpike`` the first decides.
+    All ranks decide together, by one all-reduced number. All batches of the accumulation window are dropped, without a
+    trace in weights, optimizer state, BatchNorm statistics and other buffers, averages (``EMA``) and ``global_step``.
+    Schedules that count steps wait, so the run ends as many steps before the end of its schedule as were left out. The
+    loader, random numbers and logged values are not restored, nor is the count of batches for a scheduler with a
+    ``frequency``. List this callback before callbacks that read gradients (``AutoClip``), so that they do not see those
+    of left-out steps. Of this callback and ``RewindOnSpike``, the first in the list decides.
 
-    With a GradScaler (fp16) the scaler itself leaves steps out, as it must to find its scale; then this counts them and
-    gives the buffers back, which a bad batch would spoil for good; ``global_step`` and schedules go on.
+    With a GradScaler (fp16) the scaler itself leaves out steps, to find its scale. This callback then counts them and
+    restores the buffers, which a bad batch would spoil for good; ``global_step`` and schedules go on.
 
-    ``skipped_steps`` has the number so far, logged as ``tricks/skipped_steps``. An optimizer step costs one reading of
-    the gradients, a copy of the buffers and one wait for the device more.
+    ``skipped_steps`` is the number so far, logged as ``tricks/skipped_steps``. The cost per optimizer step is one pass
+    over the gradients, a copy of the buffers and one wait for the device.
 
     Args:
-        max_consecutive: Steps left out in a row after which training stops, at least 1.
+        max_consecutive: Number of consecutive steps left out after which training stops, at least 1.
 
     Raises:
         ValueError: If ``max_consecutive`` is below 1.
-        TypeError: If it is no whole number.
-        MisconfigurationException: Under DeepSpeed, which steps by itself, with LBFGS, which steps many times, and with
-            PowerSGD, which keeps what is not finite.
+        TypeError: If it is not an integer.
+        MisconfigurationException: Under DeepSpeed, which makes the steps itself, with LBFGS, which steps many times,
+            and with PowerSGD, which keeps values that are not finite.
         FloatingPointError: After ``max_consecutive`` steps left out; names the parameters and the last finite loss.
 
     Example:
@@ -75,8 +74,8 @@ class SkipNonFinite(Trick):
         super().__init__()
         self.max_consecutive = max_consecutive
         self.skipped_steps = 0
-        self._in_a_row: dict[int, int] = {}  # by the optimizer's number
-        self._leaves_out = True  # or a GradScaler does
+        self._in_a_row: dict[int, int] = {}  # consecutive steps left out, by the optimizer's number
+        self._leaves_out = True  # False where a GradScaler leaves out steps
         self._watch, self._window, self._guard = FiniteCheck(), Window(), StepGuard()
 
     @override
@@ -111,7 +110,7 @@ class SkipNonFinite(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        number = next(n for n, each in enumerate(trainer.optimizers) if each is optimizer)
+        number = next(n for n, other in enumerate(trainer.optimizers) if other is optimizer)
         if self._watch.finite(trainer, [optimizer]):
             self._in_a_row[number] = 0
             self._window.end(pl_module)
@@ -124,7 +123,7 @@ class SkipNonFinite(Trick):
             raise FloatingPointError(
                 f"SkipNonFinite(max_consecutive={self.max_consecutive}) has left out {in_a_row} optimizer steps"
                 f" in a row after step {trainer.global_step}; {self._watch.report(trainer, pl_module)}. Lower the"
-                " learning rate, clip gradients, or look at the data."
+                " learning rate, clip gradients, or check the data."
             )
         if self._leaves_out:
             raise SkipStep

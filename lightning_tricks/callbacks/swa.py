@@ -20,35 +20,37 @@ class SWA(AveragingCallback):
     """Mean of the weights over the late epochs, for validation, checkpoints and the end.
 
     ``average += (weight - average) / (n+1)`` with n snapshots before this one. The first snapshot is taken at the
-    optimizer step that reaches ``start``, the next ones at the end of each training epoch or after every so many
-    optimizer steps. The last weights are always in: training that ends anywhere else, by ``max_steps``, ``max_time`` or
-    early stopping, ends with a snapshot. The learning rate is left to your schedule: keep it high, or let it cycle.
+    optimizer step that reaches ``start``, further ones at the end of every training epoch or after every
+    ``every_n_steps`` optimizer steps. The last weights are always included: training that ends anywhere else, by
+    ``max_steps``, ``max_time`` or early stopping, ends with a snapshot. The learning rate is that of your schedule:
+    keep it high, or let it cycle.
 
-    When training ends, BatchNorm statistics of the averaged weights are taken in one more pass over the training
-    batches of an epoch, through ``training_step`` without gradients (one that needs them asks for them with
-    ``torch.enable_grad()``). The pass logs nothing, and the module's own statistics, random numbers and step counts do
-    not notice it. Validations before the end see the averaged weights with the module's current BatchNorm statistics.
+    When training ends, BatchNorm statistics of the averaged weights are computed in one more pass over the training
+    batches of an epoch, by ``training_step`` without gradients. (A step that needs gradients can use
+    ``torch.enable_grad()``.) The pass logs nothing, and leaves the module's own statistics, random numbers and step
+    counts unchanged. Validations before the end use the module's current BatchNorm statistics.
 
-    If the end was planned (``max_epochs`` or ``max_steps``), the last validation and the last checkpoint have all of
-    this. If it was not, it comes after them: ``trainer.save_checkpoint`` saves it. Before the first snapshot the
-    averaged weights *are* the raw weights. Checkpoints, resume, exceptions and repeated fits are as with ``EMA``; a fit
-    that goes on after its end keeps the snapshot of that end.
+    If the end was planned (``max_epochs`` or ``max_steps``), the last validation and the last checkpoint use these
+    statistics. Otherwise the pass comes after them, and ``trainer.save_checkpoint`` saves its result. Before the first
+    snapshot the averaged weights *are* the raw weights. Checkpoints, resume, exceptions and repeated fits are as with
+    ``EMA``; a fit that is continued after its end keeps the snapshot of that end.
 
     Args:
         start: When averaging begins (int optimizer steps, float fraction of training). 0 averages all epochs, without
             the weights before training; 1.0 gives the last weights.
         every_n_steps: Optimizer steps between snapshots, at least 1; None for the end of each training epoch.
-        recalibrate_batchnorm: Take BatchNorm statistics for the averaged weights. Without BatchNorm it costs nothing.
-        validate: Validate "averaged" or "raw" weights, or "both" as with ``EMA``.
-        at_end: Which weights the module holds when training has ended, "averaged" or "raw".
+        recalibrate_batchnorm: Whether to compute BatchNorm statistics for the averaged weights; costs nothing without
+            BatchNorm.
+        validate: The weights to validate: "averaged", "raw", or "both" as with ``EMA``.
+        at_end: The weights in the module after training: "averaged" or "raw".
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At fit start, if statistics are to be taken of a module with BatchNorm and manual
-            optimization or a ``training_step(dataloader_iter)``; under a strategy whose weights are not found; when
-            training starts, if ``start`` is a fraction of an unknown length.
-        RuntimeError: When training ends, if the training loader cannot be read once more.
+        MisconfigurationException: At fit start, if statistics are to be computed for a module with BatchNorm and manual
+            optimization or a ``training_step(dataloader_iter)``; under a strategy whose shards are not accessible;
+            when training starts, if ``start`` is a fraction of an unknown length.
+        RuntimeError: When training ends, if the training loader cannot be read again.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -95,12 +97,12 @@ class SWA(AveragingCallback):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.is_last_batch:
-            self._end_epoch()  # whose last step may have been in an earlier batch
+            self._end_epoch()  # the epoch's last step may have been in an earlier batch
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        self._end_epoch()  # which on_train_batch_start may have cut short
+        self._end_epoch()  # on_train_batch_start may have ended the epoch early
 
     @override
     def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
@@ -109,7 +111,7 @@ class SWA(AveragingCallback):
     @override
     def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
         averages.steps += 1
-        # not in _end_epoch alone: a checkpoint asked for after the epoch's last step has its snapshot too
+        # Not only in _end_epoch, so that a checkpoint right after the epoch's last step has the snapshot, too.
         if trainer.is_last_batch if self.every_n_steps is None else averages.steps >= self.every_n_steps:
             self._snapshot(averages)
 
@@ -123,7 +125,7 @@ class SWA(AveragingCallback):
                     statistics = recalibrate(trainer, trainer.lightning_module)
                 averages.put(statistics)
             except Exception as error:
-                self._failure = error  # raised when the last validation is over and the last checkpoint written
+                self._failure = error  # raised after the last validation and the last checkpoint
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Training stops before something that is not finite reaches the weights, and leaves what is needed to find out why."""
+"""Training stops before a value that is not finite reaches the weights, and keeps the state and the batch."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["TerminateOnNonFinite"]
 
 @final
 class TerminateOnNonFinite(Trick):
-    """Stops at the first infinite or undefined loss or gradient, with a checkpoint of the state before it.
+    """Stops at the first infinite or NaN loss or gradient, with a checkpoint of the state before it.
 
-    The weights, the optimizer and the buffers are those before the window of the bad batch. A new folder
-    ``non_finite-step=N`` gets ``last_good.ckpt``, from which training can be resumed or the batch be tried again, and
-    ``batch-rank=R.pt`` with the batch of each rank, in host memory, as ``torch.load`` reads it. An existing folder is
-    never touched; the next gets ``-v1``, ``-v2`` behind its name. Then a FloatingPointError ends the fit on all ranks.
+    Weights, optimizers and buffers are those before the window of the bad batch. They are saved as ``last_good.ckpt``
+    in a new folder ``non_finite-step=N``, to resume training or to try the batch again. ``batch-rank=R.pt`` holds the
+    batch of rank R, for ``torch.load``. An existing folder is never changed: the new one is then called ``...-v1``,
+    ``...-v2`` and so on. Then a FloatingPointError ends the fit on all ranks.
 
-    With a GradScaler (fp16) infinite gradients are part of its search for a scale, and under DeepSpeed gradients are
-    its own; there only the losses are looked at. Every batch waits for the device once.
+    With a GradScaler (fp16), which finds its scale by infinite gradients, and under DeepSpeed, which owns the
+    gradients, only the losses are checked. Every batch waits for the device once.
 
     Args:
-        dirpath: Where the folder is made; None for the directory of the logger, or the Trainer's
+        dirpath: The directory for the new folder; None for that of the logger, or the Trainer's
             ``default_root_dir``.
 
     Raises:
@@ -59,7 +59,7 @@ class TerminateOnNonFinite(Trick):
         self.dirpath = dirpath
         self._watch, self._window = FiniteCheck(), Window()
         self._batch: Any = None
-        self._gradients = True  # whether they are looked at
+        self._gradients = True  # whether gradients are checked
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -110,25 +110,25 @@ class TerminateOnNonFinite(Trick):
         )
 
     def _keep(self, trainer: pl.Trainer) -> str:
-        """Write the state and the batch, and say where; what cannot be written shall not hide the reason to stop."""
-        logged = trainer.log_dir if trainer.loggers else None  # for which all ranks ask
+        """Write the state and the batch, and return where; a failure must not hide the reason to stop."""
+        logged = trainer.log_dir if trainer.loggers else None  # all ranks take part in log_dir
         parent = Path(self.dirpath or logged or trainer.default_root_dir)
         folder = trainer.strategy.broadcast(_new_folder(parent, trainer.global_step) if trainer.is_global_zero else "")
         if isinstance(folder, str):
             return f"Nothing could be kept in {parent}: {folder}."
         try:
-            trainer.save_checkpoint(folder / "last_good.ckpt")  # in which all ranks take part, so before anything else
+            trainer.save_checkpoint(folder / "last_good.ckpt")  # all ranks take part, so it comes first
             batch = apply_to_collection(self._batch, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
             with atomic_write(folder / f"batch-rank={trainer.global_rank}.pt") as path, path.open("xb") as file:
-                torch.save(batch, file)  # by its name torch 2.9 says nothing of a disk that is full near its end
-        except Exception as error:  # what is no file system's, of a batch that cannot be pickled
+                torch.save(batch, file)  # given a path, torch 2.9 misses a disk that is full near the end
+        except Exception as error:  # besides the file system, pickling the batch can fail
             why = str(error).partition("\n")[0]
-            return f"Not all of the state before it and the batch is in {folder}: {why}"
+            return f"The state before it and the batch are incomplete in {folder}: {why}"
         return f"The state before it and the batch are in {folder}."
 
 
 def _new_folder(parent: Path, step: int) -> Path | str:
-    """A folder that was not there, or why there is none."""
+    """A new folder, or the reason why it could not be made."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for version in count():

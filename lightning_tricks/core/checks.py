@@ -1,4 +1,4 @@
-"""Checks of what a user passes in: each error names the argument, the value and what is allowed."""
+"""Checks of a user's arguments; errors name the argument, the allowed values and the value received."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 
-MOST = 2**62  # of anything that is counted: sums of two of them are numbers of torch, too
+MOST = 2**62  # The largest count; a sum of two of them still fits in torch's int64.
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf"), *, below: bool = False) -> None:
@@ -20,9 +20,9 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"),
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:
-    """Raise unless ``value`` is a whole number of at least ``least``."""
+    """Raise unless ``value`` is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+        raise TypeError(f"{name} must be an integer, got {value!r}.")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}.")
     if value > MOST:
@@ -33,8 +33,8 @@ def check_decays(name: str, pair: Sequence[float]) -> None:
     """Raise unless ``pair`` is two numbers in [0, 1)."""
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise TypeError(f"{name} must be two numbers in [0, 1), got {pair!r}.")
-    for place, each in enumerate(pair):
-        check_range(f"{name}[{place}]", each, 0.0, 1.0, below=True)
+    for place, decay in enumerate(pair):
+        check_range(f"{name}[{place}]", decay, 0.0, 1.0, below=True)
 
 
 def check_bool(name: str, value: bool) -> None:
@@ -44,7 +44,7 @@ def check_bool(name: str, value: bool) -> None:
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
-    """Raise unless ``value`` is of one of the kinds."""
+    """Raise unless ``value`` is an instance of one of the types."""
     if not isinstance(value, kinds):
         allowed = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise TypeError(f"{name} must be {allowed}, got {value!r}.")
@@ -52,12 +52,12 @@ def check_type(name: str, value: object, *kinds: type) -> None:
 
 def check_strings(name: str, value: object) -> None:
     """Raise unless ``value`` is a string or a list of strings."""
-    if not all(isinstance(each, str) for each in (value if isinstance(value, list | tuple) else [value])):
+    if not all(isinstance(item, str) for item in (value if isinstance(value, list | tuple) else [value])):
         raise TypeError(f"{name} must be a string or a list of strings, got {value!r}.")
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Raise unless ``value`` is one of ``allowed``; the error suggests the nearest of them."""
+    """Raise unless ``value`` is one of ``allowed``; the error suggests the most similar one."""
     if isinstance(value, str) and value in allowed:
         return
     near = difflib.get_close_matches(str(value).lower(), allowed, n=1)
@@ -74,12 +74,12 @@ def check_duration(name: str, value: float) -> None:
 
 
 def compile_pattern(argument: str, pattern: str) -> re.Pattern[str]:
-    """A regular expression, or an error that names the argument."""
+    """Compile a regular expression; the error names the argument."""
     check_type(argument, pattern, str)
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{argument}: {pattern!r} is no regex: {error}.") from error
+        raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}.") from error
 
 
 def examples(names: Collection[str]) -> str:
@@ -88,7 +88,7 @@ def examples(names: Collection[str]) -> str:
 
 
 def duration_steps(value: float, total_steps: int) -> float:
-    """The steps that a duration stands for; a fraction is not rounded.
+    """A duration in steps, not rounded.
 
     >>> duration_steps(5, total_steps=200), duration_steps(0.5, total_steps=25)
     (5, 12.5)
@@ -97,7 +97,7 @@ def duration_steps(value: float, total_steps: int) -> float:
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """The first names of a list that may be long."""
+    """The first names of a list, and the number of the others."""
     listed = list(names)
     rest = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + rest

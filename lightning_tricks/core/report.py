@@ -1,4 +1,4 @@
-"""What the user is shown: settings as they were written, the table of active tricks, progress bars."""
+"""Output for the user: settings as in the user's code, the table of active tricks, progress bars."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Row = tuple[str, Mapping[str, Any]]  # the name of a trick and its settings
 
 
 def settings(thing: object, always: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The arguments of an object that stores them under their own names: the first, those not at their default.
+    """The first argument of an object, and all that differ from their defaults, by name.
 
     Args:
-        thing: The object.
-        always: Names of arguments to include at their default as well.
+        thing: An object that stores its arguments under their own names.
+        always: Names of arguments to include also at their default.
 
     Example:
         >>> from lightning.pytorch.callbacks import LearningRateMonitor
@@ -37,7 +37,7 @@ def settings(thing: object, always: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def described(thing: object) -> str:
-    """An object as its user wrote it.
+    """An object as in its user's code.
 
     >>> from lightning.pytorch.callbacks import LearningRateMonitor
     >>> described(LearningRateMonitor("step", log_momentum=True))
@@ -56,10 +56,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return plain_table(columns, rows, shutil.get_terminal_size().columns)
     drawn = Table()
     for place, column in enumerate(columns):
-        drawn.add_column(column, no_wrap=place < len(columns) - 1, overflow="fold")  # a line of code stays whole
+        drawn.add_column(column, no_wrap=place < len(columns) - 1, overflow="fold")  # lines of code are not wrapped
     for row in rows:
         drawn.add_row(*map(Text, row))
-    # no colours: the text may go to a file; where stderr writes no Unicode, rich draws the lines in ASCII
+    # No colours, since the text may go to a file. Where stderr has no Unicode, rich draws the lines in ASCII.
     console = Console(file=sys.stderr, color_system=None, force_jupyter=False, width=shutil.get_terminal_size().columns)
     with console.capture() as text:
         console.print(drawn)
@@ -67,7 +67,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    r"""The same without rich.
+    r"""The same table without rich.
 
     >>> print(plain_table(["name", "when"], [["ddp", "several devices"], ["single", "one"]], width=16))
     name    when
@@ -88,7 +88,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: in
 
 
 def active_tricks(rows: Sequence[tuple[str, str]], total_steps: int | None) -> str:
-    """The text that a fit begins with: the table of its active tricks."""
+    """The text at the start of a fit: the table of its active tricks."""
     steps = "" if total_steps is None else f", {total_steps} optimizer steps"
     return f"\nActive tricks{steps}\n" + table(("trick", "settings"), rows)
 
@@ -97,8 +97,8 @@ def spelled_rows(rows: Sequence[tuple[Row, Sequence[str]]], total_steps: int | N
     """Rows of text from the names and settings of tricks.
 
     Args:
-        rows: Each row, with the names of its settings that are durations.
-        total_steps: The optimizer steps of the fit, which fractions of training are multiplied by; None if unknown.
+        rows: Pairs of a row and the names of its settings that are durations.
+        total_steps: The number of optimizer steps of the fit, for durations that are fractions; None if unknown.
     """
     return [
         (
@@ -112,7 +112,7 @@ def spelled_rows(rows: Sequence[tuple[Row, Sequence[str]]], total_steps: int | N
 
 
 def curve_row(settings: Mapping[str, Any]) -> Row:
-    """The name of a curve, and the rest of its settings."""
+    """The name of a curve, and its other settings."""
     return settings["curve"], {name: value for name, value in settings.items() if name != "curve"}
 
 
@@ -130,7 +130,7 @@ def _spelled(given: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, Mapping):  # the settings of a curve that another one follows
+    if isinstance(value, Mapping):  # the settings of a curve inside another one
         name, rest = curve_row(value)
         return f"{name} ({_spelled(rest)})"
     if isinstance(value, list | tuple):
@@ -139,7 +139,7 @@ def _value(value: Any) -> str:
 
 
 def progress(items: Iterable[Any] | None, what: str, total: int | None = None) -> Any:
-    """A bar over items, or one to be updated; on a terminal and on rank zero only, and gone afterwards.
+    """A progress bar over items, or one to update by hand; on a terminal and on rank zero only, removed at its end.
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]

@@ -33,11 +33,11 @@ def listed(patterns: Patterns) -> list[str]:
 
 
 def select_modules(module: nn.Module, patterns: Patterns, argument: str = "modules") -> dict[str, nn.Module]:
-    """The submodules that are selected, by name, in the order of the module.
+    """The selected submodules by name, in the order of the network.
 
     Args:
         module: The network.
-        patterns: One pattern or several; see the module.
+        patterns: A pattern or a sequence of them; see the docstring of this file.
         argument: The name of the user's argument, for the error message.
 
     Raises:
@@ -53,11 +53,11 @@ def select_modules(module: nn.Module, patterns: Patterns, argument: str = "modul
 
 
 def select_parameters(module: nn.Module, patterns: Patterns, argument: str = "parameters") -> dict[str, nn.Parameter]:
-    """The parameters that are selected, by name, in the order of the module; a shared one by its first name.
+    """The selected parameters by name, in the order of the network; a shared one by its first name.
 
     Args:
         module: The network.
-        patterns: One pattern or several; see the module.
+        patterns: A pattern or a sequence of them; see the docstring of this file.
         argument: The name of the user's argument, for the error message.
 
     Raises:
@@ -84,9 +84,9 @@ def _selected(
         regex = compile_pattern(argument, pattern)
         hits = {name for name in named if pattern in classes[name] or regex.search(name)}
         if not hits:
-            kinds = sorted({kind for each in classes.values() for kind in each})
+            kinds = sorted({kind for names in classes.values() for kind in names})
             raise ValueError(
-                f"{argument}: each pattern must be found in a name, or be the name of a class; {pattern!r} is neither."
+                f"{argument}: a pattern must be found in a name, or be the name of a class; {pattern!r} is neither."
                 f" Names are {some(map(repr, [*named][:: len(named) // 5 + 1]))}; classes are {some(kinds, 12)}."
             )
         found |= hits
@@ -94,12 +94,12 @@ def _selected(
 
 
 def class_names(module: nn.Module) -> set[str]:
-    """The names of the classes that a module is an instance of, without those that every module is of."""
+    """The names of a module's classes, base classes included, up to nn.Module."""
     return {kind.__name__ for kind in type(module).__mro__ if kind not in nn.Module.__mro__}
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that are in no other of them."""
+    """The modules that are not inside another one of them."""
     found = list(modules)
     inside = {inner for outer in found for inner in outer.modules() if inner is not outer}
     return [module for module in found if module not in inside]
@@ -109,12 +109,12 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def select_blocks(module: nn.Module, modules: int | Patterns | None = None) -> dict[str, nn.Module]:
-    """The submodules that are run as blocks, by name; of those within each other the outer ones.
+    """The submodules that are treated as blocks, by name; of nested ones only the outermost.
 
     Args:
         module: The network.
-        modules: Patterns; or a number of parameters, for the innermost submodules with at least so many; None for the
-            repeated blocks, and where those are stages of repeated blocks, these.
+        modules: Patterns; or a number of parameters, for the innermost submodules with at least so many; or None for
+            the repeated blocks, which are the innermost ones where repeated blocks are nested once.
 
     Raises:
         ValueError: If nothing is found.
@@ -146,8 +146,8 @@ def select_blocks(module: nn.Module, modules: int | Patterns | None = None) -> d
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost repeated blocks of a module, in their order.
 
-    Those are two or more modules of one class with submodules of their own in one ``ModuleList``, ``ModuleDict`` or
-    ``Sequential``.
+    Repeated blocks are two or more modules of one class in one ``ModuleList``, ``ModuleDict`` or ``Sequential``, with
+    submodules of their own.
     """
     repeats = _siblings(module) if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) else set()
     for child in module.children():
@@ -158,7 +158,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _siblings(container: nn.Module) -> set[nn.Module]:
-    """The children of a container that are blocks, and of one class with another of them."""
+    """The children of a container that are repeated blocks."""
     blocks = [child for child in container.children() if is_called(child) and any(child.children()) and _size(child)]
     classes = [type(block) for block in blocks]
     return {block for block in blocks if classes.count(type(block)) > 1}
@@ -166,7 +166,9 @@ def _siblings(container: nn.Module) -> set[nn.Module]:
 
 def _size(module: nn.Module) -> int:
     """The number of parameters of a module."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # under ZeRO-3 they may be elsewhere
+    return sum(
+        getattr(p, "ds_numel", p.numel()) for p in module.parameters()
+    )  # numel() is 0 where ZeRO-3 has sharded a parameter
 
 
 def is_called(module: nn.Module) -> bool:
@@ -178,7 +180,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def batchnorm_stages(model: nn.Module, stages: Mapping[nn.Parameter, int]) -> list[tuple[_BatchNorm, int]]:
-    """The BatchNorm layers of parameters that belong to a stage, a layer without any going with the one before it."""
+    """The BatchNorm layers with the stage of their parameters; a layer without parameters has the stage before it."""
     layers: list[tuple[_BatchNorm, int]] = []
     stage = None
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The base of every callback: what it undoes, what runs when a fit begins, which pairs of tricks conflict."""
+"""The base class of every callback: undoing its changes, checks at the start of a fit, and conflicts of tricks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_tricks.core.report import Row, active_tricks, curve_row, describe
 
 
 class Conflict(NamedTuple):
-    """A combination that cannot be right, or seldom is.
+    """A combination that is wrong, or seldom meant.
 
     Args:
-        others: Names of classes (their subclasses count as well) or of settings of the Trainer.
-        rule: What goes wrong, as a clause.
-        remedy: What to do, as a sentence without its full stop.
-        when: Function of the trick and the other object: whether they conflict with the settings that they have.
-        warns: Whether the combination has its uses, so that it is only warned of.
+        others: Names of classes, which include their subclasses, or of settings of the Trainer.
+        rule: The reason, as a clause.
+        remedy: The remedy, as a sentence without its full stop.
+        when: Function of the trick and the other object: whether their settings conflict.
+        warns: Whether it only warns, since the combination has its uses.
     """
 
     others: tuple[str, ...]
@@ -43,18 +43,18 @@ class Conflict(NamedTuple):
 class Trick(Callback):
     """A callback of this package.
 
-    What it changes outside of itself it undoes through one stack, which is closed when the fit ends, fails or is
-    followed by another. The first trick of a Trainer checks all conflicts and reports all active tricks. A subclass
-    that overrides one of the hooks below calls that of ``super()`` first.
+    It undoes every change that it makes outside of itself through one stack, which is closed when the fit ends, fails
+    or is followed by another. The first trick of a Trainer checks all conflicts and reports all active tricks. A
+    subclass that overrides one of the hooks below calls ``super()``'s hook.
     """
 
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     durations: ClassVar[tuple[str, ...]] = ()  # names of the arguments that are durations
-    needs_step_hooks: ClassVar[bool] = False  # whether it must see every optimizer step before that is made
+    needs_step_hooks: ClassVar[bool] = False  # whether its hooks must run before every optimizer step
 
     def __init__(self) -> None:
         self._undo = ExitStack()
-        self._steps: dict[str, Any] = {}  # the durations in optimizer steps, from the start of training on
+        self._steps: dict[str, Any] = {}  # the durations in optimizer steps, once training has started
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -75,15 +75,15 @@ class Trick(Callback):
             return
         if blind := [type(trick).__name__ for trick in callbacks_of(trainer, Trick) if trick.needs_step_hooks]:
             refuse_steps_past_hooks(trainer, " and ".join(dict.fromkeys(blind)), self._undo)
-        if callbacks_of(trainer, ModelSummary):  # trials have no model summary
+        if callbacks_of(trainer, ModelSummary):  # there is no model summary in a trial fit, which reports nothing
             rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         try:
             self._on_failure(trainer)
-        except Exception as error:  # must not hide the exception that is under way
-            note = f"{type(self).__name__} could not undo all that it had changed: {error}"
+        except Exception as error:  # must not hide the original exception
+            note = f"{type(self).__name__} could not undo everything that it had changed: {error}"
             exception.add_note(note) if hasattr(exception, "add_note") else rank_zero_warn(note)
 
     @override
@@ -91,7 +91,7 @@ class Trick(Callback):
         self._close()
 
     def is_active(self, trainer: pl.Trainer) -> bool:
-        """Whether this trick does anything in the fit that runs."""
+        """Whether this trick does anything in the present fit."""
         return True
 
     def row(self, trainer: pl.Trainer) -> Row:
@@ -107,7 +107,7 @@ class Trick(Callback):
         self._undo.callback(wrap_method(owner, name, wrapper))
 
     def _on_failure(self, trainer: pl.Trainer) -> None:
-        """Leave the module and the Trainer as they are without this trick, after an exception."""
+        """Restore the module and the Trainer after an exception."""
         self._close()
 
     def _close(self) -> None:
@@ -128,7 +128,7 @@ class Trick(Callback):
 
 
 class _Announced(Trick):
-    """Stands for schedules and strategies of this package in a Trainer that has no other trick, for one fit."""
+    """Makes a fit check and report schedules and strategies where the Trainer has no other trick."""
 
     @override
     def is_active(self, trainer: pl.Trainer) -> bool:
@@ -136,19 +136,20 @@ class _Announced(Trick):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
         self._on_failure(trainer)
 
     @override
     def _on_failure(self, trainer: pl.Trainer) -> None:
         super()._on_failure(trainer)
-        # a new list, since Lightning is going through the old one; it may hold callbacks of other packages
+        # A new list: Lightning is iterating over the old one.
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
 
 
 def announce(trainer: pl.Trainer) -> None:
-    """Have the fit check and report schedules and strategies, also without a callback of this package.
+    """Make the fit check and report schedules and strategies, also without a callback of this package.
 
-    Not to be called while Lightning goes through the Trainer's callbacks.
+    Must not be called while Lightning iterates over the Trainer's callbacks.
 
     Raises:
         MisconfigurationException: If two tricks conflict.
@@ -190,7 +191,7 @@ def _total_steps(trainer: pl.Trainer) -> int | None:
 
 
 class _Part(NamedTuple):
-    """Something that a fit is made of: itself, the names that conflicts have for it, and how its user wrote it."""
+    """A part of a fit: the object, its names in conflicts, and its form in the user's code."""
 
     thing: Any
     names: frozenset[str]
@@ -198,10 +199,10 @@ class _Part(NamedTuple):
 
 
 def check_conflicts(trainer: pl.Trainer) -> None:
-    """Check the callbacks, the module and the settings of a Trainer against each other.
+    """Check the callbacks, the module and the settings of a Trainer against one another.
 
     Raises:
-        MisconfigurationException: For the first combination that cannot be right.
+        MisconfigurationException: For the first combination that is wrong.
     """
     parts = [*_callbacks(trainer), *_trainer_settings(trainer)]
     _check((one, other) for one, other in product(parts, parts) if one is not other)
@@ -211,7 +212,7 @@ def check_schedule_conflicts(trainer: pl.Trainer) -> None:
     """Check the schedules of ``configure_optimizers`` against everything else.
 
     Raises:
-        MisconfigurationException: For the first combination that cannot be right.
+        MisconfigurationException: For the first combination that is wrong.
     """
     parts, schedules = [*_callbacks(trainer), *_trainer_settings(trainer)], list(_schedules(trainer))
     _check([*product(parts, schedules), *product(schedules, parts)])
@@ -255,6 +256,6 @@ def _schedules(trainer: pl.Trainer) -> Iterator[_Part]:
 
 
 def _names(thing: object) -> frozenset[str]:
-    """The classes of this package and of Lightning that an object is of."""
+    """The names of an object's classes, base classes included, of this package and of Lightning."""
     ours = ("lightning_tricks.", "lightning.pytorch.", "lightning.fabric.")
     return frozenset(kind.__name__ for kind in type(thing).__mro__ if kind.__module__.startswith(ours))

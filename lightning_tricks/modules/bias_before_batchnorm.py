@@ -1,4 +1,4 @@
-"""Biases that a following BatchNorm takes away again, taken out."""
+"""Removal of biases in front of a BatchNorm, which subtracts them again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Pair(NamedTuple):
-    """A layer with a bias and the BatchNorm that alone takes what it gives, in the forward pass of ``owner``."""
+    """A layer with a bias, and the BatchNorm that alone uses its output, in the forward pass of ``owner``."""
 
     name: str
     layer: Any
@@ -27,21 +27,21 @@ class Pair(NamedTuple):
 
 @torch.no_grad()
 def drop_bias_before_batchnorm(model: nn.Module, *example: Any) -> list[str]:
-    """Take out the biases of layers in front of a BatchNorm, which subtracts them again: fewer weights, same function.
+    """Remove the biases of layers in front of a BatchNorm, which subtracts them again: fewer weights, same function.
 
-    ``((x + b) - mean) / std = (x - (mean - b)) / std``: the running mean becomes ``mean - b``, so the outputs in eval
-    mode stay up to rounding; in training the mean of the batch takes b away by itself. Convolutions and linear layers
-    are found by tracing the model with ``torch.fx``, in training and in eval mode: only the BatchNorm may use what they
-    give. The parts of a model that as a whole cannot be traced are traced, and an example run shows that they are run
-    as they were traced. Call it before the optimizer is made; older checkpoints then have keys too many.
+    ``((x + b) - mean) / std = (x - (mean - b)) / std``: the running mean becomes ``mean - b``, so outputs in eval mode
+    are equal up to rounding. In training the batch mean removes b anyway. Convolutions and linear layers are found by
+    tracing the model with ``torch.fx``, in training and in eval mode; only the BatchNorm may use their output. If the
+    model cannot be traced, its submodules are, and a run of the example checks that they run as traced. Call this
+    before the optimizer is made; older checkpoints then have unexpected keys.
 
     Args:
-        model: The model, or the LightningModule. It is changed.
-        *example: Inputs of ``model``, run once in eval mode. Needed for a model that cannot be traced, and for linear
-            layers: only a run tells that what they give has two dimensions, so that BatchNorm's are theirs.
+        model: The model, or the LightningModule, which is changed in place.
+        *example: Inputs of ``model`` for one run in eval mode. They are needed for a model that cannot be traced, and
+            for linear layers, whose outputs must have two dimensions.
 
     Returns:
-        The names of the biases that are gone.
+        The names of the removed biases.
 
     Raises:
         ValueError: If the model cannot be traced and there is no example.
@@ -62,7 +62,7 @@ def drop_bias_before_batchnorm(model: nn.Module, *example: Any) -> list[str]:
 
 
 def biases_before_batchnorm(model: nn.Module) -> list[str]:
-    """The names of the biases in front of a BatchNorm, as far as tracing the model or its parts shows them."""
+    """The names of the biases in front of a BatchNorm that tracing the model or its submodules finds."""
     return [f"{pair.name}.bias" for pair in _proven(model, in_parts=True)]
 
 
@@ -71,10 +71,10 @@ def _proven(model: nn.Module, *, in_parts: bool) -> list[Pair]:
 
 
 def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:
-    """Those of a module, or of the parts of it that can be traced."""
+    """The pairs of a module, or of its submodules that can be traced."""
     try:
         named = _in_both_modes(module)
-    except Exception as error:  # a forward pass that is only traced can raise anything
+    except Exception as error:  # tracing a forward pass can raise any exception
         if not in_parts:
             raise ValueError(
                 f"{type(module).__name__} cannot be traced ({type(error).__name__}: {error}): give an example input,"
@@ -88,8 +88,8 @@ def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:
 
 
 def _in_both_modes(module: nn.Module) -> list[tuple[str, str]]:
-    """Names of layer and norm that follow each other whether the module trains or not."""
-    modes = [(each, each.training) for each in module.modules()]
+    """The names of layers and norms that are pairs in training and in eval mode."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
         trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))
     finally:
@@ -112,20 +112,20 @@ def _named(traced: fx.GraphModule, module: nn.Module) -> list[tuple[str, str]]:
         if not isinstance(layer, fx.Node) or layer.op != "call_module" or len(layer.users) > 1:
             continue
         pair = modules[str(layer.target)], modules[norm.target]
-        alone = all(calls[id(each)] == 1 for each in pair) and f"{layer.target}.bias" not in read
+        alone = all(calls[id(module)] == 1 for module in pair) and f"{layer.target}.bias" not in read
         if alone and _match(*pair):
             found.append((str(layer.target), norm.target))
     return found
 
 
 def _match(layer: Any, norm: Any) -> bool:
-    """Of these very classes, whose subclasses may do anything, and with nobody looking at what lies between them."""
-    watched = layer._forward_hooks or norm._forward_pre_hooks  # of which torch has no public list
+    """Whether layer and norm are of known classes, not subclasses of them, without hooks on the value in between."""
+    watched = layer._forward_hooks or norm._forward_pre_hooks  # torch has no public list of hooks
     return type(layer) in _LAYERS and type(norm) in _NORMS and layer.bias is not None and not watched
 
 
 def _run(model: nn.Module, pairs: list[Pair], example: tuple[Any, ...]) -> list[Pair]:
-    """Those pairs whose layers run as often as the forward pass that was traced, and which have the dimensions."""
+    """The pairs that run as often as the traced forward pass, with linear layers of 2-D outputs only."""
     calls: Counter[int] = Counter()
     dimensions: dict[int, set[int]] = {}
 
@@ -134,10 +134,10 @@ def _run(model: nn.Module, pairs: list[Pair], example: tuple[Any, ...]) -> list[
         if inputs and isinstance(inputs[0], Tensor):
             dimensions.setdefault(id(module), set()).add(inputs[0].ndim)
 
-    modes = [(each, each.training) for each in model.modules()]
+    modes = [(submodule, submodule.training) for submodule in model.modules()]
     with ExitStack() as undo:
-        for each in {each for pair in pairs for each in (pair.layer, pair.norm, pair.owner)}:
-            undo.callback(each.register_forward_pre_hook(count).remove)
+        for module in {module for pair in pairs for module in (pair.layer, pair.norm, pair.owner)}:
+            undo.callback(module.register_forward_pre_hook(count).remove)
         undo.callback(_put_back, modes)
         model.eval()(*example)
     return [

@@ -1,4 +1,4 @@
-"""Parameters that do not train, by pattern, and the BatchNorm layers among them."""
+"""Freezing of parameters and of their BatchNorm layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["freeze"]
 
 
 def freeze(model: nn.Module, parameters: Patterns) -> list[str]:
-    r"""Freeze parameters: they no longer get gradients.
+    r"""Freeze parameters, so that they get no gradients.
 
-    BatchNorm layers that lose all their parameters are put into eval mode, so that their running statistics stay.
-    Lightning leaves the modes of layers as they are (and says so in a warning when training starts); a
-    ``model.train()`` of your own undoes it. Call it before the optimizer is made.
+    BatchNorm layers whose parameters are all frozen are put into eval mode, so that their running statistics stay.
+    Lightning keeps the modes of layers (and warns of eval mode when training starts), but your own ``model.train()``
+    undoes it. Call this before the optimizer is made.
 
     Args:
         model: The model, or the LightningModule.
@@ -22,10 +22,10 @@ def freeze(model: nn.Module, parameters: Patterns) -> list[str]:
             classes, for the parameters of their instances; one or a sequence.
 
     Returns:
-        The names of the parameters that are frozen now and were not.
+        The names of the parameters that were frozen by this call.
 
     Raises:
-        TypeError: For what is no pattern.
+        TypeError: For a pattern that is not a string.
         ValueError: If a pattern selects nothing.
 
     Example:

@@ -1,4 +1,4 @@
-"""How sharp a minimum is: the curvature of the loss at a model's weights, and its rise nearby."""
+"""Sharpness of a minimum: the curvature of the loss at a model's weights, and its rise nearby."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Sharpness:
-    """What ``sharpness`` has measured, with w, g and H as it names them.
+    """The result of ``sharpness``, with w, g and H as in its docstring.
 
     Args:
         loss: Mean loss at w.
         eigenvalue: Largest eigenvalue of H, approached from below.
-        eigenvalue_error: ``||Hv - eigenvalue * v||``; an eigenvalue of H is no further away than this.
-        rise: Mean loss at ``w + radius * g/||g||`` less that at w.
-        distances: From ``-radius`` to ``radius`` along ``g/||g||``; the middle one is 0.
-        losses: Mean loss at each of the distances.
+        eigenvalue_error: ``||Hv - eigenvalue * v||``, a bound for the distance to an eigenvalue of H.
+        rise: Mean loss at ``w + radius * g/||g||`` minus that at w.
+        distances: Distances along ``g/||g||``, from ``-radius`` to ``radius``; the middle one is 0.
+        losses: Mean losses at the distances.
 
     Example:
         >>> Sharpness(1.0, 4.0, 0.0, 0.5, distances=(-0.1, 0.0, 0.1), losses=(0.6, 1.0, 1.5)).rise
@@ -54,16 +54,16 @@ class Sharpness:
     losses: tuple[float, ...]
 
     def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
-        """Draw the loss along the gradient, into the given axes or into a figure of its own."""
+        """Draw the loss along the gradient, into the given axes or a new figure."""
         if ax is None:
-            import matplotlib.pyplot as plt  # only here: a user's own axes need no pyplot
+            import matplotlib.pyplot as plt  # imported only here, since a user's own axes need no pyplot
 
             _, ax = plt.subplots()
         ax.plot(self.distances, self.losses, marker=".", label=f"largest eigenvalue {self.eigenvalue:.3g}")
         ax.set(xlabel="distance along the gradient", ylabel="loss")
         ax.legend()
         figure = ax.get_figure(root=True)
-        assert figure is not None, "axes of a figure"
+        assert figure is not None, "axes belong to a figure"
         return figure, ax
 
 
@@ -79,25 +79,27 @@ def sharpness(
 ) -> Sharpness:
     """Measure the sharpness of a minimum: ``max v'Hv / v'v`` and ``L(w + radius * g/||g||) - L(w)``.
 
-    L is the mean loss over all samples, w the parameters that train, g and H gradient and Hessian of L at w. Lanczos's
-    method, power iteration that looks in the span of all its iterates, finds the largest eigenvalue also beside a
-    negative one of larger magnitude. The model is measured in the mode that it is in; eval mode is usually meant. Every
-    pass over the loader starts from the same random numbers and module state, and afterwards these, weights and
-    gradients are as before. Compare models of one architecture: to rescale layers changes the sharpness alone.
+    L is the mean loss over all samples, w are the trainable parameters, and g and H are gradient and Hessian of L at w.
+    Lanczos's method finds the largest eigenvalue, also if a negative one has a larger magnitude. The model is measured
+    in its present mode, which should usually be eval mode. Every pass over the loader starts from the same random
+    numbers and module state; these, weights and gradients are restored. Compare only models of one architecture:
+    rescaling layers changes the sharpness, but not the function.
 
     Args:
-        model: Any module, such as a LightningModule, with whole fp32 or fp64 weights.
-        loader: The same batches in every pass. A batch is as large as the first dimension of its first tensor.
-        loss: Function of model and batch: the mean over the batch. It moves the batch to the device if need be.
-        iterations: Most products Hv, a pass each; fewer when the error falls below 1e-5 of the largest magnitude.
-        radius: Length of the move along the gradient; SAM's rho.
-        points: Losses along the gradient, a pass each; odd, so that one is at w.
-        seed: Of the random vector that Lanczos's method starts from.
+        model: Any module, such as a LightningModule, with fp32 or fp64 weights that are not sharded.
+        loader: A loader with the same batches in every pass. The first tensor of a batch has the samples in its first
+            dimension.
+        loss: Function of model and batch that returns the mean loss; it must also move the batch to the device.
+        iterations: Largest number of products Hv, which take a pass; fewer if the error falls below 1e-5 of the
+            largest magnitude.
+        radius: Length of the move along the gradient, above 0, like SAM's rho.
+        points: Number of losses along the gradient, which take a pass; odd, at least 3, so that one is at w.
+        seed: Seed of the random vector from which Lanczos's method starts.
 
     Raises:
         TypeError: For a loader that can be read only once, 16-bit or sharded weights.
         ValueError: For no trainable parameters, no batches, batches without tensors, numbers out of range, and a loss
-            that is no finite scalar, has no gradient or differs from pass to pass.
+            that is not a finite scalar, has no gradient or differs between passes.
         RuntimeError: For operations without a second derivative, reentrant checkpoints, sparse gradients.
 
     Example:
@@ -133,7 +135,7 @@ def sharpness(
 
 
 def _check(model: nn.Module, loader: Iterable[Any], iterations: int, radius: float, points: int) -> list[Tensor]:
-    """Raise for what cannot be right; give the weights that train."""
+    """Check the arguments, and return the trainable weights."""
     check_count("iterations", iterations)
     check_range("radius", radius, 1e-12)
     check_count("points", points)
@@ -143,11 +145,13 @@ def _check(model: nn.Module, loader: Iterable[Any], iterations: int, radius: flo
         raise TypeError(f"loader is read many times, got {type(loader).__name__}: pass a DataLoader or a list.")
     weights = trainable(model)
     if not weights:
-        raise ValueError(f"model must have parameters that train, got {type(model).__name__} without: unfreeze some.")
+        raise ValueError(
+            f"model must have trainable parameters, got {type(model).__name__} without any: unfreeze some."
+        )
     for name, weight in weights.items():
         if isinstance(weight, DTensor) or weight.dtype not in (torch.float32, torch.float64):
             kind = "in shards" if isinstance(weight, DTensor) else f"in {weight.dtype}"
-            raise TypeError(f"model must have whole weights in fp32 or fp64, got {name} {kind}: load or convert it so.")
+            raise TypeError(f"model must have unsharded weights in fp32 or fp64, got {name} {kind}: convert it.")
     return list(weights.values())
 
 
@@ -155,7 +159,7 @@ def _check(model: nn.Module, loader: Iterable[Any], iterations: int, radius: flo
 def _unchanged(model: nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     kept = [parameter.detach().clone() for parameter in parameters]
-    with hidden_from_autograd(parameters):  # by graphs that wait for their backward
+    with hidden_from_autograd(parameters):  # graphs may wait for their backward pass
         try:
             yield
         finally:
@@ -165,11 +169,11 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 def _mean(
     model: nn.Module, loader: Iterable[Any], loss: Callable[[Any], Tensor], part: Callable[[Tensor], Tensor]
 ) -> tuple[float, Tensor]:
-    """The mean over all samples of the loss, and of what ``part`` makes of a batch's loss; the model stays as it is."""
+    """The means over all samples of the loss, and of ``part(loss)``; the state of the model is restored."""
     total, parts, samples = 0.0, torch.zeros(()), 0
     device, state = next(model.parameters()).device, ModuleState(model)
-    generators = [(each, each.get_state()) for each in generators_of(loader)]
-    torch.clear_autocast_cache()  # of casts that a caller made without gradients
+    generators = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    torch.clear_autocast_cache()  # it may hold casts that a caller made without gradients
     try:
         with random_numbers_of(random_state(device), device):
             for batch in loader:
@@ -186,9 +190,9 @@ def _mean(
         state.restore()
         for generator, before in generators:
             generator.set_state(before)
-        torch.clear_autocast_cache()  # of casts of weights that will move
+        torch.clear_autocast_cache()  # it holds casts of weights that will change
     if not samples:
-        raise ValueError("loader must give batches in each pass over it, got none: pass a DataLoader or a list.")
+        raise ValueError("loader must yield batches in every pass over it, got none: pass a DataLoader or a list.")
     return total / samples, parts / samples
 
 
@@ -205,7 +209,7 @@ def _gradient(loss: Tensor, weights: list[Tensor], create_graph: bool = False) -
 
 
 def _product(loss: Tensor, weights: list[Tensor], vector: Tensor) -> Tensor:
-    """The Hessian of the loss times a vector: the gradient of the gradient along it."""
+    """The Hessian of the loss times a vector: the gradient of ``g @ vector``."""
     along = _gradient(loss, weights, create_graph=True) @ vector
     if not along.requires_grad:  # the loss is linear
         return torch.zeros_like(vector)
@@ -219,10 +223,10 @@ def _product(loss: Tensor, weights: list[Tensor], vector: Tensor) -> Tensor:
 
 
 def _largest_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> tuple[float, float]:
-    """The largest eigenvalue by Lanczos's method, and the length of its residual."""
-    # Only two vectors are kept: rounding then finds an eigenvalue more than once, and no wrong one.
+    """The largest eigenvalue by Lanczos's method, and the norm of its residual."""
+    # Only two vectors are kept. Rounding errors may then repeat an eigenvalue, but add no wrong ones.
     before, vector, beta = torch.zeros_like(start), start / start.norm(), 0.0
-    matrix = torch.zeros(iterations + 1, iterations + 1, dtype=torch.float64)  # H seen from the vectors
+    matrix = torch.zeros(iterations + 1, iterations + 1, dtype=torch.float64)  # H in the basis of the vectors
     for k in range(iterations):
         following = product(vector) - beta * before
         matrix[k, k] = following @ vector

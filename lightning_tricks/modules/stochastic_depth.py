@@ -1,4 +1,4 @@
-"""Stochastic depth for a network that comes without it."""
+"""Stochastic depth for a network that was built without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ __all__ = ["add_stochastic_depth"]
 
 
 def drop_path(x: Tensor, rate: float) -> Tensor:
-    """Zero for each sample with probability ``rate``, divided by ``1 - rate`` otherwise; timm's, bit for bit.
+    """Set samples to zero with probability ``rate``, and divide the others by ``1 - rate``; bit-equal to timm's.
+
+    Args:
+        x: Samples (B, ...), floating-point.
+        rate: The probability, in [0, 1).
 
     Example:
         >>> import torch
@@ -27,26 +31,26 @@ def drop_path(x: Tensor, rate: float) -> Tensor:
 def add_stochastic_depth(model: nn.Module, rate: float, *, modules: Patterns) -> dict[str, float]:
     r"""Stochastic depth for residual blocks: while training, ``x + f(x)`` is ``x + b f(x) / (1-p)`` with random b.
 
-    b is drawn for each sample, 0 with probability ``p_l = rate * l / L`` in the l-th of L blocks (linear rule), so the
-    expectation stays. In eval mode nothing changes. Forward hooks do it: names in the ``state_dict`` stay as they are.
-    Name what a block adds to its input; the module can hold several such branches in a block, which share the rate but
-    not b. A copy or a pickle of the model keeps it, weights loaded into another one do not bring it.
+    b is drawn for every sample, 0 with probability ``p = rate * l / L`` in the l-th of L blocks (linear rule), and 1
+    otherwise, so the expectation stays the same. In eval mode nothing changes. Forward hooks do this, so names in the
+    ``state_dict`` stay the same. A block may have several branches, with the same rate and different b. A copy or a
+    pickle of the model keeps the hooks; a model that loads the weights does not have them.
 
     Args:
         model: The model, or the LightningModule.
-        rate: p of the last block, in [0, 1).
+        rate: Probability p of the last block, in [0, 1).
         modules: The branches, as regular expressions searched in modules' names, or names of classes; one or a
             sequence. A branch is a module whose output is added to a skip connection and to nothing else, with the
             samples along the first dimension: for torchvision's ResNet-18 ``r"layer\d\.\d\.bn2$"``, for its ViT
             ``r"layers\.encoder_layer_\d+\.(dropout|mlp)$"``. A block is the module that holds them.
 
     Returns:
-        The rate of each branch, by name.
+        The rates of the branches by name.
 
     Raises:
-        TypeError: If ``rate`` is no number.
-        ValueError: For a rate out of range, a pattern found nowhere, in a module and one inside it, or in a module that
-            has stochastic depth already.
+        TypeError: If ``rate`` is not a number.
+        ValueError: For a rate out of range, a pattern that selects nothing, nested modules, or a module that has
+            stochastic depth already.
 
     Example:
         >>> from torchvision.models import resnet18
@@ -63,9 +67,11 @@ def add_stochastic_depth(model: nn.Module, rate: float, *, modules: Patterns) ->
     for name, module in found.items():
         if inside := [other for other in found if other.startswith(f"{name}.")]:
             raise ValueError(
-                f"modules must not lie in each other, {modules!r} selects {name} and {inside[0]}: end the pattern in $."
+                f"modules must not be nested, {modules!r} selects {name} and {inside[0]}: end the pattern with $."
             )
-        if any(isinstance(hook, StochasticDepth) for hook in module._forward_hooks.values()):  # no public list
+        if any(
+            isinstance(hook, StochasticDepth) for hook in module._forward_hooks.values()
+        ):  # torch has no public list of hooks
             raise ValueError(f"modules must not have stochastic depth yet, {name} has: call add_stochastic_depth once.")
     blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
     rates = {name: rate * (blocks.index(name.rpartition(".")[0]) + 1) / len(blocks) for name in found}
@@ -75,15 +81,15 @@ def add_stochastic_depth(model: nn.Module, rate: float, *, modules: Patterns) ->
 
 
 class StochasticDepth:
-    """A forward hook that drops what a module gives, for some samples, while that trains; it can be pickled."""
+    """A forward hook that drops the output of a module for some samples while it trains; can be pickled."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """What the module gives instead."""
+        """Return the changed output."""
         if not module.training or not self.rate:
             return output
-        if isinstance(output, tuple):  # an attention layer gives its weights as well
+        if isinstance(output, tuple):  # an attention layer returns its weights as well
             return (drop_path(output[0], self.rate), *output[1:])
         return drop_path(output, self.rate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.strategies.base import PresetStrategy
@@ -57,6 +58,10 @@ def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> pl.Trainer:
         from ray.train.lightning import RayLightningEnvironment
     except ImportError as error:
         raise ImportError("ray_trainer needs Ray Train: pip install 'lightning-tricks[ray]'") from error
+
+    class Environment(RayLightningEnvironment, LightningEnvironment):
+        """Ray's, which is one of lightning.pytorch wherever that is installed, also for pytorch_lightning."""
+
     workers, nodes = _workers_per_node()
     device = ray.train.torch.get_device()
     strategy = preset(strategy)["strategy"] if isinstance(strategy, str) else strategy
@@ -66,7 +71,7 @@ def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> pl.Trainer:
         accelerator=device.type,
         devices=workers,
         num_nodes=nodes,
-        plugins=[*(plugins if isinstance(plugins, list) else [plugins]), RayLightningEnvironment()],
+        plugins=[*(plugins if isinstance(plugins, list) else [plugins]), Environment()],
         **arguments,
     )
     if device.type == "cuda" and trainer.strategy.root_device != device:

@@ -446,7 +446,7 @@ def test_manual_optimization() -> None:
         ({"margin": "much"}, TypeError, "margin must be a number"),
         ({"initial": 0}, ValueError, "initial must be at least 1"),
         ({"steps": 1}, ValueError, "steps must be at least 2"),
-        ({"max_size": 2.5}, TypeError, "max_size must be a whole number"),
+        ({"max_size": 2.5}, TypeError, "max_size must be an integer"),
         ({"max_size": None}, ValueError, "max_size must be given on a CPU"),
         ({"effective": 0}, ValueError, "effective must be at least 1"),
     ],

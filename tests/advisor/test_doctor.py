@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, build, fit, rank_loader
+from tests.nets import PlainNet, build, data, fit, rank_loader
 from tests.ranks import run_ranks
 
 
@@ -50,19 +51,21 @@ class Synced(PlainNet):
         return loss
 
 
-def heard(settings: dict[str, Any], silence: tuple[str, ...]) -> list[str]:
-    module = build(type("Logs", (Synced,), {"settings": settings}))
+def heard_of_logs(settings: dict[str, Any], silence: tuple[str, ...]) -> list[str]:
+    return heard(type("Logs", (Synced,), {"settings": settings}), silence)
+
+
+def heard(kind: type[PlainNet], silence: tuple[str, ...] = (), train: Any = None, **settings: Any) -> list[str]:
+    module = build(kind)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(
             module,
-            train=rank_loader(),
+            train=train or rank_loader(),
             callbacks=[lt.Doctor(silence)],
-            strategy="ddp",
-            devices=2,
-            use_distributed_sampler=False,
+            **{"strategy": "ddp", "devices": 2, "use_distributed_sampler": False, **settings},
         )
-    assert "log" not in vars(module)
+    assert not {"log", "all_gather"} & vars(module).keys()
     return [str(each.message) for each in caught if "Doctor" in str(each.message)]
 
 
@@ -78,8 +81,49 @@ def heard(settings: dict[str, Any], silence: tuple[str, ...]) -> list[str]:
 def test_synchronized_logging_in_the_step_is_heard_once_on_rank_zero(
     settings: dict[str, Any], silence: tuple[str, ...], count: int
 ) -> None:
-    first, second = run_ranks(heard, settings, silence)
+    first, second = run_ranks(heard_of_logs, settings, silence)
     assert len(first) == count
     assert second == []
     if count:
         assert "Doctor, sync-dist: self.log('synced', sync_dist=True) in training_step" in first[0]
+
+
+class Gathering(PlainNet):
+    sync_grads = detached = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self(batch[0])
+        self.all_gather({"z": z.detach() if self.detached else z}, sync_grads=self.sync_grads)
+        self.all_gather(batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+def of_gathers() -> list[list[str]]:
+    kinds = [Gathering, *(type("Right", (Gathering,), {name: True}) for name in ("sync_grads", "detached"))]
+    return [heard(kind) for kind in kinds]
+
+
+def test_gathers_that_cut_the_graph_are_heard_once() -> None:
+    (wrong, synced, detached), _ = run_ranks(of_gathers)
+    assert len(wrong) == 1
+    assert "Doctor, gather-gradients: self.all_gather(...) in training_step" in wrong[0]
+    assert "sync_grads=True" in wrong[0]
+    assert synced == detached == []
+
+
+def of_samplers() -> list[list[str]]:
+    batches = BatchSampler(SequentialSampler(data(48)), 8, drop_last=False)
+    custom, stock = DataLoader(data(48), batch_sampler=batches), DataLoader(data(48), 8)
+    return [
+        heard(PlainNet, train=custom),
+        heard(PlainNet, silence=("same-samples",), train=custom),
+        heard(PlainNet, train=stock, use_distributed_sampler=True),
+        heard(PlainNet, train=rank_loader()),
+    ]
+
+
+def test_a_batch_sampler_that_gives_all_ranks_the_same_samples_is_heard() -> None:
+    (same, silenced, distributed, own), _ = run_ranks(of_samplers)
+    assert len(same) == 1
+    assert "Doctor, same-samples: the first batch of all 2 ranks has the same samples" in same[0]
+    assert silenced == distributed == own == []

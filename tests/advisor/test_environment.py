@@ -143,6 +143,7 @@ def reported(tmp_path: Path, before: str = "", after: str = "", **environment: s
     return {**report["environment"], "presets": {each["name"]: each for each in report["presets"]}}
 
 
+@pytest.mark.slow
 def test_a_machine_without_compilers(tmp_path: Path) -> None:
     report = reported(tmp_path, after=UNCOMPILED, PATH=str(tmp_path))
     assert (report["tools"]["compiler"], report["tools"]["ninja"]) == (None, None)
@@ -154,6 +155,7 @@ def test_a_machine_without_compilers(tmp_path: Path) -> None:
     assert report["presets"]["ddp_bf16"]["status"] != "cannot run"
 
 
+@pytest.mark.slow
 def test_a_machine_without_deepspeed(tmp_path: Path) -> None:
     report = reported(tmp_path, before=BLOCKED)
     assert report["versions"]["deepspeed"] is None

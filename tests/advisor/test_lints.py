@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
+import lightning_tricks as lt
 from lightning_tricks.advisor.doctor import lint, lint_training
 from tests.nets import Net, PlainNet, build, data, fit, loader
 
@@ -125,3 +127,82 @@ class Cosine(Cycle):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+def scheduled(make: Any, interval: str) -> Any:
+    class Scheduled(PlainNet):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), "interval": interval}}
+
+    return build(Scheduled)
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, step / 100)  # as get_linear_schedule_with_warmup of transformers has it
+
+
+torch_schedules = torch.optim.lr_scheduler
+COUNT_STEPS = {
+    "warm-up": lambda optimizer: torch_schedules.LambdaLR(optimizer, warm_up),
+    "LinearLR": lambda optimizer: torch_schedules.LinearLR(optimizer, 0.01, total_iters=150),
+    "StepLR": lambda optimizer: torch_schedules.StepLR(optimizer, 60),
+    "MultiStepLR": lambda optimizer: torch_schedules.MultiStepLR(optimizer, [50, 100]),
+}
+COUNT_EPOCHS = {
+    "ExponentialLR": lambda optimizer: torch_schedules.ExponentialLR(optimizer, 0.9),
+    "StepLR": lambda optimizer: torch_schedules.StepLR(optimizer, 1, gamma=0.5),
+    "LambdaLR": lambda optimizer: torch_schedules.LambdaLR(optimizer, lambda epoch: 0.8**epoch),
+}
+
+
+@pytest.mark.parametrize("name", COUNT_STEPS)
+def test_a_schedule_of_steps_that_is_stepped_once_an_epoch(name: str) -> None:
+    make, settings = COUNT_STEPS[name], {"max_epochs": 8, "train": loader(160)}
+    said = found(scheduled(make, "epoch"), **settings)["schedule-interval"]
+    assert "hardly moves the learning rate in 8 epochs, as if it counted the 160 optimizer steps" in said
+    assert "interval='step'" in said
+    assert found(scheduled(make, "step"), **settings) == {}
+
+
+@pytest.mark.parametrize("name", COUNT_EPOCHS)
+def test_a_schedule_of_epochs_that_is_stepped_with_the_optimizer(name: str) -> None:
+    make, settings = COUNT_EPOCHS[name], {"max_epochs": 8, "train": loader(160)}
+    said = found(scheduled(make, "step"), **settings)["schedule-interval"]
+    assert "down by a million in 160 optimizer steps, as if it counted the 8 epochs" in said
+    assert "interval='epoch'" in said
+    assert found(scheduled(make, "epoch"), **settings) == {}
+
+
+def test_a_schedule_that_does_nothing_is_not_judged() -> None:
+    constant = scheduled(lambda optimizer: torch_schedules.LambdaLR(optimizer, lambda _: 1.0), "epoch")
+    plateau = scheduled(lambda optimizer: torch_schedules.ConstantLR(optimizer, 0.5, total_iters=1), "epoch")
+    for module in (constant, plateau):
+        assert found(module, max_epochs=8, train=loader(160)) == {}
+
+
+class HeadOnly(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers[-1].parameters(), lr=0.1)
+
+
+def test_parameters_that_no_optimizer_holds() -> None:
+    said = found(build(HeadOnly))["forgotten-parameters"]
+    assert "holds layers.0.weight, layers.0.bias" in said
+    module = build(HeadOnly)
+    module.layers[:-1].requires_grad_(False)
+    assert found(module) == {}
+
+
+def test_frozen_parameters_in_an_optimizer() -> None:
+    module = build(PlainNet)
+    module.layers[0].requires_grad_(False)
+    said = found(module)["frozen-parameters"]
+    assert said.startswith("SGD holds layers.0.weight, layers.0.bias, which are frozen and never train.")
+
+
+def test_unless_a_callback_is_to_unfreeze_them() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(build(PlainNet), callbacks=[lt.GradualUnfreeze([3], parameters=[r"^layers\.0"]), lt.Doctor()])
+    assert not [each for each in caught if "Doctor" in str(each.message)]

@@ -37,7 +37,7 @@ class Deep(Net):
 
 
 class Gather(Callback):
-    """The whole weights at the end, put together from their shards."""
+    """The full weights at the end, put together from their shards."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         whole: Callable[[Tensor], Tensor] = Tensor.clone

@@ -186,7 +186,7 @@ class Sharded(PlainNet):
 
 
 class Whole(Callback):
-    """The whole weights at the end."""
+    """The full weights at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.layers.reshard()  # validation leaves the root unsharded
@@ -251,7 +251,7 @@ def test_shards_are_clipped_as_the_whole_or_refused() -> None:
         ({"clip_factor": "1"}, TypeError, "clip_factor must be a number"),
         ({"eps": -1.0}, ValueError, "eps must be in"),
         ({"exclude": 3}, TypeError, "exclude must be a string or a list of strings"),
-        ({"exclude": ["("]}, ValueError, "exclude: '\\(' is no regex"),
+        ({"exclude": ["("]}, ValueError, "exclude: '\\(' is not a regular expression"),
     ],
 )
 def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -195,7 +195,7 @@ def test_ranks_have_the_norm_of_all() -> None:
         ({"percentile": 101}, ValueError, r"percentile must be in \[0, 100\], got 101"),
         ({"percentile": None}, TypeError, "percentile must be a number"),
         ({"history": 0}, ValueError, "history must be at least 1"),
-        ({"history": 1.5}, TypeError, "history must be a whole number"),
+        ({"history": 1.5}, TypeError, "history must be an integer"),
     ],
 )
 def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -409,7 +409,9 @@ def test_a_resume_after_other_factors_is_refused(tmp_path):
     path = tmp_path / "x.ckpt"
     fit(build(), callbacks=[BatchSizeWarmup(final=4, over=4), SaveAt("on_train_epoch_end", path, 2)], max_epochs=6)
     for callback in (BatchSizeWarmup(final=4, over=2), BatchSizeWarmup(final=4, over=4, grow="loader")):
-        with pytest.raises(MisconfigurationException, match=r"goes on after epochs of .* but training had \[\(1, 1\)"):
+        with pytest.raises(
+            MisconfigurationException, match=r"resumes after epochs with .* but training had \[\(1, 1\)"
+        ):
             fit(build(), callbacks=[callback], max_epochs=6, ckpt_path=path)
     fit(build(), callbacks=[BatchSizeWarmup(final=4, over=4)], max_epochs=9, ckpt_path=path)
 
@@ -590,7 +592,7 @@ def test_a_trainer_that_goes_on_goes_on_growing(grow):
     [
         (ValueError, {"initial": 4, "final": 2}, "final must be at least initial=4, got 2"),
         (ValueError, {"initial": 0, "final": 2}, "initial must be at least 1, got 0"),
-        (TypeError, {"final": 2.0}, "final must be a whole number, got 2.0"),
+        (TypeError, {"final": 2.0}, "final must be an integer, got 2.0"),
         (ValueError, {"final": 2, "over": 0}, "over must be an int >= 1"),
         (ValueError, {"final": 2, "over": 1.0}, r"float in \(0, 1\) \(fraction\), got 1.0"),
         (ValueError, {"final": 2, "over": 0.0}, "got 0.0"),
@@ -602,7 +604,7 @@ def test_a_trainer_that_goes_on_goes_on_growing(grow):
         (ValueError, {"factors": [0, 1]}, r"factors\[0\] must be at least 1"),
         (TypeError, {"factors": []}, "sequence of integers"),
         (TypeError, {"factors": 3}, "sequence of integers"),
-        (TypeError, {"factors": "12"}, "whole number, got '1'"),
+        (TypeError, {"factors": "12"}, "integer, got '1'"),
     ],
 )
 def test_wrong_values_are_refused(error, settings, message):

@@ -60,13 +60,17 @@ def test_ohem_that_keeps_all_is_bit_equal_to_the_mean_of_strided_losses() -> Non
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: lt.functional.ohem_loss(torch.ones(2, 2), 0.5), ValueError, r"one a sample, \(n,\), got \(2, 2\)"),
+        (
+            lambda: lt.functional.ohem_loss(torch.ones(2, 2), 0.5),
+            ValueError,
+            r"one entry per sample, \(n,\), got \(2, 2\)",
+        ),
         (lambda: lt.functional.ohem_loss(torch.ones(0), 0.5), ValueError, r"got \(0,\)"),
         (lambda: lt.functional.ohem_loss(torch.ones(2), 0), ValueError, r"keep must be in \(0, 1\], got 0"),
         (lambda: lt.HardExampleFilter(float("nan")), ValueError, "keep must be in"),
         (lambda: lt.HardExampleFilter(True), TypeError, "keep must be a number"),
         (lambda: lt.HardExampleFilter(mode="pruned"), ValueError, "Did you mean 'prune'"),
-        (lambda: lt.HardExampleFilter(across_ranks=True), ValueError, 'across_ranks goes with mode="loss"'),
+        (lambda: lt.HardExampleFilter(across_ranks=True), ValueError, 'across_ranks needs mode="loss"'),
         (lambda: lt.HardExampleFilter(mode="loss", score_scale=0.5), ValueError, 'score_scale .* mode="prune"'),
         (lambda: lt.HardExampleFilter(score_scale=0), ValueError, "score_scale must be above 0"),
         (lambda: lt.HardExampleFilter(score_scale=1.0), ValueError, "score_scale"),

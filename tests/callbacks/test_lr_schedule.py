@@ -267,7 +267,7 @@ def test_a_wrong_argument_is_refused_at_once():
         (TypeError, {**metric, "monitor": 3}, "monitor must be str, got 3"),
         (ValueError, {**metric, "mode": "up"}, "mode must be one of 'min', 'max', got 'up'"),
         (ValueError, {**metric, "factor": 1}, r"factor must be in \[0.0, 1.0\), got 1"),
-        (TypeError, {**metric, "patience": 0.5}, "patience must be a whole number, got 0.5"),
+        (TypeError, {**metric, "patience": 0.5}, "patience must be an integer, got 0.5"),
         (ValueError, {**metric, "threshold": -1}, r"threshold must be in \[0.0, inf\), got -1"),
         (TypeError, {"curve": "swa_tail"}, "'swa_tail' must have swa_lr, .* got none: pass swa_lr="),
         (TypeError, {"curve": "swa_tail", "swa_lr": None}, "'swa_tail' must have swa_lr, .* got none: pass swa_lr="),

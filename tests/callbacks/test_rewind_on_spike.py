@@ -247,7 +247,7 @@ def test_sam(factor: float) -> None:
 
 
 def test_too_many_stop_training() -> None:
-    message = r"gone back max_rewinds=2 times, and the loss is \S+ after step 9 again \(good ones before it: \d"
+    message = r"gone back max_rewinds=2 times, and the loss is \S+ after step 9 again \(good losses before it: \d"
     with pytest.raises(FloatingPointError, match=message):
         fit(spiky(when=(10, 12, 14)), train=batches(), callbacks=[rewind(every_n_steps=8, max_rewinds=2)], max_epochs=1)
 

@@ -498,7 +498,7 @@ def test_with_sharpness_aware_minimization() -> None:
         ({"start": -1}, ValueError, "start"),
         ({"start": "0.5"}, TypeError, "start must be an int"),
         ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
-        ({"every_n_steps": 1.5}, TypeError, "every_n_steps must be a whole number, got 1.5"),
+        ({"every_n_steps": 1.5}, TypeError, "every_n_steps must be an integer, got 1.5"),
         ({"every_n_steps": True}, TypeError, "every_n_steps"),
         ({"every_n_steps": "epoch"}, TypeError, "every_n_steps"),
         ({"recalibrate_batchnorm": 1}, TypeError, "recalibrate_batchnorm must be True or False, got 1"),

@@ -123,7 +123,7 @@ def test_what_cannot_be_written_does_not_hide_the_reason(tmp_path: Path) -> None
     batches = DataLoader(data(), batch_size=8, collate_fn=lambda items: Local(default_collate(items)))
     _, said = stopped(tmp_path, train=batches)
     assert "after step 3" in said
-    assert "Not all of the state before it and the batch is in" in said
+    assert "The state before it and the batch are incomplete in" in said
     assert [file.name for file in (tmp_path / "non_finite-step=3").iterdir()] == ["last_good.ckpt"]
     (tmp_path / "file").write_text("no folder")
     _, said = stopped(tmp_path / "file")

@@ -182,12 +182,12 @@ def test_a_full_disk_leaves_the_old_file(saved: Any, name: str, tmp_path: Path) 
 
 
 CASES = [
-    ("fsdp2", ".metadata", None, "it has no .metadata: its saving was cut short"),
-    ("fsdp2", "meta.pt", None, "it has no meta.pt: its saving was cut short"),
+    ("fsdp2", ".metadata", None, "it has no .metadata: saving was interrupted"),
+    ("fsdp2", "meta.pt", None, "it has no meta.pt: saving was interrupted"),
     ("fsdp2", "__1_0.distcp", None, "__1_0.distcp has 0 bytes of"),
     ("fsdp2", "__1_0.distcp", 100, "__1_0.distcp has 100 bytes of"),
     ("fsdp2", ".metadata", 100, "is damaged"),
-    ("zero3", "latest", None, "it has no latest, which DeepSpeed writes last: its saving was cut short"),
+    ("zero3", "latest", None, "it has no latest, which DeepSpeed writes last: saving was interrupted"),
     ("zero3", "checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt", None, "states of 1 ranks, expected 2"),
     ("zero3", "checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt", 1000, "is damaged"),
     ("zero1", "checkpoint/mp_rank_00_model_states.pt", None, "it has no model and optimizer states in 'checkpoint'"),

@@ -118,6 +118,7 @@ def test_an_optimizer_in_the_configuration_is_swept(capsys: pytest.CaptureFixtur
     assert 1e-5 < float(capsys.readouterr().out) < 0.05  # SGD's is higher
 
 
+@pytest.mark.slow
 def test_the_current_folder_is_imported_from_and_nothing_else_is_printed(folder: Path) -> None:
     Path("here.py").write_text(NET)
     config = write("config.yaml", trainer=QUIET, model={"class_path": "here.HereNet"}, seed_everything=1)

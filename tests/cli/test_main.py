@@ -201,6 +201,7 @@ def test_ctrl_c_exits_with_130_and_other_errors_keep_their_traceback(monkeypatch
         main(["presets"])
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_read_enough_is_no_error() -> None:
     command = f"{sys.executable} -m lightning_tricks_cli.main tricks --json | head -1"
     shown = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)

@@ -178,9 +178,8 @@ def test_ctrl_c_in_training_exits_with_130() -> None:
     assert main(["fit", "-c", "base.yaml", "--model", "here_net.Interrupted"]) == 130
 
 
-@pytest.mark.parametrize(
-    "module", [pytest.param(True, id="python -m"), pytest.param(False, id="script", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("module", [pytest.param(True, id="python -m"), pytest.param(False, id="script")])
+@pytest.mark.slow
 def test_two_processes_by_lightnings_own_launcher(module: bool) -> None:
     Path("script.py").write_text("import sys\nfrom lightning_tricks_cli.main import main\nsys.exit(main())\n")
     start = [sys.executable, *(["-m", "lightning_tricks_cli.main"] if module else ["script.py"])]

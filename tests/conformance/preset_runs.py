@@ -1,4 +1,4 @@
-"""The presets as they run on CPUs, and the whole weights of whatever they cut into slices."""
+"""The presets as they run on CPUs, and the full weights of whatever they cut into slices."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class ShardedNet(PlainNet):
 
 
 class Gather(Callback):
-    """The whole weights at the end, in fp32, put together from their shards."""
+    """The full weights at the end, in fp32, put together from their shards."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(trainer.strategy, ModelParallelStrategy):

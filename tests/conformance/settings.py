@@ -7,15 +7,18 @@ from functools import partial
 import pytest
 
 import lightning_tricks as lt
-from tests.conformance.trick import Trick, guard, neutral, schedule, terminator
+from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, terminator
+from tests.reference import tricks as naive
 
 SETTINGS: dict[str, Trick] = {
     "AdaptiveClip": Trick(
+        naive=lambda batches, seen: naive.UnitClip(),
         callbacks={"on": lambda: [lt.AdaptiveClip(0.02)], "off": lambda: [lt.AdaptiveClip(1e9)]},
         yaml={"trainer": {"callbacks": [{"class_path": "AdaptiveClip", "init_args": {"clip_factor": 0.02}}]}},
         refused=("DeepSpeed",),
     ),
     "AutoClip": Trick(
+        naive=lambda batches, seen: naive.PercentileClip(),
         callbacks={"on": lambda: [lt.AutoClip(10)], "off": lambda: [lt.AutoClip(100)]},
         yaml={"trainer": {"callbacks": ["AutoClip"]}},
         refused=("DeepSpeed",),
@@ -30,6 +33,7 @@ SETTINGS: dict[str, Trick] = {
     ),
     "ChannelsLast": neutral(lt.ChannelsLast, "ChannelsLast", net="ConvNet", convolutions=True),
     "CutMix": Trick(
+        naive=lambda batches, seen: naive.Cut(seen),
         callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
         images=True,
         by_batches=True,
@@ -40,10 +44,12 @@ SETTINGS: dict[str, Trick] = {
     ),
     "Doctor": neutral(lt.Doctor, "Doctor"),
     "EMA": Trick(
+        naive=lambda batches, seen: naive.EMA(),
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
     ),
     "GradualUnfreeze": Trick(
+        naive=lambda batches, seen: naive.Unfrozen(),
         callbacks={
             "on": lambda: [lt.GradualUnfreeze([3], parameters=[r"^layers\.0"], lr_factor=0.5)],
             "off": lambda: [lt.GradualUnfreeze([0], parameters=[r"^layers\.0"])],
@@ -61,12 +67,14 @@ SETTINGS: dict[str, Trick] = {
         refused=("DeepSpeed",),
     ),
     "HardExampleFilter": Trick(
+        naive=lambda batches, seen: naive.Hardest(),
         callbacks={"on": lambda: [lt.HardExampleFilter()], "off": lambda: [lt.HardExampleFilter(1.0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": ["HardExampleFilter"]}},
         refused=("manual",),
     ),
     'HardExampleFilter(mode="loss")': Trick(
+        naive=lambda batches, seen: naive.HardestLosses(),
         callbacks={
             "on": lambda: [lt.HardExampleFilter(mode="loss")],
             "off": lambda: [lt.HardExampleFilter(1.0, mode="loss")],
@@ -75,11 +83,13 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "HardExampleFilter", "init_args": {"mode": "loss"}}]}},
     ),
     "HiddenMixup": Trick(
+        naive=lambda batches, seen: naive.Hidden(seen),
         callbacks={"on": lambda: [lt.HiddenMixup("layers.1")], "off": lambda: [lt.HiddenMixup("layers.1", alpha=0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "HiddenMixup", "init_args": {"layer": "layers.1"}}]}},
     ),
     "LRSchedule": Trick(
+        naive=scheduled("LRSchedule"),
         callbacks={
             "on": lambda: [lt.LRSchedule("cosine", warmup=2)],
             "off": lambda: [lt.LRSchedule("cosine", floor=1.0)],
@@ -88,11 +98,13 @@ SETTINGS: dict[str, Trick] = {
         refused=("DeepSpeed", "manual"),
     ),
     "Mixup": Trick(
+        naive=lambda batches, seen: naive.Mixed(seen),
         callbacks={"on": lambda: [lt.Mixup()], "off": lambda: [lt.Mixup(alpha=0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"alpha": 0.2}}]}},
     ),
     "Mixup(per_sample=True)": Trick(
+        naive=lambda batches, seen: naive.Mixed(seen),
         callbacks={
             "on": lambda: [lt.Mixup(per_sample=True)],
             "off": lambda: [lt.Mixup(per_sample=True, prob=0.0)],
@@ -105,19 +117,23 @@ SETTINGS: dict[str, Trick] = {
         {"class_path": "RewindOnSpike", "init_args": {"every_n_steps": 3}},
         "DeepSpeed",
         "manual",
+        naive=lambda batches, seen: naive.Rewinding(len(batches)),
     ),
     "SAMCallback": Trick(
         callbacks={"on": lambda: [lt.SAMCallback(0.1)], "off": lambda: [lt.SAMCallback(0.0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "SAMCallback", "init_args": {"rho": 0.1}}]}},
         refused=("DeepSpeed", "manual"),
+        naive=lambda batches, seen: naive.SAM(),
         twin="SAMMixin",
     ),
     "SAMMixin": Trick(
+        naive=lambda batches, seen: naive.SAM(),
         sam={"on": 0.1, "off": 0.0},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.SharpNet", "init_args": {"sam": {"rho": 0.1}}}},
         refused=("DeepSpeed",),
     ),
     "SWA": Trick(
+        naive=lambda batches, seen: naive.SWA(batches),
         callbacks={
             "on": lambda: [lt.SWA(start=3)],
             "off": lambda: [lt.SWA(start=1.0, recalibrate_batchnorm=False)],  # the last weights alone
@@ -125,6 +141,7 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "SWA", "init_args": {"start": 3}}]}},
     ),
     "BatchSizeWarmup": Trick(
+        naive=lambda batches, seen: naive.Growing(),
         callbacks={
             "on": lambda: [lt.BatchSizeWarmup(1, final=2, over=1)],
             "off": lambda: [lt.BatchSizeWarmup(1, final=1)],
@@ -132,9 +149,15 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "BatchSizeWarmup", "init_args": {"final": 2, "over": 1}}]}},
         refused=("DeepSpeed", "accumulate", "manual"),
     ),
-    "SkipNonFinite": guard(lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed"),
+    "SkipNonFinite": guard(
+        lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed", naive=lambda batches, seen: naive.Skipping(len(batches))
+    ),
     "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
-    "constant": Trick(schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant}, twin="cosine"),
+    "constant": Trick(
+        naive=scheduled("constant"),
+        schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant},
+        twin="cosine",
+    ),
     "cosine": schedule(lt.cosine),
     "cosine_restarts": schedule(lt.cosine_restarts),
     "flat_cos": schedule(lt.flat_cos),
@@ -143,18 +166,20 @@ SETTINGS: dict[str, Trick] = {
     "one_cycle": schedule(lt.one_cycle, initial=1.0),
     "polynomial": schedule(lt.polynomial),
     "reduce_on_plateau": Trick(
+        naive=lambda batches, seen: naive.WarmUp(),  # no second epoch ends before the last step
         schedule={
             # no epoch is as much better than the one before: after the second one the rate falls with each
             "on": partial(lt.reduce_on_plateau, warmup=3, factor=0.5, patience=0, threshold=0.9),
             "off": lt.reduce_on_plateau,
-        }
+        },
     ),
     "step_decay": schedule(lt.step_decay),
     "swa_tail": Trick(
+        naive=scheduled("swa_tail"),
         schedule={
             "on": lambda o, m=None, **total: lt.swa_tail(lt.cosine(o, m, **total), start=0.5, swa_lr=0.05),
             "off": lambda o, m: lt.swa_tail(lt.cosine(o, m, floor=1.0), swa_lr=0.1),
-        }
+        },
     ),
     "wsd": schedule(lt.wsd),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import lightning_tricks as lt
 from tests.conformance.preset_runs import PRECISIONS, settings_of, whole
 from tests.conformance.runs import Compiled
 from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_cases, run_ranks
 
 EPOCHS = 4
 
@@ -31,7 +33,7 @@ class Scheduled(PlainNet):
 
 
 class Watch(Callback):
-    """The whole weights and the last learning rate at the end, in fp32, and a checkpoint half way."""
+    """The full weights and the last learning rate at the end, in fp32, and a checkpoint half way."""
 
     def __init__(self, half: Path | None = None) -> None:
         self.half = half
@@ -58,8 +60,11 @@ def train(name: str, precision: str, watch: Watch, batches: Any, **more: Any) ->
     )
 
 
-def everything(name: str, precision: str, folder: Path) -> dict[str, Any]:
+def everything(name: str, form: str, folder: Path) -> dict[str, Any]:
     """What a rank has to tell."""
+    precision, folder = precision_of(name, form), folder / f"{name} {form}"
+    folder.mkdir(exist_ok=True)
+    torch.compiler.reset()
     if name.startswith("zero"):
         from deepspeed.accelerator import get_accelerator
 
@@ -80,17 +85,35 @@ def everything(name: str, precision: str, folder: Path) -> dict[str, Any]:
     return told
 
 
+def precision_of(name: str, form: str) -> str:
+    return "32-true" if form == "fp32" else PRECISIONS[name]
+
+
+@pytest.fixture(scope="module")
+def told(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cases]:
+    """What the ranks tell of all presets of a library, which share two processes."""
+
+    def of(library: str, form: str) -> Cases:
+        names = [name for name in selected("name", form=form) if name.startswith(library)]
+        return run_cases(everything, names, form, tmp_path_factory.mktemp(library))
+
+    return cache(of)
+
+
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("form", ["fp32", pytest.param("as named", marks=pytest.mark.slow)])
-def test_two_ranks_train_what_one_process_trains_on_their_batches(name: str, form: str, tmp_path: Path) -> None:
-    precision = "32-true" if form == "fp32" else PRECISIONS[name]
+def test_two_ranks_train_what_one_process_trains_on_their_batches(
+    name: str, form: str, tmp_path: Path, told: Callable[..., Cases]
+) -> None:
+    precision = precision_of(name, form)
     alone, batches = Watch(), loader(48, batch_size=16)
     run = train("single_bf16", "32-true", alone, batches)
     if name.startswith("single"):
         watch = Watch(tmp_path / "half.ckpt")
         train(name, precision, watch, batches)
         return
-    first, second = run_ranks(everything, name, precision, tmp_path)
+    library = "zero" if name.startswith("zero") else name[:4]
+    first, second = told(library, form)[name]
     tolerance = 1e-5 if form == "fp32" and name != "ddp_compressed_bf16" else 0.02
     for rank in (first, second):
         assert rank["precision"] == precision

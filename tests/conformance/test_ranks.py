@@ -72,7 +72,7 @@ def sharded(name: str, engine: str) -> dict[str, Any] | str:
 
 @pytest.fixture(scope="module")
 def gathered(selected: Callable[..., list[str]]) -> Callable[[str], Cases]:
-    """The whole weights or refusals of all tricks with an engine, in the same two processes."""
+    """The full weights or refusals of all tricks with an engine, in the same two processes."""
     return cache(lambda engine: run_cases(sharded, selected("name", engine=engine), engine))
 
 

@@ -13,6 +13,8 @@ from torch import nn
 
 import lightning_tricks as lt
 from tests.nets import Net
+from tests.reference import tricks as naive_forms
+from tests.reference.loop import Naive
 from tests.reference.tricks import spoil
 
 LAST_GOOD = "last_good.ckpt"
@@ -36,6 +38,8 @@ class Trick:
             one that goes on from what the trick has left.
         refused: The regimes (of ``REGIMES``) in which it raises an error by name before the first optimizer step.
         twin: The entry that stands for it where a fit costs much; what is its own is tested where fits are cheap.
+        naive: Its naive form for the plain loop, made by a function of the batches and of a ``Seen``, which has what
+            the callback made of each batch. None for a trick that is ``neutral``, whose naive form is the plain loop.
     """
 
     callbacks: dict[str, Callable[[], list[Callback]]] | None = None
@@ -50,6 +54,7 @@ class Trick:
     stops: bool = False
     refused: tuple[str, ...] = ()
     twin: str | None = None
+    naive: Callable[[Any, Any], Naive] | None = None
 
     def plain(self, base: type[Net]) -> type[Net]:
         """``base`` with what the trick needs to be there."""
@@ -85,7 +90,12 @@ class Trick:
 def schedule(factory: Callable[..., Any], **off: float) -> Trick:
     """A curve, which never falls where it is off; all curves are steps of the same ``CurveLR``."""
     twin = None if factory is lt.cosine else "cosine"
-    return Trick(schedule={"on": factory, "off": partial(factory, floor=1.0, **off)}, twin=twin)
+    states = {"on": factory, "off": partial(factory, floor=1.0, **off)}
+    return Trick(schedule=states, twin=twin, naive=scheduled(factory.__name__))
+
+
+def scheduled(name: str) -> Callable[[Any, Any], Naive]:
+    return lambda batches, seen: naive_forms.Scheduled(naive_forms.CURVES[name])
 
 
 def spoil_last_epoch(module: Any, batch: Any, _: int) -> Any:
@@ -122,9 +132,11 @@ def neutral(
     )
 
 
-def guard(callback: Callable[[], Callback], yaml: Any, *refused: str) -> Trick:
+def guard(
+    callback: Callable[[], Callback], yaml: Any, *refused: str, naive: Callable[[Any, Any], Naive] | None = None
+) -> Trick:
     trick = neutral(callback, yaml, *refused, net="SpoiledNet")
-    return replace(trick, neutral=False, spoiled=True)
+    return replace(trick, neutral=False, spoiled=True, naive=naive)
 
 
 def terminator(callback: Callable[[], Callback], yaml: Any) -> Trick:

@@ -64,7 +64,7 @@ def test_what_is_no_number_is_a_type_error(value: object) -> None:
             lambda: check_duration("x", value),
             r"x must be an int \(optimizer steps\) or a float \(fraction .*\)",
         ),
-        (lambda: check_count("x", value), "x must be a whole number"),
+        (lambda: check_count("x", value), "x must be an integer"),
     ):
         with pytest.raises(TypeError, match=f"^{rule}, got ") as error:
             check()
@@ -78,7 +78,7 @@ def test_a_count_below_one_is_a_value_error(value: int) -> None:
 
 
 def test_a_fraction_is_no_count() -> None:
-    with pytest.raises(TypeError, match=r"^steps must be a whole number, got 2\.0\.$"):
+    with pytest.raises(TypeError, match=r"^steps must be an integer, got 2\.0\.$"):
         check_count("steps", 2.0)
 
 
@@ -133,9 +133,9 @@ def test_a_record_with_a_wrong_checksum_is_named(tmp_path: Path) -> None:
     [
         ({}, r"it has neither \.metadata \(FSDP\) nor latest \(ZeRO\)"),
         ({"note.txt": ""}, r"neither \.metadata"),
-        ({"__0_0.distcp": ""}, r"it has no \.metadata: its saving was cut short"),
-        ({"__0_0.distcp": "", ".metadata": ""}, r"it has no meta\.pt: its saving was cut short"),
-        ({"__0_0.distcp": "", "meta.pt": ""}, r"it has no \.metadata: its saving was cut short"),
+        ({"__0_0.distcp": ""}, r"it has no \.metadata: saving was interrupted"),
+        ({"__0_0.distcp": "", ".metadata": ""}, r"it has no meta\.pt: saving was interrupted"),
+        ({"__0_0.distcp": "", "meta.pt": ""}, r"it has no \.metadata: saving was interrupted"),
         ({"checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt": ""}, "it has no latest, which DeepSpeed writes last"),
         ({"latest": "tag"}, "it has no model and optimizer states in 'tag'"),
         ({"latest": "tag", "other/mp_rank_00_model_states.pt": ""}, "it has no model and optimizer states in 'tag'"),

@@ -11,6 +11,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 WORK = """
 import sys, warnings
@@ -68,6 +70,7 @@ def test_bars_are_drawn_on_a_terminal_and_gone_afterwards(tmp_path: Path) -> Non
     assert written.rpartition("\r")[0].endswith(" ")  # the line was emptied
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_without_a_terminal_or_on_another_rank(tmp_path: Path) -> None:
     for rank, terminal in ((0, False), (1, True)):
         folder = tmp_path / str(rank)

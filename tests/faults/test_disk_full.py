@@ -238,5 +238,5 @@ def stopped_on_a_full_disk(folder: str) -> str:
 def test_the_reason_to_stop_is_told_on_a_full_disk(tmp_path: Path) -> None:
     (said,) = run_ranks(stopped_on_a_full_disk, str(tmp_path), nprocs=1)
     assert "TerminateOnNonFinite has stopped training after step 7" in said
-    assert "Not all of the state before it and the batch is in" in said
+    assert "The state before it and the batch are incomplete in" in said
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []

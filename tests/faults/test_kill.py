@@ -27,7 +27,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "settings", [*(pytest.param(each, marks=pytest.mark.slow) for each in SETTINGS[:-1]), SETTINGS[-1]], ids=str
+)
 @pytest.mark.parametrize("training", ["EMA", pytest.param("everything", marks=pytest.mark.slow)])
 def test_every_checkpoint_of_a_run_resumes_bit_exactly(tmp_path: Path, training: str, settings: dict[str, Any]) -> None:
     resume = TRAININGS[training]
@@ -98,7 +100,9 @@ def kill_until_done(
     return killed
 
 
-@pytest.mark.parametrize("across", [False, True], ids=["rename", "copy"])
+@pytest.mark.parametrize(
+    "across", [pytest.param(False, id="rename"), pytest.param(True, id="copy", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("training", "kills", "seed"),
     [("everything", 3, 1), *(pytest.param(each, 100, 2, marks=pytest.mark.slow) for each in TRAININGS)],

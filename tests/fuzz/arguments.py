@@ -71,7 +71,6 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
     "ema_decay": {"updates": lambda: 3, "decay": lambda: 0.99},
-    "cutmix": {"x": lambda: torch.ones(2, 1, 4, 4), "lam": lambda: 0.5, "index": lambda: torch.tensor([1, 0])},
     "discriminative_groups": {"model": layers, "lrs": lambda: {"0": 0.1, "": 0.01}},
     "effective_batch_size": {"trainer": trainer, "per_device": lambda: 8},
     "estimate_memory": {"model": lambda: 10**6},
@@ -91,9 +90,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "force": lambda: True,
     },
     "layer_decay_groups": {"model": layers, "lr": lambda: 1e-3, "decay": lambda: 0.7, "pattern": lambda: r"^(\d+)"},
-    "mixup": {"x": lambda: torch.ones(2, 3), "lam": lambda: 0.5, "index": lambda: torch.tensor([1, 0])},
     "no_weight_decay_groups": {"model": layers, "weight_decay": lambda: 0.1},
-    "ohem_loss": {"losses": lambda: torch.ones(4), "keep": lambda: 0.5},
     "plot_schedule": {"schedule": lambda: lt.cosine(sgd(), total_steps=20)},
     "preset": {"name": lambda: "single_bf16"},
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
@@ -101,6 +98,27 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
     "suggest_strategy": {"model": lambda: 10**6, "hardware": lambda: lt.Hardware(8e9)},
 }
+# What a required argument of any other call gets, by its name or by its annotation.
+USUAL: dict[str, Callable[[], Any]] = {
+    "x": lambda: torch.ones(2, 1, 4, 4),
+    "index": lambda: torch.tensor([1, 0]),
+    "losses": lambda: torch.ones(4),
+    "model": layers,
+    "int": lambda: 2,
+    "float": lambda: 0.5,
+}
+
+
+def needed(name: str) -> dict[str, Any]:
+    """The arguments that a call cannot do without."""
+    if name in NEEDED:
+        return {argument: make() for argument, make in NEEDED[name].items()}
+    every = inspect.signature(PUBLIC[name]).parameters.values()
+    required = [each for each in every if each.default is each.empty]
+    kinds = {each.name: each.name if each.name in USUAL else str(each.annotation).split(" | ")[0] for each in required}
+    return {argument: USUAL[kind]() for argument, kind in kinds.items() if kind in USUAL}
+
+
 LEFT_OUT = {
     "drop_bias_before_batchnorm": "has a model only",
     **dict.fromkeys(
@@ -270,7 +288,7 @@ NAMED = (ValueError, TypeError, MisconfigurationException, ImportError)
 def problem(name: str, changed: dict[str, Any]) -> str | None:
     """What is wrong with how a call takes these arguments; None if nothing is."""
     call, hints = PUBLIC[name], parameters(name)
-    arguments = {**{each: make() for each, make in NEEDED.get(name, {}).items()}, **changed}
+    arguments = {**needed(name), **changed}
     positional = [arguments.pop(each) for each in positional_only(name) if each in arguments]
     try:
         call(*positional, **arguments)

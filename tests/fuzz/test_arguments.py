@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.fuzz.arguments import LEFT_OUT, NAMES, NEEDED, changes, fitting, make_files, parameters, problem
+from tests.conformance.settings import SETTINGS
+from tests.fuzz.arguments import LEFT_OUT, NAMES, NEEDED, changes, fitting, make_files, needed, parameters, problem
 from tests.fuzz.profiles import cases
 from tests.nets import Net, fit, loader
 from tests.public import PUBLIC
@@ -66,7 +67,7 @@ def test_many_more_arguments_are_taken_or_named(name: str) -> None:
 
 
 class Conv(Net):
-    """With images for CutMix."""
+    """With images."""
 
     def on_after_batch_transfer(self, batch: Any, _: int) -> Any:
         return batch[0].unflatten(1, (2, 4)), batch[1]
@@ -76,9 +77,8 @@ class Conv(Net):
 
 
 def taken(name: str, changed: dict[str, Any]) -> Callback | None:
-    needed = {each: make() for each, make in NEEDED.get(name, {}).items()}
     try:
-        return PUBLIC[name](**{**needed, **changed})
+        return PUBLIC[name](**{**needed(name), **changed})
     except (ValueError, TypeError):
         return None
 
@@ -90,7 +90,7 @@ def use(name: str, data: st.DataObject) -> None:
     changed = {each: data.draw(fitting(hints[each])) for each in chosen}
     callback = taken(name, changed)
     assume(callback is not None)
-    module = Conv() if name == "CutMix" else Net()
+    module = Conv() if name in SETTINGS and SETTINGS[name].images else Net()
     try:
         fit(module, train=loader(16), val=loader(8), max_epochs=1, callbacks=[callback])
     except (MisconfigurationException, ValueError) as error:

@@ -32,7 +32,7 @@ def test_frozen_layers_keep_weights_and_statistics_through_a_fit() -> None:
 
 @pytest.mark.parametrize(
     ("patterns", "message"),
-    [("^head", r"'\^head' is neither. Names are"), (["layers", "("], r"parameters: '\(' is no regex")],
+    [("^head", r"'\^head' is neither. Names are"), (["layers", "("], r"parameters: '\(' is not a regular expression")],
 )
 def test_mistakes_raise(patterns: Any, message: str) -> None:
     module = build(Net)

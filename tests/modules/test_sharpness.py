@@ -418,17 +418,17 @@ def test_non_reentrant_checkpointing_changes_nothing() -> None:
     ("arguments", "error", "message"),
     [
         ({"iterations": 0}, ValueError, "iterations must be at least 1, got 0"),
-        ({"iterations": 2.0}, TypeError, "iterations must be a whole number"),
+        ({"iterations": 2.0}, TypeError, "iterations must be an integer"),
         ({"radius": 0}, ValueError, r"radius must be in \[1e-12, inf\), got 0"),
         ({"radius": -1.0}, ValueError, "radius must be .* got -1.0"),
         ({"radius": float("nan")}, ValueError, "radius must be .* got nan"),
         ({"radius": "0.1"}, TypeError, "radius must be a number"),
         ({"points": 1}, ValueError, "points must be odd and at least 3, got 1"),
         ({"points": 10}, ValueError, "points must be odd and at least 3, got 10"),
-        ({"points": "11"}, TypeError, "points must be a whole number"),
+        ({"points": "11"}, TypeError, "points must be an integer"),
         ({"loader": iter([])}, TypeError, "loader is read many times, got list_iterator: pass a DataLoader"),
         ({"loader": 3}, TypeError, "loader is read many times, got int"),
-        ({"loader": []}, ValueError, "loader must give batches in each pass over it, got none"),
+        ({"loader": []}, ValueError, "loader must yield batches in every pass over it, got none"),
         ({"loader": [{"x": 1.0}]}, ValueError, r"must begin with a tensor of samples, got \{'x': 1.0\}"),
         ({"loader": [(torch.ones(()), torch.ones(3))]}, ValueError, "must begin with a tensor of samples"),
         ({"loss": lambda model, batch: model(batch[0]).sum(1)}, ValueError, "loss must be a finite scalar tensor"),
@@ -455,11 +455,11 @@ def test_a_loss_with_an_infinite_second_derivative_is_refused() -> None:
 
 
 def test_weights_of_other_kinds_are_refused() -> None:
-    with pytest.raises(ValueError, match="parameters that train, got PlainNet without: unfreeze some"):
+    with pytest.raises(ValueError, match="trainable parameters, got PlainNet without any: unfreeze some"):
         sharpness(build(PlainNet).requires_grad_(False), loader(), cross_entropy)
     with pytest.raises(TypeError, match=r"got layers.0.weight in torch.bfloat16"):
         sharpness(build(PlainNet).bfloat16(), loader(), cross_entropy)
-    assert run_ranks(sharded, nprocs=1) == ["model must have whole weights in fp32 or fp64, got weight in shards"]
+    assert run_ranks(sharded, nprocs=1) == ["model must have unsharded weights in fp32 or fp64, got weight in shards"]
 
 
 def sharded() -> str:

@@ -151,9 +151,9 @@ def test_copies_and_pickles_keep_it() -> None:
     [
         (1.0, "0", ValueError, r"rate must be in \[0.0, 1.0\), got 1.0"),
         ("a", "0", TypeError, "rate must be a number"),
-        (0.1, "(", ValueError, "modules: '\\(' is no regex"),
+        (0.1, "(", ValueError, "modules: '\\(' is not a regular expression"),
         (0.1, "nothing", ValueError, "'nothing' is neither. Names are 'layers'"),
-        (0.1, "layers", ValueError, "modules must not lie in each other, 'layers' selects layers and layers.0"),
+        (0.1, "layers", ValueError, "modules must not be nested, 'layers' selects layers and layers.0"),
     ],
 )
 def test_mistakes_raise(rate: Any, branches: str, error: type[Exception], message: str) -> None:

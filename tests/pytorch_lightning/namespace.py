@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from importlib import import_module
 
 from pytorch_lightning_tricks.loader import Finder
 
-for name in [name for name in sys.modules if name.startswith("tests.") and not name.startswith("tests.pytorch_")]:
-    raise RuntimeError(f"{name} is loaded already")
 sys.meta_path.insert(0, Finder("tests"))
-
-import tests.ranks  # noqa: F401  It has a list of its own of what to load first.
-
+import_module("tests.ranks")  # which has a list of its own of what a process loads first
 multiprocessing.set_forkserver_preload([__name__, "tests.ranks_preload"])

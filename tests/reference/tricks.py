@@ -112,7 +112,7 @@ class HardestLosses(Naive):
 
 
 class Seen(Callback):
-    """What a mixing callback drew, and the batch that it made of it; such random numbers have no naive form."""
+    """What a batch callback drew, and the batch that it made of it; such random numbers have no naive form."""
 
     def __init__(self, mixing: Any) -> None:
         self.mixing = mixing
@@ -120,7 +120,7 @@ class Seen(Callback):
         self.inputs: list[Tensor] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.drawn.append(self.mixing.drawn)
+        self.drawn.append(getattr(self.mixing, "drawn", None))
         self.inputs.append(batch[0].clone())
 
 

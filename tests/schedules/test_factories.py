@@ -214,10 +214,10 @@ def test_an_error_names_the_argument_the_value_and_what_is_allowed(factory):
         (TypeError, {"floor": None}, r"floor must be a number in \[0.0, 1.0\], got None"),
         (ValueError, {"total_steps": 0}, r"total_steps must be at least 1, got 0"),
         (ValueError, {"total_steps": -1}, r"total_steps must be at least 1, got -1"),
-        (TypeError, {"total_steps": True}, r"total_steps must be a whole number, got True"),
-        (TypeError, {"total_steps": "10"}, r"total_steps must be a whole number, got '10'"),
+        (TypeError, {"total_steps": True}, r"total_steps must be an integer, got True"),
+        (TypeError, {"total_steps": "10"}, r"total_steps must be an integer, got '10'"),
         *(
-            (TypeError, {"total_steps": total}, rf"total_steps must be a whole number, got {total}")
+            (TypeError, {"total_steps": total}, rf"total_steps must be an integer, got {total}")
             for total in (10.0, float("inf"), float("nan"))
         ),
     ]
@@ -238,7 +238,7 @@ def test_a_wrong_value_is_named_with_the_rule_and_leaves_the_optimizer_alone():
         ],
         cosine_restarts: [
             (ValueError, {"cycles": 0}, r"cycles must be at least 1, got 0"),
-            (TypeError, {"cycles": 2.0}, r"cycles must be a whole number, got 2.0"),
+            (TypeError, {"cycles": 2.0}, r"cycles must be an integer, got 2.0"),
             (ValueError, {"cycles": 1001}, r"cycles must be at most 1000, .* got cycles=1001, growth=1.0"),
             (ValueError, {"growth": 1e300}, r"growth\*\*cycles a number, got cycles=3, growth=1e\+300"),
             (ValueError, {"growth": 0.5}, r"growth must be in \[1.0, inf\), got 0.5"),

@@ -185,7 +185,7 @@ def test_arguments_are_checked() -> None:
         (ValueError, {"min_lr": 1.0, "max_lr": 0.1}, "below max_lr"),
         (TypeError, {"max_lr": "1"}, "max_lr must be a number"),
         (ValueError, {"steps": 5}, "steps must be at least 10"),
-        (TypeError, {"steps": 5.5}, "steps must be a whole number"),
+        (TypeError, {"steps": 5.5}, "steps must be an integer"),
         (ValueError, {"stop_factor": 1}, "stop_factor must be above 1"),
         (ValueError, {"stop_factor": 0.5}, "stop_factor must be in"),
         (TypeError, {"train_dataloaders": iter([])}, "read again"),

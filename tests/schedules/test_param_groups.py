@@ -459,7 +459,7 @@ def test_an_error_names_the_argument_the_value_and_what_is_allowed():
     ]
     assert_refused(lambda lr=1, decay=0.5: layer_decay_groups(blocks(), lr, decay), cases)
     cases = [
-        (ValueError, {"pattern": "("}, r"pattern: '\(' is no regex: missing \)"),
+        (ValueError, {"pattern": "("}, r"pattern: '\(' is not a regular expression: missing \)"),
         (TypeError, {"pattern": 3}, r"pattern must be str, got 3"),
     ]
     assert_refused(layers, cases)
@@ -467,7 +467,7 @@ def test_an_error_names_the_argument_the_value_and_what_is_allowed():
     assert_refused(partial(no_weight_decay_groups, blocks()), decays)
     cases = [
         (ValueError, {"lrs": {"head": -1}}, r"lrs\['head'\] must be in \[0.0, inf\), got -1"),
-        (ValueError, {"lrs": {"[": 1}}, r"lrs: '\[' is no regex: unterminated"),
+        (ValueError, {"lrs": {"[": 1}}, r"lrs: '\[' is not a regular expression: unterminated"),
         (TypeError, {"lrs": {}}, r"lrs must map patterns to learning rates, as .*got {}"),
         (TypeError, {"lrs": [0.1, 0.2]}, r"lrs must map patterns .*got \[0.1, 0.2\]"),
     ]

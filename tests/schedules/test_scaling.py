@@ -53,7 +53,7 @@ def test_an_error_names_the_argument_the_value_and_what_is_allowed():
         (ValueError, {"lr": -0.1}, r"lr must be in \[0.0, inf\), got -0.1"),
         (TypeError, {"lr": "0.1"}, r"lr must be a number .*got '0.1'"),
         (ValueError, {"batch_size": 0}, r"batch_size must be at least 1, got 0"),
-        (TypeError, {"base_batch_size": 2.5}, r"base_batch_size must be a whole number, got 2.5"),
+        (TypeError, {"base_batch_size": 2.5}, r"base_batch_size must be an integer, got 2.5"),
         (TypeError, {"warmup": True}, r"warmup must be an int .*or a float .*got True"),
         (ValueError, {"warmup": 1.5}, r"warmup must be .*got 1.5"),
     ]

@@ -1,4 +1,4 @@
-"""Averages of a module's weights, and their place: in the module, beside it, in a checkpoint."""
+"""Averages of a module's weights: updated, put into the module, saved and restored."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import checksum, copies, copy_, lerp_, lerp_same_dtype_
 
 Which = Literal["averaged", "raw"]
-Place = tuple[dict[str, Any], str]  # the dictionary that a parameter or buffer is registered in, and its key
+Place = tuple[dict[str, Any], str]  # the dictionary in which a parameter or buffer is registered, and its key
 
 
 class Averages:
-    """Averages by parameter (or buffer) name, at least fp32, and which weights the module holds at the moment.
+    """Averages by parameter (or buffer) name, in fp32 or more, and which weights the module holds at present.
 
-    Until the first update the averaged weights *are* the raw weights, whatever the averages say. While the module shows
-    the averaged ones, the averages of the same dtype have the raw values: the two have changed places.
+    Until the first update the averaged weights *are* the raw weights. While the module holds the averaged weights, the
+    averages hold the raw values, if they have the same dtype: the two are exchanged.
 
     Args:
-        weights: Where this process holds the weights that are averaged.
-        device: Where the averages live; None for beside the weights.
+        weights: The weights that this process holds.
+        device: The device of the averages; None for that of the weights.
     """
 
     def __init__(self, weights: LocalWeights, device: str | None = None) -> None:
@@ -35,16 +35,16 @@ class Averages:
         self.device = device
         self.steps = 0
         self.updates = 0
-        self.tracks = False  # whether averaging has begun; a rank may have no part in it
+        self.tracks = False  # whether averaging has begun, also on a rank that holds no weights
         self._tensors: dict[str, Tensor] = {}
         self._places: list[Place] = []
-        self._weights: dict[str, Tensor] = {}  # the parameters and buffers that are averaged, to find them when renamed
+        self._weights: dict[str, Tensor] = {}  # the averaged parameters and buffers, which may be renamed
         self._converts = False
         self._offload: Offload | None = None
-        # while the averaged weights are shown: the way back, and the raw values that find no place in an average
+        # While the averaged weights are shown: the exchange to undo, and the raw values that no average can hold.
         self._shown: tuple[Exchange, list[Tensor]] | None = None
         self._left: list[int] = []
-        self.busy = False  # while weights change places, or stand in for others
+        self.busy = False  # while weights are exchanged, so that nothing may be saved
 
     @property
     def module(self) -> nn.Module:
@@ -53,13 +53,13 @@ class Averages:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by name; while the averaged weights are shown, see the class."""
+        """The averages by name; while the averaged weights are shown, these hold raw values."""
         if self._offload is not None:
             self._offload.synchronize()
         return self._tensors
 
     def parts(self) -> list[Tensor]:
-        """The tensors that have an average, in the order of the averages."""
+        """The local weights that have an average, in the order of the averages."""
         self.weights.reshard()
         places = _places(self.module)
         if any(name not in places or _is_replaced(self._weights.get(name), places[name]) for name in self._tensors):
@@ -72,10 +72,10 @@ class Averages:
         return parts
 
     def _follow(self, places: Mapping[str, Place]) -> None:
-        """Give the averages of weights that were renamed (pruned, parametrized) their new names.
+        """Rename the averages of weights that were renamed, by pruning or parametrizations.
 
         Raises:
-            MisconfigurationException: If a weight is gone.
+            MisconfigurationException: If a weight was removed.
         """
         names = {id(owner[key]): name for name, (owner, key) in places.items()}
         new = {name: names.get(id(self._weights.get(name))) for name in self._tensors}
@@ -83,7 +83,7 @@ class Averages:
         if gone := [name for name, found in new.items() if found is None]:
             raise MisconfigurationException(
                 f"{type(self.module).__name__} has lost {', '.join(gone)}, which is averaged. EMA and SWA follow"
-                " weights that are renamed (by pruning, by parametrizations), and not those that are removed or"
+                " weights that are renamed (by pruning or parametrizations), but not weights that are removed or"
                 " replaced: replace layers before the fit, or leave the averages out."
             )
         self._tensors = {str(new[name]): average for name, average in self._tensors.items()}
@@ -97,12 +97,12 @@ class Averages:
         return [part for part in parts if part is not None]
 
     def track(self, chosen: Mapping[str, Tensor]) -> None:
-        """Average the chosen local parts, from a copy for those that have no average yet, and move all to their device.
+        """Average the chosen local weights; new averages begin as copies of them.
 
-        Averages of other parameters (frozen meanwhile) stay, those of other buffers go.
+        Averages of other parameters (frozen by now) are kept, and those of other buffers are dropped.
         """
         self.tracks = True
-        self.parts()  # weights that were renamed since have averages already
+        self.parts()  # gives renamed weights the averages that they have
         for name in [name for name in dict(self.module.named_buffers()) if name not in chosen]:
             self.tensors.pop(name, None)
         new = {name: weight for name, weight in chosen.items() if name not in self.tensors}
@@ -113,14 +113,14 @@ class Averages:
             self._offload = Offload.between(self._tensors, self._parts())
 
     def put(self, buffers: Mapping[str, Tensor]) -> None:
-        """Give buffers values of their own in the averaged set, until ``track`` takes them out again."""
+        """Set values of buffers among the averaged weights, until the next ``track``."""
         assert self.holds == "raw", "while the averaged weights are shown the averages have the raw values"
         self.tensors.update({name: buffer.detach().clone() for name, buffer in buffers.items()})
         self.parts()
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], steps: int, updates: int, tracks: bool) -> None:
-        """Go back to what was, after the weights; those without an average then join once more, as they are now."""
+        """Restore earlier averages, after the weights; averages that began since then become copies of the weights."""
         self.steps, self.updates, self.tracks = steps, updates, tracks
         for (name, average), part in zip(self.tensors.items(), self.parts(), strict=True):
             average.copy_(tensors.get(name, part))
@@ -129,12 +129,12 @@ class Averages:
             self.parts()
 
     def lerp(self, fraction: float) -> None:
-        """Move every average by ``fraction`` of the way to its weight."""
+        """Update every average: ``average += fraction * (weight - average)``."""
         self.weights.reshard()
-        # not self.parts(): to look the names up costs as much as to average a small network
+        # Not self.parts(), since finding the names takes as long as averaging a small network.
         try:
             parts = self._parts()
-        except KeyError:  # a weight was renamed since
+        except KeyError:  # a weight was renamed
             parts = self.parts()
         averages = list(self.tensors.values())
         if self._offload is not None:
@@ -146,7 +146,7 @@ class Averages:
         self.updates += 1
 
     def guard(self) -> None:
-        """The weights may change from now on: let the device wait for copies of them that are under way."""
+        """Let the device wait for copies of the weights that are in progress, before the weights change."""
         if self._offload is not None:
             self._offload.guard()
 
@@ -156,17 +156,17 @@ class Averages:
         return "raw" if self._shown is None else "averaged"
 
     def show(self, which: Which) -> None:
-        """Put the averaged or the raw weights into the module; under ZeRO all ranks put the averaged ones together.
+        """Put the averaged or the raw weights into the module; under ZeRO all ranks take part for the averaged ones.
 
-        Whatever is interrupted, and at any instruction, ``show("raw")`` gives the raw weights bit for bit. It needs no
-        other rank, which may have failed.
+        After an interruption at any instruction, ``show("raw")`` restores the raw weights bit for bit. It needs no
+        other rank, since that may have failed.
         """
         with self.marked_busy():
             self._change_places(which)
 
     @contextmanager
     def marked_busy(self) -> Iterator[None]:
-        """Tell that the module is in between inside the block, so that nothing is saved there."""
+        """Mark the averages as busy inside the block, so that nothing is saved in between."""
         before, self.busy = self.busy, True
         try:
             yield
@@ -189,18 +189,18 @@ class Averages:
             self._shown = None
 
     def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The parts that can exchange values with their averages, being of one dtype, and the others."""
+        """The local weights of the same dtype as their averages, which can be exchanged, and the others."""
         parts = dict(zip(self.tensors, self.parts(), strict=True))
         alike = {name: part for name, part in parts.items() if part.dtype == self._tensors[name].dtype}
         return alike, {name: part for name, part in parts.items() if name not in alike}
 
     def _without_place(self, other: dict[str, Tensor]) -> list[Tensor]:
-        """The tensors whose raw values find no place in an average while the averaged weights are shown."""
+        """The tensors whose raw values no average can hold while the averaged weights are shown."""
         return [*other.values(), *self.weights.model_copies()]
 
     @contextmanager
     def showing(self, which: Which) -> Iterator[None]:
-        """Show the averaged or the raw weights inside the block, then what was shown before."""
+        """Show the averaged or the raw weights inside the block, and the earlier ones after it."""
         before = self.holds
         try:
             self.show(which)
@@ -209,31 +209,31 @@ class Averages:
             self.show(before)
 
     def leave(self) -> None:
-        """Note the parameters as they are, for ``untouched``."""
+        """Remember the values of the parameters, for ``untouched``."""
         self._left = self._marks()
 
     def untouched(self) -> bool:
-        """Whether the module still has the parameters that were averaged, with the values they had at ``leave``."""
+        """Whether the module has the averaged parameters, with the values that they had at ``leave``."""
         return self.tensors.keys() <= _places(self.module).keys() and self._left == self._marks()
 
     def _marks(self) -> list[int]:
-        """A checksum of each parameter: versions do not tell, since writes through ``.data`` have their own."""
+        """The checksums of the parameters; their versions would miss writes through ``.data``."""
         buffers = dict(self.module.named_buffers())
         return [checksum(p) for name, p in zip(self._tensors, self.parts(), strict=True) if name not in buffers]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the weights that the module holds now to restore both kinds exactly."""
+        """The state that a checkpoint needs besides the module's present weights, to restore both kinds exactly."""
         counts = {"steps": self.steps, "updates": self.updates}
         if self._shown is None:
             return {**counts, "raw": {}, "averaged": dict(self.tensors)}
         alike, other = self._split()
         raw, averaged = ({name: self._tensors[name] for name in names} for names in (alike, other))
-        aside = dict(zip(averaged, self._shown[1], strict=False))  # behind them are what ZeRO derives from its masters
+        aside = dict(zip(averaged, self._shown[1], strict=False))  # the rest is derived from ZeRO's master weights
         return {**counts, "raw": {**raw, **aside}, "averaged": averaged}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Take up what ``state_dict`` gave, after the checkpoint's ``state_dict`` went into the module.
+        """Load a state, after the module has loaded the ``state_dict`` of the checkpoint.
 
         Raises:
             KeyError: If ``strict`` and the checkpoint averaged weights that the module does not have.
@@ -244,7 +244,7 @@ class Averages:
         if strict and (unknown := sorted(names.keys() - places.keys())):
             raise KeyError(
                 f"The checkpoint has averages of weights that {type(self.module).__name__} does not have:"
-                f" {', '.join(unknown)}. Load it into the module it was made with, or set strict_loading=False."
+                f" {', '.join(unknown)}. Load it into the module that it was made with, or set strict_loading=False."
             )
         self.steps, self.updates, self.tracks = state["steps"], state["updates"], bool(names)
         for name in [name for name in names if name in places]:
@@ -258,7 +258,7 @@ class Averages:
 
 
 def _is_replaced(known: Tensor | None, place: Place) -> bool:
-    """Whether a parameter that is known is another object than the one in its place; buffers may be replaced."""
+    """Whether another object is in the place of a parameter; buffers may be replaced."""
     owner, key = place
     return isinstance(known, nn.Parameter) and owner[key] is not known
 
@@ -268,11 +268,11 @@ def _is_buffer(place: Place | None) -> bool:
 
 
 def _places(module: nn.Module) -> dict[str, Place]:
-    """Where each parameter and buffer is found by name; the dictionaries are those of ``register_parameter``."""
+    """The places of all parameters and buffers by name: the dictionaries of ``register_parameter``, and the keys."""
     return {
         f"{path}.{key}" if path else key: (owner, key)
-        for path, each in module.named_modules()
-        for owner in (each._parameters, each._buffers)
+        for path, submodule in module.named_modules()
+        for owner in (submodule._parameters, submodule._buffers)
         for key, tensor in owner.items()
         if tensor is not None
     }

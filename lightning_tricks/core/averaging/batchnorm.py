@@ -1,4 +1,4 @@
-"""The running statistics of BatchNorm, taken anew for the weights that a module holds at the moment."""
+"""Running statistics of BatchNorm, recalculated for the weights that a module holds at present."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batchnorm_layers(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def require_recalibration(pl_module: pl.LightningModule, trick: str) -> None:
-    """Raise if the module has BatchNorm statistics and a ``training_step`` that cannot be run for their sake alone."""
+    """Raise if the module has BatchNorm statistics, and a ``training_step`` that cannot be run to recalculate them."""
     if not batchnorm_layers(pl_module):
         return
     name, remedy = type(pl_module).__name__, "pass recalibrate_batchnorm=False"
@@ -46,31 +46,30 @@ def require_recalibration(pl_module: pl.LightningModule, trick: str) -> None:
 def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor]:
     """The BatchNorm statistics of the module's present weights: the mean over the training batches of one epoch.
 
-    Every rank runs ``training_step`` without gradients on its batches; the mean is over the batches of all ranks, the
-    same on each. Nothing is logged and no hook runs but those of batch transfer. The module and its metrics, random
-    numbers, the loaders' own state and the Trainer's progress are afterwards as before. Layers that take no statistics
-    in training (in eval mode, or never called) are left out, and so is a batch whose statistics are not finite, whose
-    step may have been left out as well (``SkipNonFinite``). A loader without a length is read for as many batches as
-    the epoch in progress has had.
+    Every rank runs ``training_step`` without gradients on its batches, and the mean is over the batches of all ranks.
+    Nothing is logged, and no hooks run except those of batch transfer. The module and its metrics, random numbers, the
+    loaders' own state and the Trainer's progress are restored. Layers in eval mode, or that are never called, are left
+    out. So is a batch whose statistics are not finite: ``SkipNonFinite`` leaves out its step as well. A loader without
+    a length is read for as many batches as the present epoch had.
 
     Args:
         trainer: A Trainer in a fit that makes no further training step.
-        pl_module: Its module, in the modes that it trains in.
+        pl_module: The Trainer's module, with its layers in their modes of training.
 
     Returns:
-        ``running_mean`` and ``running_var`` of each layer by buffer name, at least fp32.
+        ``running_mean`` and ``running_var`` of the layers by buffer name, in fp32 or more.
 
     Raises:
-        RuntimeError: If the training loader gives no batch when it is read once more.
+        RuntimeError: If the training loader yields no batch when it is read again.
     """
     layers = {name: layer for name, layer in batchnorm_layers(pl_module).items() if layer.training}
     if not layers:
         return {}
     sums, steps = {name: torch.zeros_like(_statistics(layer)) for name, layer in layers.items()}, 0
-    # compiled, a layer without momentum breaks the graph
+    # In compiled code a layer without momentum would break the graph.
     with _undone(trainer, pl_module), torch.compiler.set_stance("force_eager"):
         for layer in layers.values():
-            layer.momentum = None  # so that its statistics are the mean over its calls, here those of one step
+            layer.momentum = None  # the statistics are then the mean over the calls in one step
         for arguments in training_steps(trainer, pl_module):
             for layer in layers.values():
                 layer.reset_running_stats()
@@ -81,20 +80,20 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
             steps += 1
     if not trainer.strategy.reduce_boolean_decision(steps > 0, all=False):
         raise RuntimeError(
-            "The training loader gave no batch when it was read once more for the BatchNorm statistics of the averaged"
+            "The training loader yielded no batch when it was read again for the BatchNorm statistics of the averaged"
             " weights. If it can be read only once, pass recalibrate_batchnorm=False."
         )
     return _means({name: trainer.strategy.reduce(total, reduce_op="mean") for name, total in sums.items()})
 
 
 def _statistics(layer: _BatchNorm) -> Tensor:
-    """One, running mean and running variance of each channel."""
+    """Ones, running means and running variances, of shape (3, channels)."""
     mean, variance = copies([cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)])
     return torch.stack([torch.ones_like(mean), mean, variance])
 
 
 def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Mean and variance of the layers that were called, from the sums over their calls and the number of these."""
+    """Means and variances of the layers that were called, from sums over their calls; row 0 counts the calls."""
     return {
         f"{name}.{buffer}": total[row] / total[0]
         for name, total in sums.items()
@@ -105,9 +104,11 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-    """Log nothing inside the block, and leave everything as if it had not run."""
+    """Log nothing inside the block, and restore everything at its end."""
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in pl_module.parameters()]
-    frozen = [parameter for parameter, trains, _ in parameters if not trains]  # such as a teacher that follows
+    frozen = [
+        parameter for parameter, trains, _ in parameters if not trains
+    ]  # a teacher, for example, which the step may update
     kept = [parameter.detach().clone() for parameter in frozen]
     try:
         for parameter, _, _ in parameters:

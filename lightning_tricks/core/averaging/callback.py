@@ -1,4 +1,4 @@
-"""What every callback that averages weights does in a fit: start, steps, validation, exceptions and the end."""
+"""The base class of callbacks that average weights: start, steps, validation, exceptions and the end of a fit."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-RAW = "_raw"  # what ``validate="both"`` appends to the names of the raw weights' metrics
-_FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # what Lightning appends to the name of a metric
+RAW = "_raw"  # The suffix of the raw weights' metrics with ``validate="both"``.
+_FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # Suffixes of metrics by Lightning.
 
 
 class AveragingCallback(Trick, ABC):
     """Averages the weights in a fit; a subclass says when averages are updated, and by how much.
 
-    Every checkpoint holds the weights that are validated, and what is needed to go on exactly as if not saved.
+    Every checkpoint holds the weights that are validated, and the state for a bit-equal resume.
     """
 
     start: int | float
@@ -60,13 +60,13 @@ class AveragingCallback(Trick, ABC):
     validate: str
     at_end: Which
     device: str | None
-    label: str = ""  # tells several of a kind apart in the names of what they log
+    label: str = ""  # tells several callbacks of one class apart in the names of their metrics
     conflicts = (
         Conflict(
             ("AveragingCallback",),
-            "only one average can be validated, and only one be left in the module at the end: have validate and at_end"
-            ' other than "raw"',
-            'Set both to "raw" on all but one; averaged() and averaged_state_dict() of each give its weights',
+            "only one average can be validated, and only one can be left in the module at the end, but both have"
+            ' validate or at_end other than "raw"',
+            'Set both to "raw" on all but one; their averaged() and averaged_state_dict() give their weights',
             lambda one, other: any("raw" not in pair for pair in zip(_shown(one), _shown(other), strict=True)),
         ),
         Conflict(
@@ -83,26 +83,26 @@ class AveragingCallback(Trick, ABC):
         self._averages: Averages | None = None
         self._history = History()
         self._observer = StepObserver()
-        self._fits = False  # whether the Trainer is in a fit that this callback was set up for
-        self._goes_on = False  # whether that fit goes on with the averages of the one before
-        self._foreign = False  # whether a checkpoint is being saved that the averages do not belong to
-        self._awaits_weights = False  # whether lazy layers had no weights yet when averaging began
-        self._finished = False  # whether the averages are complete, and no optimizer step came after that
-        self._raw_names: set[str] = set()  # under which the raw weights' metrics are logged
+        self._fits = False  # whether a fit runs that this callback was set up for
+        self._goes_on = False  # whether that fit continues the averages of the last one
+        self._foreign = False  # whether the checkpoint that is being saved is of another module
+        self._awaits_weights = False  # whether lazy layers had no weights when averaging began
+        self._finished = False  # whether the averages are complete, with no optimizer step since
+        self._raw_names: set[str] = set()  # the names of the raw weights' metrics
         self._postponed: list[Callable[[], None]] = []
 
     @abstractmethod
     def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
-        """Go on with the averages after an optimizer step."""
+        """Update the averages after an optimizer step."""
 
     def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
-        """The averages have just become copies of the weights, by the step that reached the start."""
+        """Called after the step that reached ``start``, when the averages have become copies of the weights."""
 
     def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
-        """Training ends with the step just made; the module holds its raw weights."""
+        """Called after the last step of training, with the raw weights in the module."""
 
     def _metrics(self, averages: Averages) -> dict[str, float]:
-        """What is logged besides the distance."""
+        """The metrics to log besides the distance."""
         return {}
 
     @override
@@ -113,11 +113,11 @@ class AveragingCallback(Trick, ABC):
         weights = local_weights(trainer, pl_module, type(self).__name__)
         callbacks = averaging_callbacks(trainer)
         self._require_before_pruning(trainer)
-        if all(each._last_trainer is not trainer for each in callbacks):
+        if all(callback._last_trainer is not trainer for callback in callbacks):
             wrap_method(trainer, "save_checkpoint", partial(save, trainer))
-        if self is callbacks[0]:  # before any weights change places
-            for each in callbacks:
-                each._goes_on = each._owns(trainer)
+        if self is callbacks[0]:  # before any weights are exchanged
+            for callback in callbacks:
+                callback._goes_on = callback._owns(trainer)
         if self._averages is not None and self._goes_on:
             self._averages.show("raw")
         else:
@@ -132,7 +132,7 @@ class AveragingCallback(Trick, ABC):
         super().on_train_start(trainer, pl_module)
         self._finished = False
         if self._running.tracks:
-            self._track(joined=self._running.tensors)  # in the middle of an epoch nobody else joins
+            self._track(joined=self._running.tensors)  # no other weights join in the middle of an epoch
         elif trainer.global_step >= self._steps["start"]:
             self._track()
         self._observer.start(trainer)
@@ -141,7 +141,7 @@ class AveragingCallback(Trick, ABC):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # not in on_train_epoch_start, where a callback after this one (BackboneFinetuning) may still unfreeze
+        # Not in on_train_epoch_start, where a later callback (BackboneFinetuning) may still unfreeze weights.
         if batch_idx == 0 and self._running.tracks:
             self._track()
         self._observer.follow(trainer)
@@ -183,14 +183,14 @@ class AveragingCallback(Trick, ABC):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._observer.stop()
-        for each in averaging_callbacks(trainer):  # before any weights change places
-            each._finish_once(trainer)
+        for callback in averaging_callbacks(trainer):  # before any weights are exchanged
+            callback._finish_once(trainer)
         agree_on_buffers(trainer, self._running)
         self._show(self.at_end)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._leave(self.at_end)  # a fit that had nothing left to do had no train end
+        self._leave(self.at_end)  # a resumed fit with no step left has no on_train_end
 
     @override
     def _on_failure(self, trainer: pl.Trainer) -> None:
@@ -208,13 +208,13 @@ class AveragingCallback(Trick, ABC):
             self._save_postponed()
 
     def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
-        """The raw weights first, so that everybody finds their metrics when the validation that counts has ended."""
+        """Validate the raw weights first, so that their metrics are there when the main validation ends."""
         if not trainer.sanity_checking:
             self._raw_names = validate_again(trainer, run, RAW)
         return run()
 
     def _require_before_pruning(self, trainer: pl.Trainer) -> None:
-        """Raise if pruning would be made permanent in the raw weights, and not in the averaged ones."""
+        """Raise if ModelPruning would make its masks permanent in the raw weights only."""
         before = trainer.callbacks[: trainer.callbacks.index(self)]  # type: ignore[attr-defined]
         if self.at_end == "averaged" and any(isinstance(callback, ModelPruning) for callback in before):
             raise MisconfigurationException(
@@ -228,7 +228,7 @@ class AveragingCallback(Trick, ABC):
         self._running.leave()
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
-        """Take the optimizer step of this batch, if there was one, into the averages."""
+        """Update the averages by the optimizer step of this batch, if there was one."""
         if not self._observer.stepped():
             return
         self._finished = False
@@ -256,10 +256,10 @@ class AveragingCallback(Trick, ABC):
 
     @contextmanager
     def averaged(self, pl_module: nn.Module) -> Iterator[None]:
-        """Averaged weights in ``pl_module`` inside the ``with`` block; what it held before is always put back.
+        """Put the averaged weights into ``pl_module`` inside the ``with`` block, and the earlier ones back after it.
 
         Args:
-            pl_module: The module that was or is being trained with this callback.
+            pl_module: The module that was, or is being, trained with this callback.
 
         Raises:
             ValueError: If this callback has no average of that module.
@@ -269,25 +269,25 @@ class AveragingCallback(Trick, ABC):
                 f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
             )
         with ExitStack() as stack:
-            for each in averaging_callbacks(self._last_trainer) if self._last_trainer is not None else ():
-                if each is not self and each._averages is not None and each._averages.module is pl_module:
-                    stack.enter_context(each._averages.showing("raw"))  # whose weights may be in the module
+            for other in averaging_callbacks(self._last_trainer) if self._last_trainer is not None else ():
+                if other is not self and other._averages is not None and other._averages.module is pl_module:
+                    stack.enter_context(other._averages.showing("raw"))  # another average may be in the module
             stack.enter_context(self._averages.showing("averaged"))
             yield
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """A copy of the module's ``state_dict()`` with the averaged weights in it.
 
-        Where the weights are in shards, all ranks take part and each gets all of it, in host memory. Save a model that
-        is too large for that with ``trainer.save_checkpoint`` and use ``lightning-tricks export``.
+        Where the weights are sharded, all ranks take part, and every rank gets the full weights in host memory. For a
+        model that is too large for that, use ``trainer.save_checkpoint`` and ``lightning-tricks export``.
 
         Raises:
-            ValueError: If nothing was trained with this callback yet.
+            ValueError: If this callback has no average yet.
         """
         if self._averages is None:
             raise ValueError(
-                f"This {type(self).__name__} has no average: fit a module with it first, and ask"
-                " before a checkpoint is loaded into that."
+                f"This {type(self).__name__} has no average: fit a module with it first, and call this"
+                " before a checkpoint is loaded into the module."
             )
         with self.averaged(self._averages.module):
             return self._averages.weights.state()
@@ -296,11 +296,11 @@ class AveragingCallback(Trick, ABC):
         """Draw a validation metric of the averaged and of the raw weights over the optimizer steps.
 
         Args:
-            metric: Name of the averaged weights' metric; None for the first that was logged.
-            ax: Where to draw; None for a new figure.
+            metric: Name of the averaged weights' metric; None for the first one that was logged.
+            ax: Axes of matplotlib to draw into; None for a new figure.
 
         Raises:
-            ValueError: If there is no such metric; there is one only with ``validate="both"``.
+            ValueError: If there is no such metric; only ``validate="both"`` records any.
         """
         return self._history.plot(metric, ax)
 
@@ -327,7 +327,7 @@ class AveragingCallback(Trick, ABC):
         return {**callback_state(self._last_trainer, self._averages), "history": self._history.state_dict()}
 
     def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
-        """The weights that a file's score was measured with."""
+        """The weights that the monitored metric of a checkpoint file was measured with."""
         monitor = _FORKS.sub("", monitors(trainer, str(filepath)) or "")
         return "raw" if self.validate == "raw" or monitor in self._raw_names else "averaged"
 
@@ -340,7 +340,7 @@ class AveragingCallback(Trick, ABC):
             self._postponed.pop()()
 
     def _owns(self, trainer: pl.Trainer) -> bool:
-        """Whether the averages belong to the Trainer's module and nobody has changed its weights since the fit."""
+        """Whether the averages belong to the Trainer's module, whose weights have not changed since the fit."""
         averages = self._averages
         if averages is None or trainer is not self._last_trainer or trainer.lightning_module is not averages.module:
             return False
@@ -353,13 +353,13 @@ class AveragingCallback(Trick, ABC):
 
 
 def _shown(callback: AveragingCallback) -> tuple[str, str]:
-    """The weights that a callback validates, and those that it leaves in the module."""
+    """The weights that a callback validates, and the weights that it leaves in the module."""
     return callback.validate, callback.at_end
 
 
 def averaging_callbacks(trainer: pl.Trainer) -> list[AveragingCallback]:
-    """The Trainer's callbacks with averages, in their order."""
-    return [each for each in callbacks_of(trainer, Callback) if isinstance(each, AveragingCallback)]
+    """The Trainer's averaging callbacks, in their order."""
+    return [callback for callback in callbacks_of(trainer, Callback) if isinstance(callback, AveragingCallback)]
 
 
 def save(
@@ -369,29 +369,31 @@ def save(
     weights_only: bool | None = None,
     storage_options: Any = None,
 ) -> None:
-    """Save a checkpoint while the module holds the weights that are validated, whoever asks for it and when."""
+    """Save a checkpoint while the module holds the weights that are validated; called for every save of the Trainer."""
     again = partial(save, trainer, original, filepath, weights_only, storage_options)
     callbacks = averaging_callbacks(trainer)
-    for each in callbacks:
-        if each._averages is not None and each._averages.busy:
-            each._postponed.append(again)  # asked for by a signal handler while weights change places
+    for callback in callbacks:
+        if callback._averages is not None and callback._averages.busy:
+            callback._postponed.append(again)  # a signal handler saves while weights are exchanged
             return
-    for each in callbacks:
-        if each._fits:
-            each._catch_up(trainer)  # asked for between a step and on_train_batch_end
-            agree_on_buffers(trainer, each._running)
-    # before any weights change places: for another average they look like weights that somebody has changed
-    owners = [each for each in callbacks if each._owns(trainer)]
+    for callback in callbacks:
+        if callback._fits:
+            callback._catch_up(trainer)  # the save may come between a step and on_train_batch_end
+            agree_on_buffers(trainer, callback._running)
+    # Before any weights are exchanged: to another average, exchanged weights look changed by the user.
+    owners = [callback for callback in callbacks if callback._owns(trainer)]
     with ExitStack() as stack:
-        for each in callbacks:
-            each._foreign = each not in owners
-            stack.callback(setattr, each, "_foreign", False)
-        for each in owners:
-            stack.enter_context(hidden_from_autograd([*each._running.parts(), *each._running.weights.model_copies()]))
-            stack.enter_context(each._running.showing(each._scored(trainer, filepath)))
+        for callback in callbacks:
+            callback._foreign = callback not in owners
+            stack.callback(setattr, callback, "_foreign", False)
+        for callback in owners:
+            stack.enter_context(
+                hidden_from_autograd([*callback._running.parts(), *callback._running.weights.model_copies()])
+            )
+            stack.enter_context(callback._running.showing(callback._scored(trainer, filepath)))
         original(filepath, weights_only, storage_options)
-        for each in owners:
+        for callback in owners:
             if not weights_only:
-                save_shards(trainer, each._running, each.state_key, filepath)
-    for each in callbacks:
-        each._save_postponed()
+                save_shards(trainer, callback._running, callback.state_key, filepath)
+    for callback in callbacks:
+        callback._save_postponed()

@@ -1,4 +1,4 @@
-"""Weights and their averages change places without a second copy of either."""
+"""Weights and their averages are exchanged in place, without a second copy of either."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lightning_tricks.core.weights.tensors import buckets, copy_
 
 
 class Exchange:
-    """Exchanges the values of weights and of their averages, bucket by bucket, and takes it back.
+    """Exchanges the values of weights and of their averages, bucket by bucket, and back.
 
-    The weights are written to; of the averages new tensors take the place. Besides them only one bucket
-    (``core.weights.buckets``) is held. After an interrupt at any instruction ``run`` can be called again, in either
-    direction, and nothing is lost.
+    Weights are written in place; averages are replaced by new tensors. Only one bucket (``core.weights.buckets``) takes
+    additional memory. After an interruption at any instruction ``run`` can be called again, in either direction,
+    without losing a value.
 
     Args:
         names: The keys of the averages.
-        weights: The weights in the same order, or tensors like them.
+        weights: The weights in the order of ``names``.
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         self.names = names
         self._buckets = buckets(weights)
-        self._exchanged = 0  # so many buckets, from the first on
+        self._exchanged = 0  # the number of exchanged buckets, from the first on
         self._open: tuple[slice, int, list[Tensor], list[Tensor]] | None = None
 
     def run(self, weights: Sequence[Tensor], averages: dict[str, Tensor], *, back: bool = False) -> None:
-        """Exchange all values, or bring them ``back``."""
+        """Exchange all values, or exchange them ``back``."""
         self._close(weights, averages)
         step, end = (-1, 0) if back else (1, len(self._buckets))
         while self._exchanged != end:
@@ -41,7 +41,7 @@ class Exchange:
             self._close(weights, averages)
 
     def _close(self, weights: Sequence[Tensor], averages: dict[str, Tensor]) -> None:
-        """Finish the bucket that is open; every line can be run again."""
+        """Finish the open bucket; every line can be run again after an interruption."""
         if self._open is None:
             return
         bucket, exchanged, ours, theirs = self._open

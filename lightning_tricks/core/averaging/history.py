@@ -1,4 +1,4 @@
-"""Validation metrics of two sets of weights, step by step."""
+"""Validation metrics of the averaged and of the raw weights, by optimizer step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class History:
-    """What was logged as ``name`` of the averaged weights and as ``name + suffix`` of the raw ones."""
+    """The metrics that were logged as ``name`` for the averaged weights and as ``name + suffix`` for the raw ones."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[tuple[int, float, float]]] = {}
 
     def record(self, step: int, metrics: Mapping[str, Tensor], suffix: str) -> None:
-        """Note every metric that was logged of both."""
+        """Record every metric that was logged for both."""
         for name, value in metrics.items():
             raw = metrics.get(_with(suffix, name), metrics.get(name + suffix))  # a module's own name may end in _step
             if raw is not None:
                 self._rows.setdefault(name, []).append((step, float(value), float(raw)))
 
     def plot(self, metric: str | None, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw a metric of both; None for the first."""
+        """Draw a metric of both; None for the first one."""
         if metric not in self._rows and (metric is not None or not self._rows):
             known = ", ".join(map(repr, self._rows)) or 'nothing (validate="both" records both)'
             raise ValueError(f"There is no history of {metric!r} of averaged and raw weights; recorded: {known}.")
         if ax is None:
-            import matplotlib.pyplot as plt  # only here: a user's own axes need no pyplot
+            import matplotlib.pyplot as plt  # imported only here, since a user's own axes need no pyplot
 
             _, ax = plt.subplots()
         name = metric or next(iter(self._rows))
@@ -42,20 +42,20 @@ class History:
         ax.set_ylabel(name)
         ax.legend()
         figure = ax.get_figure(root=True)
-        assert figure is not None, "axes of a figure"
+        assert figure is not None, "axes belong to a figure"
         return figure, ax
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """The metrics as plain data."""
         return {name: list(rows) for name, rows in self._rows.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Load the metrics from a state."""
         self._rows = {name: list(rows) for name, rows in state.items()}
 
 
 def _with(suffix: str, name: str) -> str:
-    """Lightning appends the number of the dataloader behind the name that the module logs."""
+    """A name of Lightning with a suffix behind the name that the module logged, before ``/dataloader_idx_1``."""
     base, separator, dataloader = name.partition("/dataloader_idx_")
     for fork in ("_epoch", "_step"):
         if base.endswith(fork):

@@ -1,4 +1,4 @@
-"""Averages in host memory of weights on a CUDA device, without the device waiting."""
+"""Averages in host memory for weights on a CUDA device, which does not wait for them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_tricks.core.weights.tensors import lerp_
 
 
 class Offload:
-    """Copies weights into pinned memory on a stream of its own, while the device goes on with the next step.
+    """Copies weights into pinned memory on its own CUDA stream, while the device computes the next step.
 
-    The average moves when the copy has arrived: at the next update, or when somebody asks for it.
+    The average is updated when the copy is complete: at the next update, or when the average is read.
     """
 
     def __init__(self, names: list[str], parts: Sequence[Tensor]) -> None:
@@ -21,12 +21,12 @@ class Offload:
         self._device = parts[0].device
         self._stream = torch.cuda.Stream(self._device)
         self._pinned = [torch.empty_like(part, device="cpu", pin_memory=True) for part in parts]
-        self._under_way: tuple[torch.cuda.Event, list[Tensor], float] | None = None
+        self._in_progress: tuple[torch.cuda.Event, list[Tensor], float] | None = None
         self._versions: list[tuple[Tensor, int]] = []
 
     @staticmethod
     def between(averages: Mapping[str, Tensor], parts: Sequence[Tensor]) -> Offload | None:
-        """An Offload if the averages are on the host and all weights on CUDA."""
+        """An Offload if all averages are on the host and all weights on CUDA; None otherwise."""
         apart = all(average.device.type == "cpu" for average in averages.values()) and all(p.is_cuda for p in parts)
         return Offload(list(averages), parts) if averages and apart else None
 
@@ -37,29 +37,29 @@ class Offload:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(self._pinned, parts, non_blocking=True)
-            self._under_way = (self._stream.record_event(), averages, fraction)
+            self._in_progress = (self._stream.record_event(), averages, fraction)
         self._versions = [(part, part._version) for part in parts]
 
     def guard(self) -> None:
         """Let the device wait until the weights are copied, before they change.
 
         Raises:
-            RuntimeError: If they have changed already.
+            RuntimeError: If a weight has changed already.
         """
-        if self._under_way is None:
+        if self._in_progress is None:
             return
         if any(part._version != version for part, version in self._versions):
             raise RuntimeError(
                 'Averages with device="cpu" are copied while the forward pass runs, and a weight was written to in it.'
                 " Use device=None for a module that changes its weights in the forward pass."
             )
-        torch.cuda.current_stream(self._device).wait_event(self._under_way[0])
+        torch.cuda.current_stream(self._device).wait_event(self._in_progress[0])
 
     def synchronize(self) -> None:
-        """Finish the update that is under way."""
-        if self._under_way is None:
+        """Finish the update that is in progress."""
+        if self._in_progress is None:
             return
-        done, averages, fraction = self._under_way
+        done, averages, fraction = self._in_progress
         done.synchronize()
         lerp_(averages, self._pinned, fraction)
-        self._under_way, self._versions = None, []
+        self._in_progress, self._versions = None, []

@@ -1,4 +1,4 @@
-"""What the ranks find out together."""
+"""Values that all ranks compute together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning_tricks.core.weights.tensors import buckets, float_buffers, global
 
 
 def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
-    """Give all ranks the mean of their averaged buffers: the BatchNorm of each rank sees other samples."""
-    if trainer.world_size == 1 or averages.holds == "averaged":  # then they agreed before that
+    """Replace the averaged buffers by their mean over the ranks, since BatchNorm sees other samples on every rank."""
+    if trainer.world_size == 1 or averages.holds == "averaged":  # they agreed before the averages were shown
         return
     buffers = float_buffers(averages.module)
     for average in [average for name, average in averages.tensors.items() if name in buffers]:
@@ -21,7 +21,7 @@ def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
 
 
 def relative_distance(trainer: pl.Trainer, averages: Averages) -> float:
-    """``||weights - averages|| / ||weights||``, over the shards of all ranks."""
+    """``||weights - averages|| / ||weights||`` over the shards of all ranks; all ranks take part."""
     parts, tensors = averages.parts(), list(averages.tensors.values())
     squares = sum((_squares(parts[bucket], tensors[bucket]) for bucket in buckets(tensors)), torch.zeros(2))
     if averages.weights.sharded:
@@ -32,6 +32,6 @@ def relative_distance(trainer: pl.Trainer, averages: Averages) -> float:
 
 @torch.no_grad()
 def _squares(parts: list[Tensor], averages: list[Tensor]) -> Tensor:
-    """Squared norms of what lies between weights and averages, and of the weights."""
+    """The squared norms of ``weights - averages`` and of the weights, of shape (2,)."""
     near = [part.to(average.device, average.dtype) for part, average in zip(parts, averages, strict=True)]
     return torch.stack([global_norm(torch._foreach_sub(near, averages)), global_norm(near)]) ** 2

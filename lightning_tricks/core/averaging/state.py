@@ -1,4 +1,4 @@
-"""How averages are stored: in the state of a callback, or in shards where the checkpoint is a folder."""
+"""Averages in checkpoints: in the state of the callback, or in shards where a checkpoint is a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ("raw", "averaged")
 
 
 def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
-    """The state that goes into the checkpoint's callbacks; all ranks take part."""
+    """The callback's state in a checkpoint; all ranks take part."""
     state = averages.state_dict()
     if saves_folder(trainer):
         return {name: value for name, value in state.items() if name not in KINDS}
@@ -34,7 +34,7 @@ def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
 
 
 def save_shards(trainer: pl.Trainer, averages: Averages, key: str, filepath: str | Path) -> None:
-    """Write this rank's share beside what the strategy wrote to the folder."""
+    """Write this rank's shards into the folder that the strategy wrote."""
     if saves_folder(trainer):
         state = averages.state_dict()
         write(
@@ -46,28 +46,28 @@ def save_shards(trainer: pl.Trainer, averages: Averages, key: str, filepath: str
 
 
 def find_state(trainer: pl.Trainer, callback: Callback, checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Key and state that a checkpoint has of a callback, also under the key of other settings; ``("", {})`` if none.
+    """The key and the state of a callback in a checkpoint, also with other settings; ``("", {})`` if there is none.
 
     Raises:
-        MisconfigurationException: If it has the states of several that could be this one's.
+        MisconfigurationException: If several states could belong to the callback.
     """
     states, kind = checkpoint.get("callbacks", {}), type(callback).__name__
-    taken = {each.state_key for each in callbacks_of(trainer, type(callback))}
+    taken = {other.state_key for other in callbacks_of(trainer, type(callback))}
     keys = [key for key in states if isinstance(key, str) and key.split("(")[0] == kind and key not in taken]
     if callback.state_key in states:
         keys = [callback.state_key]
     if len(keys) > 1:
         raise MisconfigurationException(
-            f"{callback.state_key} is not in the checkpoint, which has {', '.join(keys)}. Give it the settings of one."
+            f"{callback.state_key} is not in the checkpoint, which has {', '.join(keys)}. Use the settings of one."
         )
     return (keys[0], states[keys[0]]) if keys else ("", {})
 
 
 def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mapping[str, Any], step: int) -> Any:
-    """The state as this rank holds it, from the callback's state or from the folder of shards.
+    """This rank's part of the state, from the callback's state or from the folder of shards.
 
     Raises:
-        MisconfigurationException: If the folder was not finished, or is gone.
+        MisconfigurationException: If the folder is incomplete or missing.
     """
     weights = averages.weights
     if "raw" in state:
@@ -84,12 +84,12 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
 
 
 def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
-    """The same for all ranks, as are the strategy's own files."""
+    """The folder of the shards, the same on all ranks."""
     return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
 
 
 def require_undamaged_file(trainer: pl.Trainer) -> None:
-    """Raise if the checkpoint that was loaded is not what was saved."""
+    """Raise if the file of the checkpoint is damaged."""
     path = trainer.ckpt_path
     if path and os.path.isfile(path) and (wrong := damage(path)):
         raise MisconfigurationException(
@@ -101,7 +101,7 @@ STAMP = "stamp"
 
 
 def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
-    """Write local parts by kind and name; all ranks take part, and the metadata that completes it comes last."""
+    """Write local parts by kind and name; all ranks take part, and the metadata is written last."""
     tensors = {
         f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.checkpoint_tensors(parts).items()
     }
@@ -111,12 +111,12 @@ def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, 
 def read(
     folder: Path, weights: LocalWeights, parts: Mapping[str, Tensor], *, stamp: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Read the parts by kind and name that ``write`` wrote, for those of the given names that are there.
+    """Read the parts of these names that the folder has, by kind and name.
 
     DTensors can be read by another number of ranks than wrote them.
 
     Raises:
-        ValueError: If the folder has another stamp than is expected, so that it belongs to something else.
+        ValueError: If the folder's stamp is not ``stamp``, so that it belongs to another checkpoint.
     """
     reader = SafeReader(folder)
     found: dict[str, Any] = reader.metadata.state_dict_metadata
@@ -129,5 +129,5 @@ def read(
         tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.checkpoint_tensors(mine).items()})
     load_safely(tensors, reader)
     if tensors[STAMP].item() != stamp:
-        raise ValueError(f"it is of step {tensors[STAMP].item()}, the checkpoint of step {stamp}")
+        raise ValueError(f"it is from step {tensors[STAMP].item()}, the checkpoint from step {stamp}")
     return kinds

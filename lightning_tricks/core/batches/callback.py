@@ -1,4 +1,4 @@
-"""Callbacks that change the batches a module trains on."""
+"""The base class of callbacks that change training batches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_tricks.core.trick import Trick
 
 
 class BatchCallback(Trick):
-    """Changes training batches behind their transfer to the device; a subclass says how.
+    """Changes training batches after their transfer to the device; a subclass says how.
 
-    Callbacks with a ``prob`` are alternatives: at most one of them changes a batch, after all those without, which go
-    by their ``order``.
+    A subclass sets ``start``, ``stop``, ``inputs`` and ``target`` before ``super().__init__()``. Callbacks with a
+    ``prob`` are alternatives: at most one of them changes a batch, after all callbacks without one, in their ``order``.
     """
 
     start: int | float
@@ -44,29 +44,29 @@ class BatchCallback(Trick):
         check_names("target", self.target)
         self._pipeline: BatchPipeline | None = None
         settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
-        self._key = f"{type(self).__name__}({', '.join(settings)})"  # which the Trainer asks for in every hook
+        self._key = f"{type(self).__name__}({', '.join(settings)})"  # the Trainer asks for state_key in every hook
 
     @abstractmethod
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
-        """Change a batch, and what becomes of its losses."""
+        """Change a batch, and the plan for its losses."""
 
     @abstractmethod
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
-        """Raise if a batch like this one cannot be changed later, and have its loss tell the same; change nothing."""
+        """Raise if such a batch could not be changed later; plan targets, so that their losses are checked as well."""
 
     def _begin(self) -> None:
         """Forget the last batch."""
 
     def _is_active(self, trainer: pl.Trainer) -> bool:
-        # Lightning's LearningRateFinder fits before on_train_start, in which the durations are resolved
+        # Lightning's LearningRateFinder trains before on_train_start, where the durations are resolved.
         return bool(self._steps) and self._steps["start"] <= trainer.global_step < self._steps["stop"]
 
     def inputs_in(self, batch: Any) -> list[Path]:
-        """Where the inputs of a batch are."""
+        """The paths of the inputs in a batch."""
         return self._found(batch, "inputs", INPUTS, 0)
 
     def targets_in(self, batch: Any) -> list[Path]:
-        """Where the targets of a batch are."""
+        """The paths of the targets in a batch."""
         return self._found(batch, "target", TARGETS, 1)
 
     def _samples(self, batch: Any, expected: int | None = None) -> int:
@@ -99,7 +99,7 @@ class BatchCallback(Trick):
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
             raise MisconfigurationException(
                 f"{type(self).__name__} changes the batch before the training step, got"
-                f" {type(pl_module).__name__}.training_step(dataloader_iter): take the batch there."
+                f" {type(pl_module).__name__}.training_step(dataloader_iter): take the batch as the argument."
             )
         callbacks = callbacks_of(trainer, BatchCallback)  # type: ignore[type-abstract]
         if self is callbacks[0]:
@@ -134,7 +134,7 @@ class BatchCallback(Trick):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._pipeline is not None, "setup comes first"
-        self._pipeline.drop()  # of a batch that the module left out
+        self._pipeline.drop()  # the module may have skipped the last batch
 
     @override
     def state_dict(self) -> dict[str, Any]:

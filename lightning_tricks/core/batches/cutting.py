@@ -1,9 +1,8 @@
 """Batches cut to some of their samples, if every part that depends on samples can be cut.
 
-A part that has one entry a sample is cut. A single value (a number, a string, None) is the same for all samples, and so
-is a tensor of another length beside parts that are cut. An object of an unknown class, and a container in which there
-are tensors and none has one entry a sample, may depend on samples in a way that nobody here knows: a batch with such a
-part is refused by its path.
+A part with one entry per sample is cut. A single value (a number, a string, None) is the same for all samples. So is a
+tensor of another length beside parts that are cut. An object of an unknown class, and a container of tensors of which
+none has one entry per sample, may depend on samples in an unknown way: a batch with such a part is refused by its path.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, parts, put, walk
 
-Samples = Tensor | slice  # which samples: their positions, or a range
+Samples = Tensor | slice  # the positions of samples (n,), or a range
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, torch.Size)
 
 
 def select_samples(batch: Any, samples: Samples, size: int, trick: str, targets: int = 1) -> Any:
-    """The batch with some of its samples only; the containers on the way are copies.
+    """The batch with some of its samples; containers that change are copied.
 
     Args:
         batch: A batch of any structure.
-        samples: Positions of the samples, in [0, ``size``).
+        samples: Positions of the samples in [0, ``size``), of shape (n,), or a range of them.
         size: The number of samples in the batch.
         trick: The trick that cuts the batch, for the error message.
-        targets: The number of tensors that are targets; something else must be cut as well.
+        targets: The number of target tensors; something besides them must be cut as well.
 
     Raises:
         MisconfigurationException: If a part may depend on samples and cannot be cut.
@@ -49,7 +48,7 @@ def select_samples(batch: Any, samples: Samples, size: int, trick: str, targets:
 
 
 def count_samples(batch: Any, trick: str) -> int:
-    """The number of samples in a batch: the length of its targets, or where none is found, of its first two tensors.
+    """The number of samples in a batch: the length of its targets, or else of its first two tensors.
 
     Raises:
         MisconfigurationException: If the lengths differ.
@@ -59,8 +58,8 @@ def count_samples(batch: Any, trick: str) -> int:
     sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if len(sizes) != 1 or 0 in sizes:
         raise MisconfigurationException(
-            f"{trick} needs targets with one entry a sample, got a batch with {described(batch)}. Give the target one"
-            f" of the names {', '.join(map(repr, TARGETS))} in the batch, or the second place in a pair."
+            f"{trick} needs targets with one entry per sample, got a batch with {described(batch)}. Give the target one"
+            f" of the names {', '.join(map(repr, TARGETS))} in the batch, or put it second in a pair."
         )
     return sizes.pop()
 
@@ -70,11 +69,11 @@ class _Cut:
 
     def __init__(self, samples: Samples, size: int, trick: str) -> None:
         self.samples, self.size, self.trick = samples, size, trick
-        self.count = 0  # parts that were cut
-        self.other: tuple[Any, str] | None = None  # the last array of another length, with its path
+        self.count = 0  # number of parts that were cut
+        self.other: tuple[Any, str] | None = None  # the last array of another length and its path
 
     def part(self, part: Any, path: str) -> Any:
-        """A part with the samples only."""
+        """A part of the batch, cut to the samples."""
         if isinstance(part, PackedSequence) or (isinstance(part, Tensor) and part.is_nested):
             raise self.refusal(part, path)
         if isinstance(getattr(part, "batch_size", None), torch.Size) and part.batch_size[:1] == (self.size,):
@@ -97,7 +96,7 @@ class _Cut:
             self.other = array, path
             return array
         self.count += 1
-        if isinstance(array, Tensor) and array.layout != torch.strided:  # sparse ones take no slices
+        if isinstance(array, Tensor) and array.layout != torch.strided:  # sparse tensors cannot be sliced
             positions = torch.arange(self.size, device=array.device)[self.samples]
             return array.index_select(0, positions)
         if isinstance(array, Tensor) or isinstance(self.samples, slice):
@@ -125,12 +124,12 @@ class _Cut:
         other = "leave micro_batch_size out" if "micro" in self.trick else 'use mode="loss", or name another target='
         return MisconfigurationException(
             f"{self.trick} cuts a batch of {self.size} samples, and cannot know how samples are stored in {path},"
-            f" {found}: {other}. What is the same for all samples belongs into the module (register_buffer)."
+            f" {found}: {other}. What is the same for all samples belongs in the module (register_buffer)."
         )
 
 
 def _has_one_entry_a_sample(part: Any, size: int) -> bool:
-    """Whether a list or tuple has one entry a sample, and is no list of columns."""
+    """Whether a list or tuple has one entry per sample, and is not a list of columns."""
     if not isinstance(part, tuple | list) or fields(part) or len(part) != size:
         return False
     columns = [isinstance(value, Tensor) and value.shape[:1] == (size,) for value in part]

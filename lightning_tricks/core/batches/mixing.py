@@ -1,4 +1,4 @@
-"""What all ways of mixing samples have in common: who is mixed with whom, how much, and what becomes of the loss."""
+"""The base class of callbacks that mix samples: partners, weights, and the plan for the losses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_tricks.core.checks import check_range
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn for a batch: the weight of each sample itself, and with whom it is mixed."""
+    """The random numbers of a batch: the weight of a sample itself (a number or (B,)), and its partner's index (B,)."""
 
     lam: float | Tensor
     index: Tensor
 
 
 class MixingCallback(BatchCallback):
-    """Mixes each sample of a batch with another one of it, and the losses likewise."""
+    """Mixes every sample of a batch with another one, and their losses by the same weights."""
 
     alpha: float
     prob: float
@@ -37,11 +37,11 @@ class MixingCallback(BatchCallback):
         check_range("alpha", self.alpha, 0.0, 1e6)
         check_range("prob", self.prob, 0.0, 1.0)
         super().__init__()
-        self.drawn: Drawn | None = None  # for the last batch; None if it was not mixed
+        self.drawn: Drawn | None = None  # the random numbers of the last batch; None if it was not mixed
 
     @abstractmethod
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
-        """Mix the samples of a batch; ``lam`` is drawn from ``Beta(alpha, alpha)``."""
+        """Mix the samples of a batch, with ``lam`` from ``Beta(alpha, alpha)``."""
 
     @override
     def _begin(self) -> None:
@@ -72,12 +72,12 @@ class MixingCallback(BatchCallback):
         return self.targets_in(batch)
 
     def _inputs(self, context: BatchContext, size: int) -> list[tuple[Path, Tensor]]:
-        """The inputs of a batch."""
+        """The inputs of a batch with their paths, after checking them."""
         inputs = [(path, get(context.batch, path)) for path in self.inputs_in(context.batch)]
         targets = [get(context.batch, path) for path in self.targets_in(context.batch)]
         for path, x in inputs:
             if any(x is target for target in targets):
-                raise self._cannot(f"needs a target apart from its inputs, got {path} for both", context)
+                raise self._cannot(f"needs a target that is not an input, got {path} for both", context)
             if not (x.is_floating_point() or x.is_complex()):
                 name = ".".join(map(str, path))
                 raise self._cannot(
@@ -97,6 +97,6 @@ class MixingCallback(BatchCallback):
 
 
 def permutation(numbers: random.Random, like: Tensor) -> Tensor:
-    """The order of the samples in which each gets its partner."""
+    """A random permutation (B,): the index of every sample's partner."""
     generator = torch.Generator().manual_seed(numbers.getrandbits(63))
     return torch.randperm(len(like), generator=generator).to(like.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Batches of any structure: what is where, replaced without touching the batch itself, some samples only."""
+"""Paths into batches of any structure: parts are found by them, and replaced in a copy of the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 Name = str | int
-Names = Name | list[Name] | None  # what a user passes: a key, an index, a path with dots, several of those
+Names = Name | list[Name] | None  # what a user passes: a key, an index, a path with dots, or a list of those
 Path = tuple[Name, ...]
 
 TARGETS = ("labels", "label", "targets", "target", "y")
@@ -23,7 +23,7 @@ _USUAL = {*TARGETS, *INPUTS}
 
 
 def path_of(name: Name) -> Path:
-    """A key, an index, or several of them with dots between.
+    """The path of a key, an index, or several of them with dots between.
 
     >>> path_of("batch.0.labels"), path_of(1)
     (('batch', 0, 'labels'), (1,))
@@ -32,13 +32,13 @@ def path_of(name: Name) -> Path:
 
 
 def get(batch: Any, path: Path) -> Any:
-    """What a path leads to.
+    """The part of a batch at a path.
 
     Raises:
-        LookupError: If it leads nowhere.
+        LookupError: If there is none.
     """
     for name in path:
-        if isinstance(batch, Tensor):  # whose entries are no parts of a batch
+        if isinstance(batch, Tensor):  # its entries are no parts of the batch
             raise LookupError(name)
         if isinstance(batch, Mapping):
             batch = batch[name if name in batch else str(name)]
@@ -52,7 +52,7 @@ def get(batch: Any, path: Path) -> Any:
 
 
 def put(batch: Any, path: Path, value: Any) -> Any:
-    """The batch with a value at a path; the containers on the way are copies, the others the same."""
+    """The batch with a value at a path; containers on the path are copied, and all else is shared."""
     if not path:
         return value
     name, *rest = path
@@ -67,12 +67,12 @@ def put(batch: Any, path: Path, value: Any) -> Any:
     elif isinstance(name, int):
         new[name] = inner
     else:
-        object.__setattr__(new, name, inner)  # which a frozen dataclass allows too
+        object.__setattr__(new, name, inner)  # a frozen dataclass allows this, too
     return new
 
 
 def find(batch: Any, names: Sequence[str], position: int) -> list[Path]:
-    """Where the inputs or the targets of a batch may be: under one of the names, or at the position in a pair."""
+    """The paths where inputs or targets may be: under one of the names, or at the position in a pair."""
     if isinstance(batch, tuple | list) and len(batch) == 2 and _USUAL.isdisjoint(fields(batch)):
         return [(position, *inner) for inner in _named(batch[position], names)]
     return [] if isinstance(batch, Tensor) else _named(batch, names)
@@ -86,16 +86,16 @@ def _named(batch: Any, names: Sequence[str]) -> list[Path]:
 
 
 def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> list[Path]:
-    """The paths of the tensors that a user asked for, or that are found without; none if one of them is not there."""
+    """The paths of the tensors that a user asked for, or else of those that are found; empty if one is missing."""
     if asked is None:
         return find(batch, names, position)
     several = asked if isinstance(asked, list | tuple) else [asked]
-    paths = [(name,) if _get(batch, (name,)) is not None else path_of(name) for name in several]  # dots in a key
+    paths = [(name,) if _get(batch, (name,)) is not None else path_of(name) for name in several]  # a key may have dots
     return paths if all(isinstance(_get(batch, path), Tensor) for path in paths) else []
 
 
 def check_names(argument: str, names: Names) -> None:
-    """Raise for what is no name or names."""
+    """Raise unless ``names`` is a name, a list of names or None."""
     several = names if isinstance(names, list | tuple) else [names]
     if names is not None and not (
         several and all(isinstance(name, str | int) and not isinstance(name, bool) for name in several)
@@ -106,7 +106,7 @@ def check_names(argument: str, names: Names) -> None:
 
 
 def parts(batch: Any) -> Iterator[tuple[Name, Any]]:
-    """The names and values of a container; nothing for what is none."""
+    """The names and values in a container; nothing for anything else."""
     if isinstance(batch, Mapping):
         yield from batch.items()
     elif isinstance(batch, tuple | list):
@@ -116,7 +116,7 @@ def parts(batch: Any) -> Iterator[tuple[Name, Any]]:
 
 
 def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The batch with everything changed that is no container."""
+    """The batch with ``change`` applied to everything that is not a container."""
     if not list(parts(batch)):
         return change(batch)
     for name, value in list(parts(batch)):
@@ -127,7 +127,7 @@ def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def walk(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Everything in a batch that is no container, with its path."""
+    """Everything in a batch that is not a container, with its path."""
     inner = list(parts(batch))
     if not inner:
         yield path, batch
@@ -136,7 +136,7 @@ def walk(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def spelled(path: Path) -> str:
-    """A path in a batch, for an error message.
+    """A path as Python code, for an error message.
 
     >>> spelled(("labels", 0))
     "batch['labels'][0]"
@@ -145,7 +145,7 @@ def spelled(path: Path) -> str:
 
 
 def described(batch: Any, path: str = "") -> str:
-    """What is in a batch, for an error message.
+    """The names, dtypes and shapes in a batch, for an error message.
 
     >>> import torch
     >>> described({"x": torch.zeros(2, 3), "meta": [1, "a"]})
@@ -153,7 +153,7 @@ def described(batch: Any, path: str = "") -> str:
     """
     if isinstance(batch, Tensor):
         return f"{path or 'a tensor'}: {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
-    if isinstance(batch, tuple | list) and batch and all(isinstance(each, str | int | float) for each in batch):
+    if isinstance(batch, tuple | list) and batch and all(isinstance(item, str | int | float) for item in batch):
         return f"{path or 'a list'}: {len(batch)} {type(batch[0]).__name__}"
     inner = [described(value, f"{path}.{name}".lstrip(".")) for name, value in list(parts(batch))[:12]]
     return ", ".join(inner) or f"{path or 'an object'}: {type(batch).__name__}"
@@ -167,5 +167,5 @@ def _get(batch: Any, path: Path) -> Any:
 
 
 def fields(batch: Any) -> tuple[str, ...]:
-    """The field names of a named tuple; none for anything else."""
+    """The field names of a named tuple; empty for anything else."""
     return getattr(batch, "_fields", ())

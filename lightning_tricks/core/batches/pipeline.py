@@ -1,4 +1,4 @@
-"""Between the loader and the training step: where callbacks change the batches that a module trains on."""
+"""The pipeline between the loader and the training step, in which callbacks change training batches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class BatchContext:
-    """A batch on its way to the module, and what is to become of its losses.
+    """A batch on its way to the module, and the plan for its losses.
 
     Args:
-        batch: As it came from the transfer to the device.
-        number: Of the batch in this training, from 0.
-        numbers: Random numbers of this batch on this rank.
+        batch: The batch on the device.
+        number: The number of the batch in this training, from 0.
+        numbers: The generator of this batch's random numbers on this rank.
     """
 
     def __init__(self, batch: Any, number: int, numbers: random.Random) -> None:
@@ -39,23 +39,23 @@ class BatchContext:
         self.numbers = numbers
         self.plan = LossPlan()
         self.partners: Tensor | None = None  # the sample that each sample is mixed with
-        self.targets: dict[Path, str] = {}  # those that compute the loss by the plan, and who asked for it
-        self._mixed: set[Path] = set()  # those of them that are mixed with their partners'
+        self.targets: dict[Path, str] = {}  # targets whose losses follow the plan, and the trick that asked for it
+        self._mixed: set[Path] = set()  # targets that are also mixed with those of their partners
 
     def plan_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
-        """Have targets compute the loss by the plan."""
+        """Let the losses of targets follow the plan."""
         self.targets |= dict.fromkeys(paths, type(callback).__name__)
 
     def mix_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
-        """Have targets compute the loss by the plan, and mix it with that of their partners."""
+        """Let the losses of targets follow the plan, mixed with those of their partners."""
         self.plan_targets(callback, paths)
         self._mixed.update(paths)
 
     def finished(self) -> Any:
-        """The batch as the module gets it."""
+        """The batch for the module, with its targets replaced."""
         self.plan.tricks, self.plan.number = " and ".join(dict.fromkeys(self.targets.values())), self.number
         second = self.partners is not None and not isinstance(self.plan.lam, Tensor) and self.plan.lam < 0.5
-        if second:  # then it is the second label that the target looks like
+        if second:  # the target looks like the label with the larger weight
             self.plan.lam = 1 - self.plan.lam
         for path in self.targets:
             target = get(self.batch, path)
@@ -68,7 +68,7 @@ class BatchContext:
 
 
 class BatchPipeline:
-    """Behind the strategy's transfer of batches to the device, for all callbacks of a Trainer.
+    """Runs behind the strategy's transfer of batches to the device, for all batch callbacks of a Trainer.
 
     The random numbers of a batch depend on a seed (that of ``seed_everything``), the number of the batch in this
     training and the rank.
@@ -76,10 +76,12 @@ class BatchPipeline:
 
     def __init__(self, trainer: pl.Trainer, callbacks: Sequence[BatchCallback]) -> None:
         self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
-        self.descends = False  # whether the step on the last batch came to a backward pass
-        self._steps = 0  # before that
+        self.descends = False  # whether the last batch had a backward pass
+        self._steps = 0  # global_step before the last batch
         self._checked = False  # whether the first batch of the training was checked for all callbacks
-        self._callbacks = sorted(callbacks, key=lambda each: each.state_key)  # whatever order the Trainer has them in
+        self._callbacks = sorted(
+            callbacks, key=lambda callback: callback.state_key
+        )  # the order in the Trainer must not matter
         self._context: BatchContext | None = None
         self._undo = ExitStack()
         self._undo.callback(wrap_method(trainer.strategy, "batch_to_device", partial(self._transferred, trainer)))
@@ -89,9 +91,9 @@ class BatchPipeline:
         if not transfers_batch(trainer):
             return batch
         self.drop()
-        for each in self._callbacks:
-            each._begin()
-        # no gradients are taken where batches are read for another purpose, such as the statistics of BatchNorm
+        for callback in self._callbacks:
+            callback._begin()
+        # without gradients, batches are read for another purpose, such as the statistics of BatchNorm
         if batch is None or not trainer.training or not torch.is_grad_enabled():
             return batch
         active = [callback for callback in self._callbacks if callback._is_active(trainer)]
@@ -100,7 +102,7 @@ class BatchPipeline:
         changing = chosen(active, context.numbers)
         for callback in changing:
             callback._change(trainer, context)
-        if not self._checked:  # what cannot be changed later is refused now
+        if not self._checked:  # a batch that could not be changed later is refused at once
             for callback in self._callbacks:
                 if callback not in changing:
                     callback._check(trainer, context)
@@ -117,18 +119,18 @@ class BatchPipeline:
         """End the work on a batch.
 
         Raises:
-            MisconfigurationException: If no loss was computed by the plan, though there was a backward pass.
+            MisconfigurationException: If there was a backward pass, but no loss followed the plan.
         """
         by_hand = not trainer.lightning_module.automatic_optimization and trainer.global_step > self._steps
-        if self.descends or by_hand:  # by hand may be loss.backward(), which calls no hook
+        if self.descends or by_hand:  # loss.backward() in manual optimization calls no hook
             self.require_loss(trainer)
         self.drop()
 
     def require_loss(self, trainer: pl.Trainer) -> None:
-        """Raise unless a loss of the batch was computed by the plan.
+        """Raise unless a loss of the batch followed the plan.
 
         Raises:
-            MisconfigurationException: If none was.
+            MisconfigurationException: If none did.
         """
         context, module = self._context, trainer.lightning_module
         if context is None or not context.targets or context.plan.losses:
@@ -139,33 +141,33 @@ class BatchPipeline:
         tricks = context.plan.tricks
         raise MisconfigurationException(
             f"{tricks} did nothing to batch {context.number}: no loss of"
-            f" {type(module).__name__}.training_step was computed from the target, {where}. Looked for was a loss of"
-            " torch.nn.functional, or anything else made of that very tensor, that depends on the weights: not of a"
-            " copy through NumPy or Python numbers, an autograd.Function or a compiled extension. Name another target="
+            f" {type(module).__name__}.training_step was computed from the target, {where}. A loss of"
+            " torch.nn.functional counts, and any value that torch computes from this tensor and the weights; a copy by"
+            " NumPy or Python numbers, an autograd.Function and a compiled extension do not. Name another target="
             f" or compute the loss from it; where a library computes the loss, leave {tricks} out."
         )
 
     def drop(self) -> None:
-        """Let the targets of the last batch be plain."""
+        """Make the targets of the last batch plain labels again."""
         if self._context is not None:
             self._context.plan.open = False
             self._context = None
 
     def close(self) -> None:
-        """Leave the strategy as it was."""
+        """Restore the strategy."""
         self.drop()
         self._undo.close()
 
 
 def chosen(callbacks: Sequence[BatchCallback], numbers: random.Random) -> list[BatchCallback]:
-    """Those without a ``prob``, and behind them at most one of the others.
+    """The callbacks without a ``prob`` in their order, and behind them at most one of the others.
 
     Probabilities that sum to more than 1 are divided by their sum.
     """
-    always = sorted((each for each in callbacks if each.prob is None), key=lambda each: each.order)
-    left = numbers.random() * max(1.0, sum(each.prob or 0.0 for each in callbacks))
-    for each in callbacks:
-        left -= each.prob or 0.0
+    always = sorted((callback for callback in callbacks if callback.prob is None), key=lambda callback: callback.order)
+    left = numbers.random() * max(1.0, sum(callback.prob or 0.0 for callback in callbacks))
+    for callback in callbacks:
+        left -= callback.prob or 0.0
         if left < 0:
-            return [*always, each]
+            return [*always, callback]
     return always

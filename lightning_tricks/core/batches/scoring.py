@@ -1,4 +1,4 @@
-"""The losses of samples before they are trained on."""
+"""The losses of samples before training on them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_tricks.core.replay.trial import trial_steps
 
 
 def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) -> Tensor | None:
-    """The loss of each sample of a batch, (B,), by a training step without gradients that leaves no trace.
+    """The losses of a batch's samples (B,), by a training step without gradients that leaves no trace.
 
-    Of several losses it is the sum. None if the step returns None, to skip the batch.
+    Several losses of the step are summed. None if the step returns None, to skip the batch.
 
     Raises:
         MisconfigurationException: If the step computes no loss of ``torch.nn.functional`` from the targets.
@@ -43,12 +43,12 @@ def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) 
             ' HardExampleFilter(mode="prune") compares samples. Compute one, or name another target=.'
         )
     losses = torch.stack(found)
-    missing = losses == -torch.inf  # a sample may have entries in some of the losses only
+    missing = losses == -torch.inf  # some of the losses may have no entry of a sample
     return losses.masked_fill(missing, 0.0).sum(0).masked_fill(missing.all(0), -torch.inf)
 
 
 def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:
-    """The batch with its images at a lower resolution, or its sequences shorter, and with them all of the same shape.
+    """The batch with smaller images or shorter sequences; masks and labels of their size shrink with them.
 
     Raises:
         MisconfigurationException: If the inputs are neither images (B, C, H, W) nor integer sequences (B, T).

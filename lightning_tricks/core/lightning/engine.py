@@ -1,4 +1,4 @@
-"""Which engine trains: who holds the weights and gradients, and who makes the optimizer steps."""
+"""The engine that trains: who holds weights and gradients, and who makes the optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Engine(Enum):
-    """The engine of a strategy; the values are the words for it in error messages."""
+    """The engine of a strategy; the values are its names in error messages."""
 
     SINGLE = "the single-device strategy"
     DDP = "DDP"
@@ -28,14 +28,14 @@ class Engine(Enum):
 
 
 _ZERO = (Engine.ZERO0, Engine.ZERO1, Engine.ZERO2, Engine.ZERO3)
-UNSHARDED = (Engine.SINGLE, Engine.DDP)  # every process holds the full weights, and torch's own optimizers
-TORCH = (*UNSHARDED, Engine.FSDP2)  # weights, gradients and optimizers are torch's own
+UNSHARDED = (Engine.SINGLE, Engine.DDP)  # Every process holds the full weights.
+TORCH = (*UNSHARDED, Engine.FSDP2)  # Weights, gradients and optimizers are torch's own.
 
 
 def engine_of(trainer: pl.Trainer) -> Engine:
     """The engine of a Trainer, by its strategy."""
     strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy):  # before DDPStrategy, of which it is a subclass
+    if isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy, so tested first
         config = getattr(strategy, "config", None) or {}  # not every subclass calls Lightning's constructor
         return _ZERO[config.get("zero_optimization", {}).get("stage", 0)]
     if isinstance(strategy, ModelParallelStrategy):

@@ -1,7 +1,4 @@
-"""A Trainer's training loaders: every touch of a private Lightning name about them, each with its reason.
-
-``tests/core/lightning/test_loaders.py`` fails when one of those names moves.
-"""
+"""The training loaders of a Trainer: their lengths, larger batches, and another pass over them."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ from lightning_tricks.core.lightning.trainer import extremes, step_arguments
 
 
 def train_batches_of_sizes(trainer: pl.Trainer, multiples: Collection[int]) -> dict[int, int] | None:
-    """Training batches of one epoch on this rank whose batches are that many times as large, for each multiple.
+    """The number of training batches in an epoch on this rank, by the multiple of the loaders' batch size.
 
-    ``configure_optimizers`` runs before the fit loop has set its loaders up. Doing so early
-    (``fit_loop.setup_data``, as ``estimated_stepping_batches`` does) would start their workers, draw random numbers
-    and lose the loaders' own state on resume, so the lengths are found in Lightning's way without an iterator. None if
-    a length cannot be known before the batches are read.
+    None if a length cannot be known before the batches are read. ``configure_optimizers`` runs before the fit loop has
+    set up its loaders. Setting them up early (``fit_loop.setup_data``, as ``estimated_stepping_batches`` does) would
+    start workers, draw random numbers and lose the loaders' own state on resume. So the lengths are computed as
+    Lightning does, but without an iterator.
     """
     loop = trainer.fit_loop
     if loop._combined_loader is not None:
@@ -48,7 +45,7 @@ def train_batches_of_sizes(trainer: pl.Trainer, multiples: Collection[int]) -> d
     unknown, found = any(map(_length_unknown, loader.flattened)), {}
     for multiple in sorted(multiples):
         batches = -1 if unknown else _batches(trainer, loader, multiple)
-        lowest, highest = extremes(trainer, batches)  # in which every rank takes part
+        lowest, highest = extremes(trainer, batches)  # all ranks take part
         if not lowest == highest >= 0:
             return None
         found[multiple] = batches
@@ -68,8 +65,10 @@ def _length(loader: Any, multiple: int) -> int:
 
 
 def _batches(trainer: pl.Trainer, loader: CombinedLoader, multiple: int) -> int:
-    lengths = _limited(trainer, [_length(each, multiple) for each in loader.flattened])
-    shortest = loader._mode == "min_size" or (loader._mode == "max_size_cycle" and 0 in lengths)  # cannot be cycled
+    lengths = _limited(trainer, [_length(one, multiple) for one in loader.flattened])
+    shortest = loader._mode == "min_size" or (
+        loader._mode == "max_size_cycle" and 0 in lengths
+    )  # an empty loader cannot be cycled
     return min(lengths) if shortest else max(lengths)
 
 
@@ -87,14 +86,14 @@ def _prepared_loader(trainer: pl.Trainer) -> CombinedLoader:
         if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
         combined.flattened = [
-            _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, each) for each in combined.flattened
+            _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, one) for one in combined.flattened
         ]
     return combined
 
 
 @final
 class ResizableBatches(BatchSampler):
-    """The batches of a plain BatchSampler, of a size that may change between epochs; ``base`` is what it was."""
+    """The batches of a plain BatchSampler, whose size may change between epochs; ``base`` is the original size."""
 
     def __init__(self, batches: BatchSampler) -> None:
         super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
@@ -102,12 +101,12 @@ class ResizableBatches(BatchSampler):
 
 
 def resizable(loader: Any, trick: str, otherwise: str = "") -> DataLoader[Any]:
-    """The same loader with batches that can be resized; the user's own, which may validate too, is left alone.
+    """A copy of a loader whose batches can be resized; the user's own loader may serve validation, too.
 
     Args:
         loader: A training loader.
-        trick: For whom.
-        otherwise: What else can be done than to pass another loader.
+        trick: The name of the trick, for the error message.
+        otherwise: A further remedy, for the error message.
 
     Raises:
         MisconfigurationException: For loaders whose batches do not come from a plain BatchSampler.
@@ -122,21 +121,21 @@ def resizable(loader: Any, trick: str, otherwise: str = "") -> DataLoader[Any]:
     elif type(sampler) is not BatchSampler:
         found = f"a {kind} with {'no batch sampler' if sampler is None else type(sampler).__name__}"
     else:
-        twin = copy(loader)  # a DataLoader refuses to have these set, in order that none forgets one of them
+        twin = copy(loader)  # a DataLoader refuses setattr for these attributes
         twin.__dict__.update(batch_sampler=ResizableBatches(sampler), batch_size=None, _iterator=None)
         return twin
     raise MisconfigurationException(
-        f"{trick} makes the batches of a DataLoader larger whose batch sampler is torch's BatchSampler, got {found}."
+        f"{trick} needs a DataLoader whose batch sampler is torch's BatchSampler, to resize its batches, got {found}."
         f" Use DataLoader(dataset, batch_size=..., sampler=...){otherwise}."
     )
 
 
 def require_batches(trainer: pl.Trainer, multiples: Collection[int], trick: str) -> None:
-    """Raise unless epochs of larger batches still have one to train with, and as many as ``val_check_interval``."""
+    """Raise unless epochs of larger batches still have a batch, and as many as ``val_check_interval``."""
     batches, interval = train_batches_of_sizes(trainer, multiples), trainer.val_check_interval
     if batches is None:
         raise MisconfigurationException(
-            f"{trick} needs loaders of a known length, the same on all ranks, got none. Give the sampler a length, or"
+            f"{trick} needs loaders with a length, the same on all ranks, got none. Give the sampler a length, or"
             " pass a DataLoader without a sampler of its own."
         )
     if trainer.check_val_every_n_epoch is None or not trainer.enable_validation or isinstance(interval, float):
@@ -144,18 +143,19 @@ def require_batches(trainer: pl.Trainer, multiples: Collection[int], trick: str)
     if (fewest := min(batches.values())) < interval:
         raise MisconfigurationException(
             f"{trick} needs at least {interval} batches in each epoch (val_check_interval, or one to train with), got"
-            f" {fewest} of {max(multiples)} times the size. Choose a smaller end, or a fraction as val_check_interval."
+            f" {fewest} with {max(multiples)} times the batch size. Choose a smaller final size, or a fraction as"
+            " val_check_interval."
         )
 
 
 def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
-    """Let the fit's resizable loaders give ``multiple`` times their batch size in the epoch that now begins.
+    """Set the batch size of the resizable loaders to ``multiple`` times their own, for the epoch that now begins.
 
-    To be called in ``on_train_start`` and ``on_train_epoch_start``: then the fit loop takes a new iterator. In the
-    first epoch and after a resume it keeps the one made before, and has to be given another.
+    To be called in ``on_train_start`` and ``on_train_epoch_start``, before the fit loop makes the epoch's iterator. In
+    the first epoch and after a resume the loop has made it already, and is given another one here.
     """
     loop, loader = trainer.fit_loop, train_loader(trainer)
-    samplers = [each.batch_sampler for each in loader.flattened]
+    samplers = [one.batch_sampler for one in loader.flattened]
     if all(sampler.batch_size == sampler.base * multiple for sampler in samplers):
         return
     for sampler in samplers:
@@ -169,24 +169,23 @@ def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
 
 
 def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[tuple[Any, ...]]:
-    """The arguments of ``training_step`` for each batch of an epoch, as Lightning makes them.
+    """Iterate over the arguments of ``training_step`` in an epoch, as Lightning makes them.
 
-    The module's hook before the transfer has a private name that knows whether it is the module's or the data module's.
     A loader without a length is read for as many batches as the epoch in progress has had.
     """
     length = trainer.num_training_batches
     limit = trainer.fit_loop.batch_idx + 1 if math.isinf(length) else int(length)
-    loader = copy(train_loader(trainer))  # to iterate over it leaves the iterator of the training alone
+    loader = copy(train_loader(trainer))  # iterating over the copy leaves the iterator of the training alone
     for batch_idx, (batch, *_) in enumerate(islice(loader, limit)):
         batch = trainer.precision_plugin.convert_input(batch)
         batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        if batch is not None:  # which Lightning skips
+        if batch is not None:  # Lightning skips None
             yield step_arguments(pl_module, batch, batch_idx)
 
 
 def train_loader(trainer: pl.Trainer) -> CombinedLoader:
-    """The loaders of the fit in progress together; the public ``train_dataloader`` does not tell how they combine."""
+    """The combined loader of the fit; the public ``train_dataloader`` does not say how loaders are combined."""
     loader = trainer.fit_loop._combined_loader
     assert loader is not None, "the Trainer is fitting"
     return loader
@@ -194,10 +193,10 @@ def train_loader(trainer: pl.Trainer) -> CombinedLoader:
 
 @contextmanager
 def loaders_untouched(trainer: pl.Trainer) -> Iterator[None]:
-    """Let the training loaders go on after the block as if not read in it; their state has only private names."""
+    """Restore the state of the training loaders at the end of the block."""
     loader = train_loader(trainer)
     loaders = loader._state_dicts()
-    generators = [(generator, generator.get_state()) for each in loader.flattened for generator in generators_of(each)]
+    generators = [(generator, generator.get_state()) for one in loader.flattened for generator in generators_of(one)]
     try:
         yield
     finally:

@@ -179,8 +179,8 @@ WRAPPED = (
         _MODULE,
         "all_gather",
         "data, group, sync_grads",
-        "find_batch_size",
-        "a rank that has run out of memory would be waited for",
+        "Doctor, find_batch_size",
+        "which tensors a step gathers; a rank that has run out of memory would be waited for",
     ),
     WrappedMethod(
         _MODULE,

@@ -1,4 +1,4 @@
-"""Methods wrapped for a while, by several at a time and undone in any order."""
+"""Methods that are wrapped for a while; several wrappers of one method can be undone in any order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[
     """
     require_patch_point(owner, name)
     before = original = getattr(owner, name)
-    try:  # never owner.__dict__: before 3.13 Python finds everything in an object slower once that was asked for
+    try:  # owner.__dict__ is avoided: before Python 3.13, attributes of an object are slower once it was read
         delattr(owner, name)
-    except AttributeError:  # it is the class's
+    except AttributeError:  # a method of the class
         before = None
     wrapped = _Wrapped(wrapper, original, before)
     setattr(owner, name, wrapped)
@@ -26,9 +26,9 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[
     def undo() -> None:
         wrapped.wrapper = None
         if getattr(owner, name, None) is not wrapped:
-            return  # somebody has wrapped it again since, and may call it
+            return  # another wrapper was put over this one, and may still call it
         before = wrapped.before
-        while isinstance(before, _Wrapped) and before.wrapper is None:  # undone, when this one stood before it
+        while isinstance(before, _Wrapped) and before.wrapper is None:  # undone while this one was over it
             before = before.before
         if before is None:
             delattr(owner, name)
@@ -39,12 +39,12 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[
 
 
 class _Wrapped:
-    """A method with a wrapper, or without when that is undone; unlike a closure it can be pickled."""
+    """A method with a wrapper, or without it once that is undone; can be pickled, unlike a closure."""
 
     def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any], before: Any) -> None:
         self.wrapper: Callable[..., Any] | None = wrapper
         self.original = self.__wrapped__ = original  # Lightning and inspect look for the latter
-        self.before = before  # somebody else's wrapper in the place of this one, if there was one
+        self.before = before  # the attribute that stood in this place, such as another wrapper; None for the class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.wrapper is None else self.wrapper(self.original, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Whether an optimizer stepped, and whether Lightning knows of it."""
+"""Whether an optimizer stepped, and whether it did so through Lightning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_tricks.core.lightning.patching import wrap_method
 class StepObserver:
     """Tells whether an optimizer stepped.
 
-    ``global_step`` moves too when the GradScaler skips a step; an optimizer's own hook runs only when it does step.
+    ``global_step`` also counts steps that the GradScaler skips. An optimizer's own hook runs only for real steps.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class StepObserver:
         self.follow(trainer)
 
     def follow(self, trainer: pl.Trainer) -> None:
-        """Watch other optimizers if the Trainer has others now."""
+        """Watch the Trainer's optimizers if they were replaced."""
         if len(self._watched) == len(trainer.optimizers) and all(map(operator.is_, self._watched, trainer.optimizers)):
             return
         self.stop()
@@ -41,11 +41,11 @@ class StepObserver:
             self._undo.callback(self._watch(optimizer))
 
     def _watch(self, optimizer: Any) -> Callable[[], None]:
-        # DeepSpeed's own is no torch Optimizer but has one, which it calls when it does step
+        # DeepSpeed's optimizer is not a torch Optimizer, but calls one inside when it steps.
         own = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", optimizer)
         if hasattr(own, "_optimizer_step_post_hooks"):
             return own.register_step_post_hook(self._note).remove
-        return wrap_method(own, "step", self._step)  # one that does not call Optimizer.__init__, or is none
+        return wrap_method(own, "step", self._step)  # a class without torch's step hooks
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -53,28 +53,28 @@ class StepObserver:
         return result
 
     def stop(self) -> None:
-        """Leave the optimizers as they were."""
+        """Watch no optimizer any more."""
         self._watched = []
         self._undo.close()
 
     def stepped(self) -> bool:
-        """Whether any stepped since this was last asked."""
+        """Whether any optimizer stepped since the last call."""
         stepped, self._stepped = self._stepped, False
         return stepped
 
     def _note(self, optimizer: Optimizer, *_: object) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer is called and itself skips the step
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step by itself
         if found_inf is None or not found_inf.item():
             self._stepped = True
 
 
 def refuse_steps_past_hooks(trainer: pl.Trainer, tricks: str, undo: ExitStack) -> None:
-    """Raise before an optimizer steps without Lightning, whose hooks a trick depends on; until ``undo`` is closed.
+    """Raise before an optimizer step that bypasses Lightning's hooks, until ``undo`` is closed.
 
     Args:
         trainer: A Trainer that has its optimizers.
-        tricks: The names of the tricks, for the error message.
-        undo: Takes back what is done for that.
+        tricks: The names of the tricks that need these hooks, for the error message.
+        undo: The stack to which the removal of the checks is added.
     """
     inside = False
 
@@ -94,7 +94,7 @@ def refuse_steps_past_hooks(trainer: pl.Trainer, tricks: str, undo: ExitStack) -
         if module.automatic_optimization:
             where, remedy = f"{name}.optimizer_step", "call optimizer.step(closure=closure)"
         else:
-            where, remedy = f"{name}.training_step", "step what self.optimizers() gives"
+            where, remedy = f"{name}.training_step", "step what self.optimizers() returns"
         raise MisconfigurationException(
             f"{where} steps {kind} past Lightning (as optimizer.optimizer.step() does), so that {tricks} would not see"
             f" the step: {remedy}."

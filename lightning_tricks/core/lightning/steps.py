@@ -1,4 +1,4 @@
-"""The number of optimizer steps that a fit takes."""
+"""The number of optimizer steps of a fit."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class UnknownTotalSteps(ValueError):
 
 
 class EpochPlan(Callback):
-    """A callback that changes between epochs what an optimizer step is made of, and tells it to ``optimizer_steps``."""
+    """A callback that changes accumulation or batch size between epochs, and tells ``optimizer_steps`` so."""
 
     @abstractmethod
     def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
-        """The batches of an optimizer step in an epoch, and how many times the loader's own batch size they have."""
+        """The number of batches per optimizer step in an epoch, and the multiple of the loader's batch size."""
 
 
 def optimizer_steps(trainer: pl.Trainer) -> int:
@@ -98,7 +98,7 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
 
 
 def steps_of(trainer: pl.Trainer, duration: int | float, trick: str, name: str) -> float:
-    """The optimizer steps that an argument of a trick stands for (int steps, float fraction of training), not rounded.
+    """The optimizer steps of a duration (int steps, or float fraction of training), not rounded.
 
     Raises:
         MisconfigurationException: For a fraction of a training whose length is unknown.
@@ -115,7 +115,7 @@ def steps_of(trainer: pl.Trainer, duration: int | float, trick: str, name: str) 
 
 
 def steps_between(trainer: pl.Trainer, start: int | float, stop: int | float, trick: str) -> tuple[float, float]:
-    """The optimizer steps between which a trick is at work: ``start <= step < stop``; a stop of 1.0 is the end.
+    """The optimizer steps between which a trick is active: ``start <= step < stop``; a stop of 1.0 is never reached.
 
     Raises:
         MisconfigurationException: For a fraction of a training whose length is unknown.

@@ -1,7 +1,4 @@
-"""Facts about a Trainer, and every touch of a private Lightning name, each with its reason; loaders are in loaders.py.
-
-``tests/core/lightning/test_trainer.py`` fails when one of those names moves.
-"""
+"""Facts about a Trainer, some of which only private names tell; those about loaders are in loaders.py."""
 
 from __future__ import annotations
 
@@ -41,12 +38,12 @@ def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
 
 
 def launches_processes(trainer: pl.Trainer) -> bool:
-    """Whether a fit runs in other processes that this one starts (spawn, fork, notebook); launchers do not tell."""
+    """Whether a fit runs in other processes that this one starts (spawn, fork, notebook)."""
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def saves_folder(trainer: pl.Trainer) -> bool:
-    """Whether a checkpoint is a folder to which each rank writes its shards; ModelParallelStrategy does not tell."""
+    """Whether a checkpoint is a folder to which every rank writes its shards."""
     strategy = trainer.strategy
     return engine_of(trainer).is_deepspeed or bool(getattr(strategy, "_save_distributed_checkpoint", False))
 
@@ -61,7 +58,7 @@ def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
 
 
 def will_step(trainer: pl.Trainer) -> bool:
-    """Whether the optimizer steps after the batch in work, or gradients go on accumulating; the loop does not tell."""
+    """Whether the optimizer steps after the present batch, or gradients are accumulated further."""
     return not trainer.fit_loop._should_accumulate()
 
 
@@ -71,7 +68,7 @@ def grad_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
 
 
 def subtract_steps(trainer: pl.Trainer, steps: int) -> None:
-    """Take optimizer steps that were left out back from ``global_step``, which has no public setter."""
+    """Subtract optimizer steps that were left out from ``global_step``, which has no public setter."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         progress = loop.automatic_optimization.optim_progress.optimizer.step
@@ -89,7 +86,7 @@ def is_last_step(trainer: pl.Trainer) -> bool:
 
 
 def monitors(trainer: pl.Trainer, filepath: str) -> str | None:
-    """The metric that is monitored by the ModelCheckpoint which saves a file; None if none does."""
+    """The metric that the ModelCheckpoint which saves a file monitors; None if none saves it."""
     for callback in callbacks_of(trainer, ModelCheckpoint):
         if filepath in {*callback.best_k_models, callback.last_model_path}:
             return callback.monitor
@@ -97,10 +94,10 @@ def monitors(trainer: pl.Trainer, filepath: str) -> str | None:
 
 
 def validate_again(trainer: pl.Trainer, run: Callable[[], Any], suffix: str) -> set[str]:
-    """Run the fit's validation loop with the module's hooks only, every logged name with a suffix; gives the names.
+    """Run the fit's validation loop with the module's hooks only, and log with a suffix; returns the logged names.
 
-    The loop has no public name. Callbacks stay out of it: a ModelCheckpoint or an EarlyStopping would take it for a
-    second validation. Random numbers and progress are afterwards as if it had not run.
+    No hooks of callbacks run: a ModelCheckpoint or an EarlyStopping would take it for a second validation. Random
+    numbers and progress are restored.
     """
     loop, names = trainer.fit_loop.epoch_loop.val_loop, set()
     progress, restarting = loop.batch_progress.state_dict(), loop.restarting
@@ -126,8 +123,8 @@ def _silent(*_: Any, **__: Any) -> None:
 
 
 def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], dict[str, float]]) -> None:
-    """Log what a callback has to say every ``log_every_n_steps``, logger or not, as Lightning's LearningRateMonitor."""
-    # not the Trainer's own should_update_logs, which looks for the loop that runs and takes five times longer
+    """Log metrics every ``log_every_n_steps``, as LearningRateMonitor does, also without a logger."""
+    # The Trainer's own should_update_logs takes five times longer.
     stepped, every = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.log_every_n_steps  # type: ignore[attr-defined]
     if not every or ((stepped + 1) % every and not trainer.should_stop):
         return
@@ -138,17 +135,17 @@ def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], dict[str, float]
 
 
 def transfers_batch(trainer: pl.Trainer) -> bool:
-    """Whether a loop moves its batch to the device now; somebody else may use the strategy's method, too."""
+    """Whether a loop moves its batch to the device now; other code may call the strategy's method, too."""
     return trainer.lightning_module._current_fx_name == "batch_to_device"
 
 
 def has_static_graph(trainer: pl.Trainer) -> bool:
-    """Whether DDP was told ``static_graph=True``; a DDPStrategy keeps torch's arguments to itself."""
+    """Whether DDP was given ``static_graph=True``."""
     return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
 
 
 def detects_anomaly(trainer: pl.Trainer) -> bool:
-    """Whether the backward pass raises at a NaN, ``Trainer(detect_anomaly=True)``; a Trainer keeps it to itself."""
+    """Whether the backward pass raises at a NaN, ``Trainer(detect_anomaly=True)``."""
     return trainer._detect_anomaly
 
 
@@ -161,9 +158,9 @@ def keep_user_samplers(trainer: pl.Trainer) -> None:
 
 
 def has_comm_state(trainer: pl.Trainer) -> bool:
-    """Whether DDP was given a communication hook with a state; a DDPStrategy keeps it to itself."""
+    """Whether DDP was given a communication hook with a state."""
     strategy = trainer.strategy
-    ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # of DDPPreset
+    ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # arguments of DDPPreset
     return isinstance(strategy, DDPStrategy) and (ours or strategy._ddp_comm_state is not None)
 
 
@@ -185,7 +182,7 @@ def requested_precision() -> str | None:
 
 
 def extremes(trainer: pl.Trainer, number: int) -> tuple[int, int]:
-    """The smallest and the largest of the numbers that the ranks have."""
+    """The smallest and the largest of the ranks' numbers; all ranks take part."""
     if trainer.world_size == 1:
         return number, number
     both = torch.tensor([number, -number], device=trainer.strategy.root_device)

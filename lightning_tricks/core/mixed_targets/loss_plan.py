@@ -1,4 +1,4 @@
-"""What becomes of the losses of a batch."""
+"""How the losses of a batch are changed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from collections.abc import Callable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-Weight = float | Tensor  # of samples: one for all, or one each of shape (B,)
+Weight = float | Tensor  # one weight for all samples, or weights of shape (B,)
 Choose = Callable[[Tensor], tuple[Tensor, float] | None]
-"""Takes the loss of each sample, (B,), and gives the numbers of those that count and a factor of their mean.
-
-None if all count.
+"""A function of the samples' losses (B,): the indices of the samples that count and a factor of their mean, or None
+if all samples count.
 """
 
 
 class LossPlan:
-    """What becomes of the losses of one batch; shared by its targets and all that is computed from them.
+    """How the losses of one batch are changed; its targets and all that is computed from them share one plan.
 
     Args:
-        lam: Weight of the first branch, in [0, 1]; one number, or one for each sample of shape (B,).
-        choose: Which samples count, by the loss of each; None for all.
-        record: Is told the loss of each sample.
+        lam: Weight of the first branch, in [0, 1]; one number, or one per sample of shape (B,).
+        choose: Function that chooses the samples that count by their losses (B,); None if all count.
+        record: Function that is called with the losses of the samples (B,).
     """
 
     def __init__(
@@ -30,12 +29,12 @@ class LossPlan:
         self.lam = lam
         self.choose = choose
         self.record = record
-        self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix what a loss compares
-        self.tricks, self.number = "the trick", 0  # what changed the batch, and which it is, for error messages
+        self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix the input of a loss
+        self.tricks, self.number = "the trick", 0  # names of the tricks and number of the batch, for error messages
         self.samples = 0
-        self.losses = 0  # how many were computed by it
-        self.unclear = ""  # why the last one that was not could not be
-        self.open = True  # while its batch is in work; afterwards its targets are plain labels
+        self.losses = 0  # number of losses that followed the plan
+        self.unclear = ""  # why the last loss that did not follow the plan could not
+        self.open = True  # False once the batch is done, when its targets are plain labels again
 
     @property
     def by_samples(self) -> bool:
@@ -44,19 +43,19 @@ class LossPlan:
 
     @property
     def needs_torch_loss(self) -> bool:
-        """Whether a loss of torch has to see the target; another formula may be the negative of a loss."""
+        """Whether only a loss of torch may see the target; a formula by hand could be the negative of a loss."""
         return self.choose is not None or self.mix_predictions is not None
 
     def refusal(self, rule: str) -> MisconfigurationException:
-        """The error for a loss that cannot be computed by the plan."""
+        """The error for a loss that cannot follow the plan."""
         return MisconfigurationException(
             f"{self.tricks}, batch {self.number}: {rule} Where a library computes the loss, leave {self.tricks} out."
         )
 
     def unclear_loss(self, reason: str) -> MisconfigurationException:
-        """The error for a loss of which some part cannot be computed by the plan."""
-        return self.refusal(f"the loss has a part that cannot be told: {reason}")
+        """The error for a loss with a part that cannot follow the plan."""
+        return self.refusal(f"a part of the loss is ambiguous: {reason}")
 
     def weights(self, branches: int) -> list[Weight]:
-        """The weight of each branch."""
+        """The weights of the branches."""
         return [self.lam, 1 - self.lam][:branches]

@@ -1,4 +1,4 @@
-"""Losses by samples: each sample with a weight of its own, or some samples only, by torch's own loss functions."""
+"""Losses in which samples have their own weights, or only some samples count, by torch's own loss functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _signature(func: Loss) -> inspect.Signature | None:
 
 
 def is_loss(func: Loss) -> bool:
-    """Whether a function is one of torch's losses: in ``torch.nn.functional`` and with a ``reduction``.
+    """Whether a function is one of torch's losses: one in ``torch.nn.functional`` with a ``reduction``.
 
     >>> is_loss(torch.nn.functional.cross_entropy), is_loss(torch.nn.functional.softmax)
     (True, False)
@@ -33,7 +33,7 @@ def is_loss(func: Loss) -> bool:
 
 
 def arguments(func: Loss, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loss by their names, with its defaults."""
+    """The arguments of a loss by name, defaults included."""
     signature = _signature(func)
     assert signature is not None, "is_loss"
     bound = signature.bind(*args, **kwargs)
@@ -41,49 +41,49 @@ def arguments(func: Loss, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
     return bound.arguments
 
 
-def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], owners: Tensor | None, plan: LossPlan) -> Tensor:
-    """A loss of torch with a target for each branch, as the plan has it.
+def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor | None, plan: LossPlan) -> Tensor:
+    """Compute a loss of torch by a plan, from the targets of all branches.
 
-    With weights ``u_i`` a mean ``sum_i(l_i) / n`` becomes ``sum_i(u_i * l_i) / n``, whatever it divides by (class
-    weights, entries that are not ignored); over chosen samples it is the loss of a batch of these alone.
+    With weights ``u_i`` a mean ``sum_i(l_i) / n`` becomes ``sum_i(u_i * l_i) / n`` with the same n (which may be a sum
+    of class weights, or leave ignored entries out). If samples are chosen, it is the loss of a batch of these alone.
 
     Args:
-        func: The loss.
-        calls: Its arguments for each branch, with a ``reduction`` to one number.
-        owners: The sample that each entry along the first dimension belongs to.
-        plan: What becomes of it.
+        func: The loss function.
+        calls: The arguments by name for every branch, with a ``reduction`` to one number.
+        sample_ids: The sample of every entry along the first dimension; None if it is unknown.
+        plan: The plan of the batch.
 
     Raises:
         AmbiguousSamples: If it is not clear which samples the values belong to.
     """
     elements = [func(**{**call, "reduction": "none"}) for call in calls]
-    if owners is None or len(owners) != len(elements[0]) or func.__name__ == "ctc_loss":
+    if sample_ids is None or len(sample_ids) != len(elements[0]) or func.__name__ == "ctc_loss":
         raise AmbiguousSamples(ambiguous_samples(func))
-    weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
-    chosen = _chosen(func, calls[0]["reduction"], _sum(elements, weights), owners, plan, _counted(calls[0]))
+    weights = [_by_entry(weight, sample_ids) for weight in plan.weights(len(calls))]
+    chosen = _chosen(func, calls[0]["reduction"], _sum(elements, weights), sample_ids, plan, _counted(calls[0]))
     if chosen is None:
-        return _sum([_reduced(func, each) for each in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
+        return _sum([_reduced(func, term) for term in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
     entries, factor = chosen
     calls = [_narrowed(call, entries) for call in calls]
     weights = [weight[entries] if isinstance(weight, Tensor) else weight for weight in weights]
-    kept = zip(calls, [each[entries] for each in elements], weights, strict=True)
-    return _sum([_reduced(func, each) for each in kept], [factor] * len(calls))
+    kept = zip(calls, [element[entries] for element in elements], weights, strict=True)
+    return _sum([_reduced(func, term) for term in kept], [factor] * len(calls))
 
 
 def planned_reduction(
-    func: Loss, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], owners: Tensor | None, plan: LossPlan
+    func: Loss, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], sample_ids: Tensor | None, plan: LossPlan
 ) -> Tensor:
-    """A sum or mean over losses of samples by hand, as the plan has it.
+    """Compute a sum or mean over losses of samples, which was written by hand, by a plan.
 
     Raises:
         AmbiguousSamples: If it is not clear which samples the values belong to.
     """
     args, kwargs = calls[0]
-    if owners is None or len(owners) != len(args[0]):
+    if sample_ids is None or len(sample_ids) != len(args[0]):
         raise AmbiguousSamples(ambiguous_samples(func))
-    weights = [_by_entry(weight, owners) for weight in plan.weights(len(calls))]
-    values, factor = _sum([each[0] for each, _ in calls], weights), 1.0
-    if (chosen := _chosen(func, func.__name__, values, owners, plan, None)) is not None:
+    weights = [_by_entry(weight, sample_ids) for weight in plan.weights(len(calls))]
+    values, factor = _sum([arguments[0] for arguments, _ in calls], weights), 1.0
+    if (chosen := _chosen(func, func.__name__, values, sample_ids, plan, None)) is not None:
         values, factor = values[chosen[0]], chosen[1]
     return func(values, *args[1:], **kwargs) * factor
 
@@ -93,7 +93,7 @@ class AmbiguousSamples(RuntimeError):
 
 
 def ambiguous_samples(func: Loss) -> str:
-    """What to say of it."""
+    """The message of that error."""
     return (
         f"{func.__name__}() of the target, where samples count differently and it is not clear which sample each value"
         " belongs to. Keep the samples in the first dimension and end with mean(), or with a loss of"
@@ -102,40 +102,40 @@ def ambiguous_samples(func: Loss) -> str:
 
 
 def _chosen(
-    func: Loss, reduction: str, losses: Tensor, owners: Tensor, plan: LossPlan, counted: Tensor | None
+    func: Loss, reduction: str, losses: Tensor, sample_ids: Tensor, plan: LossPlan, counted: Tensor | None
 ) -> tuple[Tensor, float] | None:
-    """The entries of the samples that count, and a factor; None if all do."""
+    """The indices of the entries whose samples count, and a factor of the mean; None if all count."""
     if plan.record is not None:
-        plan.record(_per_sample(losses, owners, plan.samples, counted))
+        plan.record(_per_sample(losses, sample_ids, plan.samples, counted))
     if plan.choose is None:
         return None
-    if reduction == "sum" or len(owners) < plan.samples:
+    if reduction == "sum" or len(sample_ids) < plan.samples:
         raise AmbiguousSamples(
-            f"{func.__name__}() of the target, which adds up losses of which some are left out, or sees a part of the"
-            " samples only. Take the mean over all of them."
+            f"{func.__name__}() of the target, which sums losses of which some are left out, or sees only a part of the"
+            " samples. Take the mean over all of them."
         )
-    made = plan.choose(_per_sample(losses, owners, plan.samples, counted))
-    return None if made is None else (torch.isin(owners, made[0]).nonzero().flatten(), made[1])
+    choice = plan.choose(_per_sample(losses, sample_ids, plan.samples, counted))
+    return None if choice is None else (torch.isin(sample_ids, choice[0]).nonzero().flatten(), choice[1])
 
 
-def _per_sample(losses: Tensor, owners: Tensor, samples: int, counted: Tensor | None) -> Tensor:
-    """The mean of each sample's losses, those that are ignored left out; -inf for a sample without any."""
+def _per_sample(losses: Tensor, sample_ids: Tensor, samples: int, counted: Tensor | None) -> Tensor:
+    """The mean loss of every sample (samples,), without ignored entries; -inf for a sample that has no others."""
     losses = losses.detach().reshape(len(losses), -1)
     losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
     counts = losses.new_ones(losses.shape) if counted is None else counted.reshape(len(losses), -1).to(losses.dtype)
-    total, count = (losses.new_zeros(samples).index_add(0, owners, each.sum(1)) for each in (losses, counts))
+    total, count = (losses.new_zeros(samples).index_add(0, sample_ids, summed.sum(1)) for summed in (losses, counts))
     return torch.where(count > 0, total / count, -torch.inf)
 
 
 def _counted(call: dict[str, Any]) -> Tensor | None:
-    """The entries that are not ignored, if a loss ignores some."""
+    """A mask of the entries that are not ignored; None for a loss that ignores none."""
     if "ignore_index" not in call or call["target"].is_floating_point():
         return None
     return call["target"] != call["ignore_index"]
 
 
 def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
-    """The same call for some entries: of the target, and of all that have the dimensions of the first argument."""
+    """The same call for some entries of the target, and of all arguments with the dimensions of the first one."""
     first = next(iter(call.values()))
     return {
         name: value[entries]
@@ -157,7 +157,7 @@ def _reduced(func: Loss, each: tuple[dict[str, Any], Tensor, Weight]) -> Tensor:
 
 
 def _divisor(func: Loss, call: dict[str, Any], elements: Tensor) -> float | Tensor:
-    """What a mean divides the sum of its elements by."""
+    """The number that a mean divides the sum of its elements by."""
     counted, weight = _counted(call), call.get("weight")
     if call["reduction"] == "batchmean":
         return len(elements)
@@ -169,7 +169,7 @@ def _divisor(func: Loss, call: dict[str, Any], elements: Tensor) -> float | Tens
 
 
 def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
-    """Sum of the values times their weights, one number each or one for each entry of the first dimension."""
+    """The weighted sum of the values; a weight is a number, or has one entry per entry of the first dimension."""
     terms = [
         value if isinstance(weight, float) and weight == 1.0 else _shaped(weight, value) * value
         for value, weight in zip(values, weights, strict=True)
@@ -177,8 +177,8 @@ def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
-def _by_entry(weight: Weight, owners: Tensor) -> Weight:
-    return weight[owners] if isinstance(weight, Tensor) else weight
+def _by_entry(weight: Weight, sample_ids: Tensor) -> Weight:
+    return weight[sample_ids] if isinstance(weight, Tensor) else weight
 
 
 def _shaped(weight: Weight, value: Tensor) -> Weight:

@@ -1,4 +1,4 @@
-"""What torch's functions do with their arguments; a function is known by its name, as a method or in ``torch``."""
+"""What torch's functions do with their arguments; a function is told by its name, as a method or in ``torch``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def writes(func: Function) -> bool:
 
 
 def uses_metadata_only(func: Function, args: Sequence[Any]) -> bool:
-    """Whether a function takes of a target its shape, type and device only, as ``zeros_like``."""
+    """Whether a function uses only the shape, dtype and device of a target, as ``zeros_like`` does."""
     name = func.__name__
     if name.endswith("_like") or (name.startswith("new_") and name != "new_tensor"):
         return True
@@ -30,17 +30,17 @@ def uses_metadata_only(func: Function, args: Sequence[Any]) -> bool:
 
 
 def differentiates(func: Function) -> bool:
-    """Whether a function is about the graph behind a tensor and not about its values."""
+    """Whether a function concerns the graph behind a tensor, and not its values."""
     return func.__name__ in _OF_THE_GRAPH
 
 
 def moves(func: Function) -> bool:
-    """Whether a function moves the values of its first argument and changes none, as ``reshape`` or an index."""
+    """Whether a function moves the values of its first argument and changes none, as ``reshape`` and indexing do."""
     return func.__name__ in _MOVE
 
 
 def keeps_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the i-th entry of a result is made of the i-th entries of the arguments, as far as they have any."""
+    """Whether the i-th entry of the result depends only on the i-th entries of the arguments."""
     name = func.__name__.strip("_")
     if name == "pad":
         return len(kwargs.get("pad", args[1:2] and args[1])) < 2 * args[0].ndim
@@ -48,12 +48,12 @@ def keeps_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def is_elementwise(func: Function) -> bool:
-    """Whether a function takes its arguments entry by entry, with broadcasting."""
+    """Whether a function works entry by entry, with broadcasting."""
     return func.__name__.strip("_") in _ELEMENTWISE
 
 
 def writes_by_sample(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes for the i-th entry of a target into the i-th entry of its first argument."""
+    """Whether a function writes into the i-th entry of its first argument by the i-th entry of a target."""
     name = func.__name__.strip("_")
     if name == "setitem":  # x[range(n), y] = 1, but not x[y] = 1
         return isinstance(args[1], tuple) and type(args[1][0]) in (slice, range, list, Tensor)
@@ -63,7 +63,7 @@ def writes_by_sample(func: Function, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def reduces_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function is a sum or a mean over the first dimension, maybe among others."""
+    """Whether a function is a sum or a mean over the first dimension, alone or with others."""
     return func.__name__ in ("sum", "mean") and isinstance(args[0], Tensor) and _in_first_dimension(args, kwargs)
 
 

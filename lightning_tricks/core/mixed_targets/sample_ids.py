@@ -1,4 +1,4 @@
-"""Which sample each entry of a result belongs to."""
+"""Which sample every entry of a result belongs to."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ def sample_ids_of(
     known: Sequence[tuple[Tensor | None, int]],
     moved: bool,
 ) -> Tensor | None:
-    """The sample of each entry along a result's first dimension, the same in all branches; None if that is not clear.
+    """The sample of every entry along a result's first dimension; None if it is unknown or differs between branches.
 
     Args:
-        func: What was computed.
-        calls: Its arguments in each branch.
-        results: What came of it in each branch.
-        known: The owners of each argument that has some, and its number of dimensions.
-        moved: Whether the function only moves the entries of the first argument, which is one of those.
+        func: The function that was called.
+        calls: The positional and the keyword arguments in every branch.
+        results: The result in every branch.
+        known: For every argument that is a target, its sample ids and its number of dimensions.
+        moved: Whether the function only moves the entries of its first argument, which is a target.
     """
-    if any(each.shape != results[0].shape for each in results):
+    if any(result.shape != results[0].shape for result in results):
         return None
     if moved:
         return None if known[0][0] is None else _moved(func, known[0][0], calls, results[0])
-    if any(owners is None and ndim for owners, ndim in known):
+    if any(sample_ids is None and ndim for sample_ids, ndim in known):
         return None
     if is_elementwise(func) and any(ndim not in (0, results[0].ndim) for _, ndim in known):
-        return None  # broadcast along another dimension
-    found = [owners for owners, _ in known if owners is not None and len(owners) == len(results[0])]
+        return None  # broadcasting puts the samples along another dimension
+    found = [sample_ids for sample_ids, _ in known if sample_ids is not None and len(sample_ids) == len(results[0])]
     if not found or not (keeps_samples(func, *calls[0]) or is_loss(func)):
         return None
-    same = all(each is found[0] or torch.equal(each, found[0]) for each in found)  # a GPU is waited for if they are two
+    same = all(ids is found[0] or torch.equal(ids, found[0]) for ids in found)  # equal() waits for a GPU
     return found[0] if same else None
 
 
-def _moved(func: Function, owners: Tensor, calls: Sequence[Call], result: Tensor) -> Tensor | None:
-    """The owners are moved as the entries were."""
+def _moved(func: Function, sample_ids: Tensor, calls: Sequence[Call], result: Tensor) -> Tensor | None:
+    """The sample ids after the same move: the function is called on a tensor of ids."""
     rows = []
     for args, kwargs in calls:
-        marks = owners.view(-1, *[1] * (args[0].ndim - 1)).expand(args[0].shape).contiguous()
-        moved = func(marks, *args[1:], **kwargs)
+        ids = sample_ids.view(-1, *[1] * (args[0].ndim - 1)).expand(args[0].shape).contiguous()
+        moved = func(ids, *args[1:], **kwargs)
         if not isinstance(moved, Tensor) or moved.shape != result.shape or not moved.numel():
             return None
         rows.append(moved.reshape(len(moved), -1))
     first = rows[0][:, 0]
-    return first if all((each == first[:, None]).all() for each in rows) else None
+    return first if all((row == first[:, None]).all() for row in rows) else None

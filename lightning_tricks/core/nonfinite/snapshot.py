@@ -1,4 +1,4 @@
-"""The state of a fit in host memory, to go back to: weights, optimizers, schedules, averages, random numbers."""
+"""A snapshot of a fit in host memory: weights, optimizers, schedules, averages and random numbers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_tricks.core.weights.tensors import local_part
 
 
 class Snapshot:
-    """What a rank holds of a fit between two optimizer steps, its own shards only; nothing is gathered."""
+    """The state of a fit between two optimizer steps, of this rank's shards; nothing is gathered."""
 
     @torch.no_grad()
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.step = trainer.global_step
-        # of FSDP2: validation leaves the root's weights gathered, in tensors that are freed with the next step
+        # Under FSDP2, validation leaves the root's weights gathered, in tensors that the next step frees.
         local_weights(trainer, module, "RewindOnSpike").reshard()
         self._weights = [(weight, _host(weight)) for weight in module.parameters()]
         self._buffers = Buffers(module, "cpu")
@@ -34,16 +34,18 @@ class Snapshot:
             for optimizer in trainer.optimizers
         ]
         self._averages = [
-            partial(each.restore, _host_all(each.tensors), each.steps, each.updates, each.tracks)
-            for each in (callback._running for callback in averaging_callbacks(trainer))
+            partial(averages.restore, _host_all(averages.tensors), averages.steps, averages.updates, averages.tracks)
+            for averages in (callback._running for callback in averaging_callbacks(trainer))
         ]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in (*schedulers, *_scalers(trainer))]
+        self._stateful = [
+            (stateful, copy.deepcopy(stateful.state_dict())) for stateful in (*schedulers, *_scalers(trainer))
+        ]
         self._random = random_state(module.device)
 
     @torch.no_grad()
     def restore(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Go back to it; it can be gone back to again."""
+        """Restore the snapshot; this can be repeated."""
         for parameter, saved in self._weights:
             local_part(parameter).copy_(saved)
         self._buffers.restore()
@@ -56,8 +58,8 @@ class Snapshot:
                 group.update(settings)
         for restore_averages in self._averages:
             restore_averages()
-        for each, state in self._stateful:
-            each.load_state_dict(copy.deepcopy(state))
+        for stateful, state in self._stateful:
+            stateful.load_state_dict(copy.deepcopy(state))
         set_random_state(self._random, module.device)
         subtract_steps(trainer, trainer.global_step - self.step)
 
@@ -83,7 +85,7 @@ def _host_all(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Write saved values into tensors that are there, and beside them; what was not there goes."""
+    """Restore a dictionary: tensors in place, other values as copies; new keys are removed."""
     for key in values.keys() - saved.keys():
         del values[key]
     for key, value in saved.items():

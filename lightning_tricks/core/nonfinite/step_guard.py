@@ -1,4 +1,4 @@
-"""Optimizer steps left out: weights, schedules, ``global_step`` and buffers as if the window had not been."""
+"""Optimizer steps that are left out, with weights, schedules, ``global_step`` and buffers as before the window."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from lightning_tricks.core.weights.tensors import local_part
 STEPS_LEFT_OUT = (
     Conflict(
         ("SpikeDetection",),
-        "the losses of steps that are left out reach it all the same, and it ends the training",
+        "SpikeDetection sees the losses of steps that are left out, and ends the training",
         "Leave SpikeDetection out",
     ),
     Conflict(
         ("detect_anomaly",),
         "the backward pass raises at the first NaN, before the step can be left out",
-        "Leave detect_anomaly out when the cause is found",
+        "Leave detect_anomaly out once the cause is found",
         warns=True,
     ),
 )
 
 
 class SkipStep(Exception):
-    """Raised in ``on_before_optimizer_step``: the optimizer is left before it changes anything."""
+    """Raised in ``on_before_optimizer_step`` to leave the optimizer before it changes anything."""
 
 
 def require_skippable_steps(trainer: pl.Trainer, trick: str) -> None:
-    """Raise at setup where no step can be left out.
+    """Raise at setup under a strategy where steps cannot be left out.
 
     Raises:
-        MisconfigurationException: Under such a strategy.
+        MisconfigurationException: Under DeepSpeed, and with a communication hook that keeps gradients.
     """
     strategy = trainer.strategy
     if engine_of(trainer).is_deepspeed:
-        why = "which steps by itself (in fp16 it leaves out such steps): use another strategy"
+        why = "which makes the steps itself (and leaves out such steps in fp16): use another strategy"
     elif has_comm_state(trainer) and getattr(strategy, "compression", "") != "local_sgd":
-        why = "whose communication hook (PowerSGD) keeps what is not finite for later steps: use another compression"
+        why = "whose communication hook (PowerSGD) keeps values that are not finite: use another compression"
     else:
         return
     raise MisconfigurationException(
@@ -56,27 +56,29 @@ def require_skippable_steps(trainer: pl.Trainer, trick: str) -> None:
 
 
 class Buffers:
-    """The buffers of a module (the statistics of BatchNorm) as they are now, beside them or on ``device``."""
+    """Copies of a module's buffers, such as BatchNorm statistics, on their device or on ``device``."""
 
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
         modules, seen = [module], {module}
-        for each in modules:  # grows: in a small network modules() takes three times longer
-            for child in each._modules.values():
+        for owner in modules:  # the list grows in the loop; modules() takes three times longer in a small network
+            for child in owner._modules.values():
                 if child is not None and child not in seen:
                     modules.append(child)
                     seen.add(child)
         self._owners = [(owner._buffers, dict(owner._buffers)) for owner in modules]
-        found = {id(each): each for _, named in self._owners for each in named.values() if each is not None}
-        self._copies = [(each, local_part(each).to(device or each.device, copy=True)) for each in found.values()]
+        found = {id(buffer): buffer for _, named in self._owners for buffer in named.values() if buffer is not None}
+        self._copies = [
+            (buffer, local_part(buffer).to(device or buffer.device, copy=True)) for buffer in found.values()
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the module the same tensors, where others have taken their places, with the values they had."""
+        """Restore the buffers: the same tensors with the same values, also where they were replaced."""
         for now, named in self._owners:
             for name in [name for name, _ in now.items() if name not in named]:
                 del now[name]
             for name, buffer in named.items():
-                if name not in now or now[name] is not buffer:  # TorchScript's have no get()
+                if name not in now or now[name] is not buffer:  # the dictionaries of TorchScript have no get()
                     now[name] = buffer
         for buffer, copied in self._copies:
             if _writable(buffer):
@@ -84,50 +86,50 @@ class Buffers:
 
 
 def _writable(tensor: Tensor) -> bool:
-    """Whether anybody can have written into it: torch refuses expanded tensors."""
+    """Whether a tensor can be written to; torch refuses expanded tensors."""
     if tensor.layout != torch.strided:
         return True
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def starts_window(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Whether gradients are accumulated anew from this batch on; who optimizes by hand does not tell."""
+    """Whether an accumulation window begins with this batch; unknown, so False, in manual optimization."""
     return trainer.lightning_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
 
 
 class Window:
-    """The buffers of a module as they were before the batches of an optimizer step."""
+    """Keeps copies of a module's buffers from before the batches of an optimizer step."""
 
     def __init__(self) -> None:
         self._buffers: Buffers | None = None
 
     def begin_batch(self, trainer: pl.Trainer, module: nn.Module, batch_idx: int) -> None:
-        """Call it before a batch's training step."""
+        """Call this before the training step of a batch."""
         if self._buffers is None or starts_window(trainer, batch_idx):
             self._buffers = Buffers(module)
 
     def end(self, module: pl.LightningModule) -> None:
-        """Call it before an optimizer step that is made."""
+        """Call this before an optimizer step that is not left out."""
         if not module.automatic_optimization:
             self._buffers = Buffers(module)  # the next window may begin in the same batch
 
     def restore(self) -> None:
-        """Give the buffers back their values; the window begins anew."""
-        assert self._buffers is not None, "held since the batch began"
+        """Restore the buffers, for a new window."""
+        assert self._buffers is not None, "copied when the batch began"
         self._buffers.restore()
 
 
 class StepGuard:
-    """Catches ``SkipStep``, and takes back what Lightning does for a step that it believes was made.
+    """Catches ``SkipStep``, and undoes what Lightning does for a step that it believes was made.
 
-    The schedules that go by steps wait, ``global_step`` does not move, and the optimizer's own hooks, by which averages
-    know of a step, do not run.
+    Schedules that count steps wait, ``global_step`` stays, and the optimizer's own hooks, by which averages notice a
+    step, do not run.
     """
 
     def __init__(self) -> None:
-        self._trainer: Any = None  # whose steps are guarded
-        self._left_out = False  # whether a step of this batch was
-        self._counted = 0  # steps left out that are still in global_step
+        self._trainer: Any = None  # the Trainer whose steps are guarded
+        self._left_out = False  # whether a step of this batch was left out
+        self._counted = 0  # number of left-out steps that global_step still counts
 
     def start(self, trainer: pl.Trainer, trick: str, undo: ExitStack) -> None:
         """Guard the optimizer steps of this fit until ``undo`` is closed.
@@ -137,7 +139,7 @@ class StepGuard:
         """
         if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise MisconfigurationException(
-                f"{trick} cannot leave out a step of LBFGS, which changes the weights before each of its closures: use"
+                f"{trick} cannot leave out a step of LBFGS, which changes the weights before it calls its closure: use"
                 f" another optimizer, or leave {trick} out."
             )
         self._trainer = trainer
@@ -147,7 +149,7 @@ class StepGuard:
         undo.callback(wrap_method(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._schedule))
 
     def begin_batch(self) -> None:
-        """Call it before a batch's training step."""
+        """Call this before the training step of a batch."""
         self._left_out = False
 
     def _step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +161,7 @@ class StepGuard:
             scaler = grad_scaler(self._trainer)
             if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
                 state = scaler.state_dict()
-                scaler.update()  # which it waits for once it has unscaled the gradients
+                scaler.update()  # a GradScaler requires update() after unscaling
                 scaler.load_state_dict(state)
             return None
 

@@ -1,4 +1,4 @@
-"""What a fit changes, put back: objects of Lightning and torch, loaders, random generators, and the whole module."""
+"""The state that a fit changes, kept and restored: Trainer, optimizers, loaders, random generators and module."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from lightning_tricks.core.weights.fsdp2 import FSDP2
 
 
 class Kept:
-    """What objects of Lightning, optimizers, loaders and random generators hold, wherever they refer to each other."""
+    """Keeps the state of Lightning's objects, optimizers, loaders and random generators, and of objects inside them."""
 
     def __init__(self) -> None:
         self._restore: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}
 
     def note(self, value: Any, *, closely: bool = False, whatever: bool = False, without: Sequence[Any] = ()) -> None:
-        """Remember a value, and what it holds.
+        """Remember a value and its contents.
 
         Args:
-            value: A value.
-            closely: Copy tensors, arrays and long containers too.
-            whatever: Look into an object of any class.
-            without: Objects to leave as they are.
+            value: Any object.
+            closely: Whether to copy tensors, arrays and long containers, too.
+            whatever: Whether to remember the attributes of an object of any class.
+            without: Objects to leave out.
         """
-        self._seen |= {id(each): each for each in without}
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        self._seen |= {id(item): item for item in without}
+        if isinstance(value, _IMMUTABLE) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if restore := _restoring(value, closely):
+        if restore := _restorer_of(value, closely):
             self._restore.append(restore)
         if isinstance(value, _CONTAINERS) and (closely or len(value) <= _LONG):
             inner = list(value.values() if isinstance(value, dict) else value)
             if (restore := restorer(value, type(value).__name__, strict=False)) is not None:
                 self._restore.append(restore)
-            for each in inner if len(inner) <= _LONG else ():
-                self.note(each, closely=closely, whatever=whatever)
-        if _looked_into(value) or (whatever and hasattr(value, "__dict__") and not isinstance(value, _LEFT)):
+            for item in inner if len(inner) <= _LONG else ():
+                self.note(item, closely=closely, whatever=whatever)
+        if _has_state(value) or (whatever and hasattr(value, "__dict__") and not isinstance(value, _LEFT)):
             space = vars(value)
             self._restore.append(partial(refill, space, dict, list(space.items())))
-            for each in list(space.values()):
-                self.note(each, closely=isinstance(value, _CLOSELY))
+            for attribute in list(space.values()):
+                self.note(attribute, closely=isinstance(value, _CLOSELY))
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for restore in self._restore:
             restore()
 
 
 class KeptModule:
-    """What a fit changes in a module: weights, gradients, buffers, attributes, submodules, hooks, sharding."""
+    """Keeps what a fit changes in a module: weights, gradients, buffers, attributes, submodules, hooks and sharding."""
 
     def __init__(self, module: nn.Module, state: Kept) -> None:
-        self._held = FSDP2(module)  # of which nothing is asked that does not suit a whole module
+        self._held = FSDP2(module)  # reshard() and local() also work for a module that is not sharded
         self._held.reshard()
         self._state, self._owners, self._weights = ModuleState(module), [], []
         for owner in module.modules():
@@ -77,13 +77,13 @@ class KeptModule:
             state.note([value for name, value in vars(owner).items() if name not in _STRUCTURE])
         for weight in module.parameters():
             part, gradient = self._held.local(weight.detach()), weight.grad
-            assert part is not None, "of FSDP2"
+            assert part is not None, "FSDP2 has a part of every weight"
             kept = (part, part.clone(), gradient, None if gradient is None else gradient.detach().clone())
             self._weights.append((weight, weight.requires_grad, kept))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back; to be called once."""
+        """Restore everything; can be called once."""
         self._held.reshard()
         for owner, kind, structure in self._owners:
             if type(owner) is not kind:
@@ -95,9 +95,9 @@ class KeptModule:
         for weight, trains, (part, before, gradient, slope) in self._weights:
             weight.requires_grad_(trains)
             if not isinstance(weight, DTensor) and not _same_memory(weight, part):
-                weight.data = part  # as a Parameter on the device, and of the type, that it was
+                weight.data = part  # on its earlier device, in its earlier dtype
             now = self._held.local(weight.detach())
-            assert now is not None, "of FSDP2"
+            assert now is not None, "FSDP2 has a part of every weight"
             now.copy_(before)
             weight.grad = gradient
             if gradient is not None and slope is not None:
@@ -105,22 +105,22 @@ class KeptModule:
 
 
 _STRUCTURE = frozenset(vars(nn.Module()))
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type)
 _LIGHTNING = ("lightning.pytorch.", "lightning.fabric.")
 _CONTAINERS = (list, dict, set, deque, tuple)
 _CLOSELY = (Optimizer, torch.amp.GradScaler, Sampler)
 _TORCH = (*_CLOSELY, LRScheduler, DataLoader, Dataset)
 _LEFT = (nn.Module, Callback, Logger, ClusterEnvironment, Enum, Tensor)
-_LONG = 1000  # items: larger ones are data
+_LONG = 1000  # items; longer containers are data
 
 
-def _looked_into(value: Any) -> bool:
+def _has_state(value: Any) -> bool:
     lightnings = any(kind.__module__.startswith(_LIGHTNING) for kind in type(value).__mro__)
     return (isinstance(value, _TORCH) or lightnings) and hasattr(value, "__dict__") and not isinstance(value, _LEFT)
 
 
-def _restoring(value: Any, closely: bool) -> Callable[[], object] | None:
-    """What puts a random generator, or a tensor or an array, back to what it is now."""
+def _restorer_of(value: Any, closely: bool) -> Callable[[], object] | None:
+    """A function that restores a random generator, a tensor or an array; None for other objects."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
@@ -142,7 +142,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _forget_sharding(module: nn.Module) -> None:
-    """Let ``fully_shard`` shard a module again, which it refuses for one that has been; only a private name does."""
+    """Let ``fully_shard`` shard a module again, which it refuses otherwise."""
     from torch.distributed._composable_state import _module_state_mapping
 
     _module_state_mapping.pop(module, None)

@@ -1,4 +1,4 @@
-"""What a training step may change in a module besides its parameters, noted and restored."""
+"""The state of a module that a training step may change besides its parameters, kept and restored."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, range)
 
 
 class ModuleState:
-    """The state of a module that a step may change: buffers and attributes, its submodules' too.
+    """The buffers and attributes of a module and its submodules, which a step may change.
 
-    Covered are tensors (the statistics of BatchNorm, torchmetrics), numbers, generators, arrays, and containers within
-    each other: lists, dictionaries, sets and deques of every kind, with their order, limits and attributes, named
-    tuples, dataclasses, and every container that is written in Python. Other objects are not looked into. A tensor
-    inside a container is not copied, since there may be many: ``refuse_writes`` tells of a step that wrote into one.
+    Tensors (BatchNorm statistics, torchmetrics), numbers, generators and arrays are restored. So are nested containers:
+    lists, dictionaries, sets and deques of every kind, with their order, limits and attributes, named tuples,
+    dataclasses, and every container that is written in Python. Other objects are ignored. A tensor inside a container
+    is not copied, since there may be many: ``refuse_writes`` raises if a step wrote into one.
 
     Args:
         module: The module.
@@ -39,7 +39,7 @@ class ModuleState:
     def __init__(self, module: nn.Module, owners: Iterable[nn.Module] | None = None) -> None:
         self._spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._restore: list[Callable[[], object]] = []
-        self._written: list[tuple[Tensor, int, str]] = []  # tensors inside containers, with their versions and paths
+        self._written: list[tuple[Tensor, int, str]] = []  # tensors inside containers, their versions and paths
         self._seen: set[int] = set()
         self._root = type(module).__name__
         if owners is None:
@@ -63,15 +63,15 @@ class ModuleState:
                     continue
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
-                elif not value.is_inference() and 0 not in value.stride():  # torch refuses writes into expanded tensors
+                elif not value.is_inference() and 0 not in value.stride():  # expanded tensors cannot be written to
                     self._restore.append(partial(value.detach().copy_, value.detach().clone()))
 
     def _note(self, value: Any, path: str) -> None:
-        """Remember how to restore what can change inside a value that is no simple one."""
+        """Remember how to restore a value that is not immutable."""
         if isinstance(value, Tensor):
             if not value.is_inference():
                 self._written.append((value, value._version, path))
-        elif isinstance(value, nn.Module):  # one that is not registered, but kept in an attribute or a container
+        elif isinstance(value, nn.Module):  # a module in a container, which is not registered
             self._note_modules(value, path)
         elif isinstance(value, torch.Generator):
             self._restore.append(partial(value.set_state, value.get_state()))
@@ -84,7 +84,7 @@ class ModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore every attribute, and what is in it."""
+        """Restore every attribute and its contents."""
         for space, before in self._spaces:
             for name in space.keys() - before.keys():
                 del space[name]
@@ -103,18 +103,18 @@ class ModuleState:
         for tensor, version, path in self._written:
             if tensor._version != version:
                 raise MisconfigurationException(
-                    f"{self._root}.training_step writes into the tensor {path}, which a second run of the step would do"
-                    " again: make a new tensor, or register it as a buffer, which is restored."
+                    f"{self._root}.training_step writes into the tensor {path}, and a second run of the step would"
+                    " do so again: make a new tensor, or register it as a buffer, which is restored."
                 )
 
 
 def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None] | None:
-    """What restores a container to what it holds now: contents, order and attributes; None for what is no container.
+    """A function that restores a container's present contents, order and attributes; None for other objects.
 
     Args:
         value: A container, or any other object.
-        path: Where it is, for the error message.
-        strict: Whether to raise for a container that cannot be restored exactly; False leaves it as it is.
+        path: The path of the value, for the error message.
+        strict: Whether to raise for a container that cannot be restored exactly; False ignores it.
 
     Raises:
         MisconfigurationException: If its class keeps state that Python cannot see.
@@ -142,7 +142,7 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None
         if not strict:
             return None
         raise MisconfigurationException(
-            f"{path} is a {type(value).__module__}.{type(value).__name__}, a container that is not written in Python,"
+            f"{path} is a {type(value).__module__}.{type(value).__name__}, a container that is not written in Python"
             " and cannot be restored exactly for a second run of the step: use a list or a dictionary, or keep it"
             " outside of the module."
         )
@@ -164,20 +164,20 @@ def _restore(value: Any, base: type | None, contents: list[Any], attributes: lis
 
 
 def refill(container: Any, base: type | None, contents: list[Any]) -> None:
-    """Give a container of a built-in class, or of a subclass, its contents back, by the methods of the built-in class.
+    """Restore the contents of a container by the methods of its built-in class, also for a subclass.
 
     Args:
         container: The container.
         base: The built-in class.
-        contents: What ``_contents`` gave.
+        contents: The items, as ``_contents`` returned them.
     """
-    if base is OrderedDict:  # its order is kept beside the dictionary
+    if base is OrderedDict:  # it keeps its order apart from the dictionary
         OrderedDict.clear(container)
         for key, item in contents:
             OrderedDict.__setitem__(container, key, item)
     elif base in (dict, defaultdict):
         dict.clear(container)
-        dict.update(container, contents)  # a Counter's own update counts
+        dict.update(container, contents)  # Counter.update would add counts
     elif base is list:
         list.__setitem__(container, slice(None), contents)
     elif base is deque:
@@ -196,7 +196,7 @@ def _contents(value: Any, base: type | None) -> list[Any]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that an object keeps itself, in its ``__dict__`` or in slots."""
+    """The attributes of an object in its ``__dict__`` and in slots."""
     yield from getattr(value, "__dict__", {}).items()
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -209,7 +209,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, with the rest of its path."""
+    """The items and attributes of a container, with the ends of their paths."""
     base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
     if base is not None:
         pairs = _contents(value, base) if issubclass(base, dict) else enumerate(_contents(value, base))
@@ -220,10 +220,12 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _hides_state(kind: Any, base: Any) -> bool:
-    """Whether objects of a class have memory that is neither the base's, nor attributes, nor slots."""
+    """Whether objects of a class keep state in memory besides the base class, attributes and slots."""
     slots = 0
-    for each in kind.__mro__[: kind.__mro__.index(base)]:
-        names = each.__dict__.get("__slots__", ())
+    for base_class in kind.__mro__[: kind.__mro__.index(base)]:
+        names = base_class.__dict__.get("__slots__", ())
         slots += 1 if isinstance(names, str) else len(names)
     pointer = tuple.__itemsize__
-    return kind.__basicsize__ > base.__basicsize__ + (slots + 2) * pointer  # two: for __dict__ and __weakref__
+    return (
+        kind.__basicsize__ > base.__basicsize__ + (slots + 2) * pointer
+    )  # two more pointers for __dict__ and __weakref__

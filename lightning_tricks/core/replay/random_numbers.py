@@ -24,7 +24,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
-    """Let the generators go on from a state that ``random_state`` gave."""
+    """Set the generators to a state of ``random_state``."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state:
@@ -35,7 +35,7 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 
 @contextmanager
 def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None]:
-    """Draw from ``state`` inside the block; the generators go on afterwards as if it had not run."""
+    """Draw from ``state`` inside the block; the generators are restored at its end."""
     outside = random_state(device)
     set_random_state(state, device)
     try:

@@ -1,4 +1,4 @@
-"""A block whose activations are computed again in the backward pass, and which nothing else tells from another."""
+"""A block whose activations are recomputed in the backward pass, with the same state and random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_tricks.core.replay.random_numbers import random_numbers_of, rando
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-_KEPT = (  # by name, since not every version of torch has all of them
+_KEPT = (  # names, since not every version of torch has all of these operations
     *("mm", "bmm", "addmm", "addbmm", "baddbmm", "linear", "convolution"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_scaled_mm"),
@@ -27,17 +27,17 @@ _KEPT = (  # by name, since not every version of torch has all of them
 def recompute(
     block: nn.Module, policy: Literal["full", "selective"], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``forward(*args, **kwargs)`` of a block, whose activations are computed again in the backward pass.
+    """Call ``forward(*args, **kwargs)`` of a block; its activations are recomputed in the backward pass.
 
-    The second run starts from the random numbers and the state (buffers, attributes) of the first, and afterwards the
-    state is as it was before it: BatchNorm statistics are updated once. Without gradients it is the forward alone.
+    The second run starts from the random numbers and the state (buffers, attributes) of the first, and restores the
+    state at its end, so BatchNorm statistics are updated once. Without gradients this is the forward pass alone.
 
     Args:
-        block: Whose state the forward may change.
-        policy: "full" computes all again, "selective" all but matrix products, convolutions and attention.
-        forward: What the block computes.
-        args: Of the forward.
-        kwargs: Of the forward.
+        block: The module whose state the forward pass may change.
+        policy: "full" to recompute everything, "selective" to keep matrix products, convolutions and attention.
+        forward: The block's forward method.
+        args: Positional arguments of ``forward``.
+        kwargs: Keyword arguments of ``forward``.
 
     Example:
         >>> layer, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), torch.randn(8, 4)
@@ -48,35 +48,39 @@ def recompute(
     return _in_eager(block, policy, forward, args, kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
 
 
-@partial(torch.compiler.disable, recursive=False)  # what is compiled within the block stays so
+@partial(torch.compiler.disable, recursive=False)  # code that is compiled inside the block stays compiled
 def _in_eager(block: nn.Module, policy: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     contexts = partial(_contexts, block, _SELECTIVE if policy == "selective" else _no_contexts)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
 
-# Where the graph breaks in the block, the compiler calls the original. A condition on is_compiling() would then leave
-# the block with a checkpoint that forgets its state.
+# Where the graph breaks in the block, the compiler calls the original function. A condition on is_compiling() would
+# then choose the checkpoint that does not restore the state.
 @torch.compiler.substitute_in_graph(_in_eager)
 def _in_graph(block: nn.Module, policy: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The compiler takes care of state and random numbers."""
+    """The checkpoint in compiled code, where the compiler restores state and random numbers."""
     if policy == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=_SELECTIVE, **kwargs)
 
 
 class _Start:
-    """What a block started from. Inside, it runs again; afterwards state and numbers are as if it had not."""
+    """The state and random numbers that a block started from; a context in which the block runs again from them."""
 
     @torch.compiler.disable
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self.block, self.inner = block, inner
         self.device = next(block.parameters(), torch.empty(0)).device
-        # layers of torch without buffers have nothing that a forward changes
-        own = [each for each in block.modules() if each._buffers or not type(each).__module__.startswith("torch.nn.m")]
-        self.owners, self.state = own, ModuleState(block, own)
+        # A layer of torch without buffers has no state that a forward pass changes.
+        self.owners = [
+            submodule
+            for submodule in block.modules()
+            if submodule._buffers or not type(submodule).__module__.startswith("torch.nn.m")
+        ]
+        self.state = ModuleState(block, self.owners)
         self.numbers = random_state(self.device)
 
-    def __enter__(self) -> None:  # more than once with retain_graph
+    def __enter__(self) -> None:  # called more than once with retain_graph
         with ExitStack() as stack:
             stack.callback(ModuleState(self.block, self.owners).restore)
             self.state.restore()
@@ -100,7 +104,7 @@ def _no_contexts() -> Contexts:
 @cache
 def _kept() -> frozenset[Any]:
     operators = [getattr(torch.ops.aten, name, None) for name in _KEPT]
-    return frozenset(each.default for each in operators if each is not None)
+    return frozenset(operator.default for operator in operators if operator is not None)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""Keeps the training step that runs, to be run again."""
+"""Recording of the training step, so that it can be run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_tricks.core.replay.rerun import begin_run, copy_containers, forbi
 
 @dataclass
 class RecordedStep:
-    """A training step that ran: how to run it again, and what it started from."""
+    """A training step: how to run it again, and the random numbers and the state that it started from."""
 
     run: partial[Any]
     random: RandomState
@@ -27,7 +27,7 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Records each training step at the strategy, so with the batch as the module got it and under autocast and DDP."""
+    """Records every training step at the strategy: with the batch that the module got, under autocast and DDP."""
 
     def __init__(self) -> None:
         self.step: RecordedStep | None = None
@@ -38,23 +38,23 @@ class StepRecorder:
     def start(
         self, trainer: pl.Trainer, module: pl.LightningModule, wanted: Callable[[], bool], *, gradients: bool = True
     ) -> None:
-        """Record the steps of ``module`` from now on that are wanted; without ``gradients`` they make no graph."""
+        """Record the steps of ``module`` from now on while ``wanted()``; without ``gradients`` they build no graph."""
         self._wanted, self._gradients = wanted, gradients
         self._undo.callback(wrap_method(trainer.strategy, "training_step", partial(self._record, module)))
 
     def stop(self) -> None:
-        """Record no more and forget the last step."""
+        """Stop recording, and forget the last step."""
         self.step = None
         self._undo.close()
 
     def take(self) -> RecordedStep | None:
-        """The step that ran, which is forgotten here; None if it was not wanted."""
+        """Return the last step and forget it; None if it was not recorded."""
         step, self.step = self.step, None
         return step
 
     def _record(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.step = None  # of a step that was left out by returning None
-        if not (torch.is_grad_enabled() and self._wanted()):  # one without gradients is somebody else's
+        self.step = None  # forgets a step that returned None
+        if not (torch.is_grad_enabled() and self._wanted()):  # scoring and recalibration run without gradients
             return original(*args, **kwargs)
         begin_run()
         self.step = RecordedStep(
@@ -65,5 +65,5 @@ class StepRecorder:
 
 
 def with_own_batch(run: partial[Any]) -> partial[Any]:
-    """The same run of a step from a batch of its own, which stays whole when items are taken out of the other."""
+    """The same run with copies of the batch's containers, so that the step may pop items from its own."""
     return partial(run.func, *copy_containers(run.args), **copy_containers(run.keywords))

@@ -1,4 +1,4 @@
-"""Running a step again: from the same batch, the same random numbers and the same state of the module."""
+"""Running a step again, from the same batch, random numbers and module state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _run = ContextVar("_run", default=-1)
 
 
 def begin_run() -> None:
-    """What runs from here on may be run again."""
+    """Begin a run that may be repeated."""
     _run.set(next(_runs))
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """What runs inside the block is what has run since ``begin_run``."""
+    """Repeat the run since ``begin_run`` inside the block."""
     token = _again.set(True)
     try:
         yield
@@ -35,19 +35,19 @@ def replaying() -> Iterator[None]:
 
 
 def is_replaying() -> bool:
-    """Whether a step that has run before is run again."""
+    """Whether a run is being repeated."""
     return _again.get()
 
 
 def run_number() -> int:
-    """Tells one run from another; the same when it is run again."""
+    """The number of the present run; the same when it is repeated."""
     return _run.get()
 
 
 def copy_containers(batch: Any) -> Any:
-    """A batch of the same tensors in containers of its own, which have the classes and attributes of the others.
+    """A batch of the same tensors in copied containers of the same classes and attributes.
 
-    Taking items out of one batch leaves the other as it is. Objects that are no containers are shared.
+    Removing items from one batch does not change the other. Objects that are not containers are shared.
 
     Example:
         >>> batch = {"x": [1, 2]}
@@ -81,7 +81,7 @@ def copy_containers(batch: Any) -> Any:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, also those that are attributes of objects in it."""
+    """The tensors of a batch, including attributes of objects in it."""
     found: list[Tensor] = []
     _collect(batch, found, set())
     return found
@@ -107,17 +107,17 @@ def _collect(value: Any, found: list[Tensor], seen: set[int]) -> None:
 
 
 def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Numbers for each tensor that move when something is written into it or its ``.data`` is set."""
+    """Pairs of numbers that change when a tensor is written to or its ``.data`` is set."""
     return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 @contextmanager
 def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise if a step inside the block writes what a second run of it would find written.
+    """Raise if a step inside the block changes what a second run of it would read.
 
     Raises:
-        MisconfigurationException: For a write into the batch, or into a frozen parameter (of a teacher, say). Those
-            that are trained may be written: what layers do there (an embedding's ``max_norm``) does no harm twice.
+        MisconfigurationException: For a write into the batch, or into a frozen parameter, such as a teacher's. Trained
+            parameters may be written to: what layers do there (``max_norm`` of an embedding) may be repeated.
     """
     tensors = tensors_in(batch)
     frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
@@ -126,8 +126,8 @@ def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
     if (now := versions(list(frozen.values()))) != kept:
         name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
         raise MisconfigurationException(
-            f"{type(module).__name__}.training_step writes into the frozen parameter {name}, which a second run of it"
-            " would do again: update it in on_train_batch_end."
+            f"{type(module).__name__}.training_step writes into the frozen parameter {name}, and a second run of it"
+            " would do so again: update it in on_train_batch_end."
         )
     if versions(tensors) != before:
         raise MisconfigurationException(
@@ -137,7 +137,7 @@ def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def find_graph_node(loss: Tensor, wanted: Callable[[str], bool]) -> str | None:
-    """The name of a node of the loss's graph that is ``wanted``, if there is one."""
+    """The name of a ``wanted`` node in the graph of the loss; None if there is none."""
     seen, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""Training steps on trial: nothing is logged, and everything is afterwards as if they had not run."""
+"""Trial steps: training steps that log nothing and leave no trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_tricks.core.replay.random_numbers import random_numbers_of, rando
 
 @contextmanager
 def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-    """Run steps without gradients inside the block, from the random numbers that the next step draws from."""
+    """Run steps without gradients inside the block, with the random numbers that the next step will draw."""
     device, loggers, state = pl_module.device, trainer.loggers, ModuleState(pl_module)
     try:
-        wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, so undone with the module's state
+        wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, which state.restore() removes
         trainer.loggers = [DummyLogger() for _ in loggers]
         with torch.no_grad(), random_numbers_of(random_state(device), device):
             yield

@@ -1,4 +1,4 @@
-"""A fit in which nothing but one callback happens, and after which everything is as before."""
+"""A trial fit with a single callback, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from lightning_tricks.core.replay.random_numbers import random_numbers_of, rando
 
 
 def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str) -> None:
-    """Raise unless a fit with these can be undone."""
-    module = getattr(module, "_orig_mod", module)  # of one compiled as a whole
+    """Raise unless a fit with this Trainer, module and loaders can be undone."""
+    module = getattr(module, "_orig_mod", module)  # the module inside torch.compile(module)
     require_same_lightning(trainer, trick)
     require_same_lightning(module, trick)
     if not isinstance(trainer, pl.Trainer):
@@ -39,7 +39,9 @@ def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str)
         raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
     several = loaders.values() if isinstance(loaders, dict) else loaders
     each_one = several if isinstance(loaders, dict | list | tuple) else [loaders]
-    if any(isinstance(each, Iterator) and not hasattr(each, "__dict__") for each in each_one):  # Python's own
+    if any(
+        isinstance(loader, Iterator) and not hasattr(loader, "__dict__") for loader in each_one
+    ):  # a generator or a list iterator
         raise TypeError("train_dataloaders must be loaders that can be read again, got an iterator: pass a DataLoader.")
     name = type(module).__name__
     if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
@@ -57,14 +59,14 @@ def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str)
 
 
 def is_trial(trainer: pl.Trainer) -> bool:
-    """Whether the fit that runs will be undone."""
+    """Whether the present fit will be undone."""
     return bool(callbacks_of(trainer, UndoneFit))
 
 
 class UndoneFit(Callback):
-    """The only callback of a fit without loggers, validation, checkpoints and schedules, which goes on until it stops.
+    """The only callback of a fit without loggers, validation, checkpoints and schedules, which runs until it stops it.
 
-    Afterwards, also after an exception or Ctrl-C, everything is as before.
+    Everything is restored at the end, also after an exception or Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -74,36 +76,38 @@ class UndoneFit(Callback):
     def fit(
         self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any, beside: Sequence[Callback] = ()
     ) -> None:
-        """Fit, and undo it.
+        """Fit, and undo the fit.
 
         Args:
             trainer: The Trainer.
             module: The LightningModule, compiled or not.
-            loaders: As for ``trainer.fit``.
-            datamodule: As for ``trainer.fit``.
-            beside: Further callbacks, new ones.
+            loaders: The training loaders, as for ``trainer.fit``.
+            datamodule: The data module, as for ``trainer.fit``.
+            beside: Further callbacks, which nobody else uses.
         """
         own = getattr(module, "_orig_mod", module)
         with _as_before(trainer, own, [loaders, datamodule], self._kept):
-            wrap_method(own, "configure_callbacks", lambda _: [])  # an attribute, so undone with the module's
+            wrap_method(
+                own, "configure_callbacks", lambda _: []
+            )  # an attribute, which is removed with the module's state
             trainer.callbacks, trainer.profiler = [*beside, self], PassThroughProfiler()  # type: ignore[attr-defined]
             trainer.loggers = [DummyLogger() for _ in trainer.loggers]
             try:
                 trainer.fit(module, loaders, datamodule=datamodule)
-            except SystemExit:  # which Lightning makes of Ctrl-C
+            except SystemExit:  # Lightning raises it after Ctrl-C
                 if isinstance(self.exception, KeyboardInterrupt):
                     raise self.exception from None
                 raise
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # not before: configure_optimizers makes its schedules for the training that will follow
+        # Not earlier: configure_optimizers makes its schedules for the training that will follow.
         self._kept.note(trainer.optimizers)
         loop = trainer.fit_loop
         loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = None, -1, None, -1
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
         for config in trainer.lr_scheduler_configs:
-            config.frequency = sys.maxsize  # never stepped, but there for a module that reads it
+            config.frequency = sys.maxsize  # the scheduler is never stepped, but a module may read it
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -112,7 +116,7 @@ class UndoneFit(Callback):
 
 @contextmanager
 def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any], state: Kept) -> Iterator[None]:
-    """Put back what a fit changes: the module, the Trainer, the loaders, random numbers, the handler of Ctrl-C."""
+    """Restore what a fit changes: module, Trainer, loaders, random numbers, and the handler of Ctrl-C."""
     state.note([trainer, data], whatever=True, without=[trainer.strategy.launcher])
     weights, interrupt, device = (
         KeptModule(module, state),

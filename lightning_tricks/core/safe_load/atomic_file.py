@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all."""
+"""Atomic writes: a file has its new content, or is untouched."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What torch says, by RuntimeErrors, of a full disk: its writer of zip files, C++ streams, its writer before torch 1.6.
+# Messages of torch's RuntimeErrors for a full disk: from its zip writer, C++ streams, and its writer before torch 1.6.
 _FULL = re.compile(r"inline_container|PytorchStreamWriter|iostream|write\(\): ")
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A name to write to inside the block; at its end the file is renamed to ``path``, or is gone after an error.
+    """Yield a temporary path to write to; at the end of the block it is renamed to ``path``, or removed after an error.
 
-    A link with that name is replaced; what it points to stays.
+    A link at ``path`` is replaced, and its target stays.
 
     Raises:
-        OSError: If it could not be written; another error of the block is raised as it is.
+        OSError: If the file could not be written; other errors of the block are raised unchanged.
     """
-    temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")  # in the same folder; a suffix is a format
+    temporary = path.with_name(
+        f".{secrets.token_hex(8)}{path.suffix}"
+    )  # in the same folder, for rename(); writers tell the format by the suffix
     try:
         yield temporary
         if path.exists():
-            shutil.copymode(path, temporary)  # who may read it stays as it was
+            shutil.copymode(path, temporary)  # keeps the permissions
         temporary.replace(path)
-    except FileExistsError:  # said so by who writes
+    except FileExistsError:  # raised by the block
         raise
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _FULL.search(str(error)):

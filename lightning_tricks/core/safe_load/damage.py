@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or unfinished, told before they are loaded."""
+"""Damaged and incomplete checkpoints, found before they are loaded."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from pathlib import Path
 from typing import IO
 
 UNSAFE = (
-    "to load more than tensors and plain values can run code. If you trust it, allow that with"
+    "loading more than tensors and plain values can run code. If you trust it, allow that with"
     " torch.serialization.add_safe_globals"
 )
 
 
 def damage(path: str | os.PathLike[str] | IO[bytes]) -> str | None:
-    """What is wrong with a zip file, which is what torch saves; None for a sound one and for any other file.
+    """What is wrong with a zip file, torch's format; None for an intact one, and for a file of another format.
 
-    torch writes checksums and does not compare them: a flipped bit loads as another number. Files saved with
-    ``torch.serialization.set_crc32_options(False)`` have none.
+    torch writes checksums, but does not compare them: a flipped bit loads as another number. Files that were saved with
+    ``torch.serialization.set_crc32_options(False)`` have no checksums.
     """
     if not zipfile.is_zipfile(path):
         return None
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = archive.testzip() if any(record.CRC for record in archive.infolist()) else None
-    except Exception as error:  # a damaged directory raises almost anything
+    except Exception as error:  # a damaged directory of the zip file can raise almost any exception
         return f"its records cannot be read ({type(error).__name__})"
     return wrong and f"the checksum of {wrong} is wrong"
 
 
 def unfinished(folder: str | os.PathLike[str]) -> str | None:
-    """Why a folder is no whole sharded checkpoint, by the files that FSDP2 and DeepSpeed write last; None if it is one.
+    """Why a folder is not a complete checkpoint, by the files that FSDP2 and DeepSpeed write last; None if it is.
 
     Args:
-        folder: What Lightning's ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy has saved.
+        folder: A folder that Lightning's ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy saved.
     """
     path = Path(folder)
     if (path / "latest").is_file():
@@ -41,8 +41,8 @@ def unfinished(folder: str | os.PathLike[str]) -> str | None:
         found = any((path / tag).glob("*_model_states.pt")) and any((path / tag).glob("*_optim_states.pt"))
         return None if found else f"it has no model and optimizer states in {tag!r}, which its file latest names"
     if any(path.glob("*/*zero_pp_rank_*.pt")):
-        return "it has no latest, which DeepSpeed writes last: its saving was cut short"
+        return "it has no latest, which DeepSpeed writes last: saving was interrupted"
     missing = [name for name in (".metadata", "meta.pt") if not (path / name).is_file()]
     if len(missing) == 2 and not any(path.glob("*.distcp")):
         return "it has neither .metadata (FSDP) nor latest (ZeRO)"
-    return f"it has no {missing[0]}: its saving was cut short" if missing else None
+    return f"it has no {missing[0]}: saving was interrupted" if missing else None

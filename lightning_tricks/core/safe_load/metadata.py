@@ -1,4 +1,4 @@
-"""What torch has written into a folder's ``.metadata``: a pickle, of which nothing but names and numbers is taken."""
+"""The ``.metadata`` file of a sharded checkpoint: a pickle, from which only names and numbers are taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from typing_extensions import override
 
-# What is in it, besides dtypes: records of names, sizes and offsets.
+# The classes in such a file besides dtypes: records of names, sizes and offsets.
 ALLOWED_NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -29,7 +29,7 @@ ALLOWED_NAMES = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},  # of Python 3.13
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # their module in Python 3.13
 }
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value is, under the names by which torch's reader asks for it."""
+    """The place of a value, with the attributes that torch's reader uses."""
 
     relative_path: str
     offset: int
@@ -46,23 +46,23 @@ class Place:
 
 
 def read_metadata(file: Path) -> Metadata:
-    """The metadata in a file.
+    """Read the metadata from a file.
 
     Raises:
-        ValueError: If the file is damaged, or names anything else than records.
+        ValueError: If the file is damaged, or names anything but these classes.
     """
     with file.open("rb") as opened:
         unpickler = _Unpickler(opened)
         try:
             return _metadata(unpickler.load())
-        except Exception as error:  # a damaged file raises almost anything
+        except Exception as error:  # a damaged file can raise almost any exception
             if unpickler.refused:
                 raise ValueError(f"{file} holds {unpickler.refused}, which can run code") from error
             raise ValueError(f"{file} is damaged ({type(error).__name__}).") from error
 
 
 class _Stub:
-    """Stands for an object of the pickle and has what that would be made of."""
+    """Stands for an object of the pickle, and keeps its arguments or its state."""
 
     parts: Any = None
 
@@ -71,12 +71,12 @@ class _Stub:
 
     def __setstate__(self, parts: Any) -> None:
         if self.parts is not None:
-            raise TypeError("the state of an object that is made already")
+            raise TypeError("an object with arguments and a state")
         self.parts = parts
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives stubs, each name's of a class of its own: a pickle can set attributes of the classes that it is given."""
+    """Returns stubs, of a new class for every name: a pickle can set attributes of the classes that it gets."""
 
     refused = ""
 
@@ -93,12 +93,12 @@ class _Unpickler(pickle.Unpickler):
 
 def _metadata(stub: _Stub) -> Metadata:
     parts = stub.parts
-    entries = {_a(str, name): _entry(each) for name, each in parts["state_dict_metadata"].items()}
+    entries = {_a(str, name): _entry(entry) for name, entry in parts["state_dict_metadata"].items()}
     paths = parts["planner_data"]
     if paths is not None:
         paths = {name: _path(name, path) for name, path in paths.items()}
         if paths.keys() != entries.keys():
-            raise KeyError("a path to nothing, or a value without one")
+            raise KeyError("a path without a value, or a value without a path")
     places = {_index(index): _place(place) for index, place in parts["storage_data"].items()}
     if len({(place.relative_path, place.offset) for place in places.values()}) < len(places):
         raise ValueError("two values in one place")
@@ -108,31 +108,31 @@ def _metadata(stub: _Stub) -> Metadata:
 def _entry(stub: _Stub) -> TensorStorageMetadata | BytesStorageMetadata:
     if not stub.parts:
         return BytesStorageMetadata()
-    dtype, *_ = stub.parts["properties"].parts  # the others are deprecated
+    dtype, *_ = stub.parts["properties"].parts  # the other properties are deprecated
     chunks = [ChunkStorageMetadata(_size(c.parts["offsets"]), _size(c.parts["sizes"])) for c in stub.parts["chunks"]]
     size = _size(stub.parts["size"])
-    if not _tile(chunks, size):  # what is not read would be any number
-        raise ValueError("chunks that are not the tensor")
+    if not _tile(chunks, size):  # entries in no chunk would be arbitrary numbers
+        raise ValueError("chunks that are not the full tensor")
     return TensorStorageMetadata(TensorProperties(_a(torch.dtype, dtype)), size, chunks)
 
 
 def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether each entry of a tensor is in one chunk: all are inside, none overlap, and they are as many."""
+    """Whether every entry of a tensor is in exactly one chunk: all are inside, none overlap, and the counts agree."""
     boxes = sorted([*zip(c.offsets, c.sizes, strict=True)] for c in chunks if math.prod(c.sizes))
     for place, box in enumerate(boxes):
         if len(box) != len(size) or any(o < 0 or n < 0 or o + n > end for (o, n), end in zip(box, size, strict=True)):
             return False
         for other in boxes[place + 1 :]:
             if not box or other[0][0] >= sum(box[0]):
-                break  # they are sorted by their first offsets
+                break  # the boxes are sorted by their first offsets
             if all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True)):
                 return False
     return sum(math.prod(n for _, n in box) for box in boxes) == math.prod(size)
 
 
 def _path(name: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    if not path or not all(type(each) in (str, int) for each in _a(tuple, path)) or ".".join(map(str, path)) != name:
-        raise ValueError("a path of something else")
+    if not path or not all(type(part) in (str, int) for part in _a(tuple, path)) or ".".join(map(str, path)) != name:
+        raise ValueError("a path that is not that of its name")
     return path
 
 
@@ -147,13 +147,13 @@ def _index(stub: _Stub) -> MetadataIndex:
 
 def _place(stub: _Stub) -> Place:
     file, offset, length = (stub.parts[name] for name in ("relative_path", "offset", "length"))
-    transforms = [_a(str, each) for each in stub.parts.get("transform_descriptors") or ()]
+    transforms = [_a(str, name) for name in stub.parts.get("transform_descriptors") or ()]
     return Place(_a(str, file), _a(int, offset), _a(int, length), transforms)
 
 
 def _size(stub: _Stub) -> torch.Size:
     (sizes,) = stub.parts
-    return torch.Size(_a(int, each) for each in sizes)
+    return torch.Size(_a(int, size) for size in sizes)
 
 
 def _a(kind: type[T], value: Any) -> T:

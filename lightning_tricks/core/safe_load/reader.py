@@ -1,4 +1,4 @@
-"""Checkpoints read as tensors and plain values: other readers unpickle, and so run, what is in them."""
+"""Checkpoints read as tensors and plain values, without executing what is in them, as unpickling would."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_tricks.core.safe_load.metadata import read_metadata
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads the metadata once, not for each tensor, and only if it is made of records; compares the values' checksums.
+    """Reads a sharded checkpoint: the metadata only once and without unpickling it, and values with their checksums.
 
     Raises:
-        ValueError: If it names anything else, or is damaged.
+        ValueError: If the metadata is damaged, or names anything but records.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class SafeReader(dcp.FileSystemReader):
         return super().read_data(plan, planner)
 
 
-class _PlainPlanner(DefaultLoadPlanner):
+class _SafePlanner(DefaultLoadPlanner):
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
@@ -54,49 +54,49 @@ class _PlainPlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise ValueError(f"{read_item.storage_index.fqn} was not read, since {UNSAFE}") from error
         again = io.BytesIO()
-        torch.save(plain, again)  # which torch's own planner unpickles
+        torch.save(plain, again)  # torch's own planner unpickles it
         again.seek(0)
         super().load_bytes(read_item, again)
 
 
 def load_safely(values: dict[str, Any], reader: SafeReader, *, strict: bool = True, **options: Any) -> None:
-    """Read the values in place, as ``torch.distributed.checkpoint.load`` with these options.
+    """Read values in place, as ``torch.distributed.checkpoint.load`` does.
 
     Args:
-        values: Tensors to read into, and None for what is no tensor and is put in its place.
-        reader: Of the folder.
-        strict: Whether all of them must be there.
-        options: Of torch.
+        values: Tensors by key, which are read into; None for another value, which is replaced.
+        reader: The reader of the checkpoint folder.
+        strict: Whether the checkpoint must have all keys.
+        options: Further arguments for ``torch.distributed.checkpoint.load``.
 
     Raises:
-        CheckpointException: If a file is damaged, or holds more than plain values.
+        CheckpointException: If a file is damaged, or holds more than tensors and plain values.
     """
-    dcp.load(values, storage_reader=reader, planner=_PlainPlanner(allow_partial_load=not strict), **options)
+    dcp.load(values, storage_reader=reader, planner=_SafePlanner(allow_partial_load=not strict), **options)
 
 
 def load_zero_file(file: Path) -> Any:
-    """What DeepSpeed has written into a file, its tensors memory-mapped.
+    """Read a file that DeepSpeed wrote, with memory-mapped tensors.
 
     Raises:
-        ValueError: If it is damaged, or holds more than plain values and records of DeepSpeed's.
+        ValueError: If the file is damaged, or holds more than plain values and records of DeepSpeed.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]  # which run nothing
+    own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]  # records, which execute nothing
     try:
         with torch.serialization.safe_globals(own):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file raises almost anything
+    except Exception as error:  # a damaged file can raise almost any exception
         raise ValueError(unread(file)) from error
 
 
 def unread(file: Path) -> str:
-    """Why torch has refused to read a file."""
+    """Why torch refused to read a file, as an error message."""
     try:
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # the file is damaged in a way that stops this too
+    except Exception:  # this fails, too, for some damaged files
         refused = []
     if not refused:
         return f"{file} is damaged or not a checkpoint."

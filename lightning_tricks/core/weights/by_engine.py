@@ -15,7 +15,7 @@ def local_weights(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -
     """The weights of the module that this process holds.
 
     Raises:
-        MisconfigurationException: Under an engine whose weights a trick does not find.
+        MisconfigurationException: Under an engine whose shards are not accessible.
     """
     engine = require_engine(trainer, trick, *TORCH, Engine.ZERO1, Engine.ZERO2, Engine.ZERO3)
     if engine in UNSHARDED:
@@ -31,10 +31,10 @@ def local_weights(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -
 
 
 def local_gradients(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> LocalWeights:
-    """The weights of the module that this process holds, where their ``.grad`` is the gradient of a plain torch loop.
+    """The weights that this process holds, under engines where ``.grad`` is the gradient of a plain torch loop.
 
     Raises:
-        MisconfigurationException: Under an engine that keeps the gradients to itself.
+        MisconfigurationException: Under an engine that owns the gradients (DeepSpeed).
     """
     engine = require_engine(trainer, trick, *TORCH, why="where gradients and optimizers are torch's own")
     return FSDP2(module) if engine is Engine.FSDP2 else LocalWeights(module)

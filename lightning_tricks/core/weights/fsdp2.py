@@ -1,4 +1,4 @@
-"""The weights of a module under FSDP2: each rank holds a slice of every parameter."""
+"""The weights of a module under FSDP2: a rank holds a shard of every parameter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_tricks.core.weights.tensors import global_norm
 
 
 class FSDP2(LocalWeights):
-    """Weights that ``fully_shard`` (or tensor parallelism) has made DTensors: each rank has its slice."""
+    """Weights that ``fully_shard`` or tensor parallelism has made DTensors: a rank holds its shard."""
 
     sharded = True
 
     @override
     def reshard(self) -> None:
-        """Validation leaves the root module's parameters gathered."""
+        """Shard all parameters again; validation leaves those of the root module gathered."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -36,19 +36,19 @@ class FSDP2(LocalWeights):
 
     @override
     def checkpoint_tensors(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._distributed(part, like) for name, part, like in self._beside(parts)}
+        return {name: self._distributed(part, like) for name, part, like in self._with_own_tensors(parts)}
 
     @override
     def shard(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._slice(whole, like) for name, whole, like in self._beside(full)}
+        return {name: self._shard_like(full, like) for name, full, like in self._with_own_tensors(full)}
 
     @override
     def unshard(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._gathered(tensor) for name, tensor in self.checkpoint_tensors(parts).items()}
+        return {name: self._gather_entry(tensor) for name, tensor in self.checkpoint_tensors(parts).items()}
 
     @override
     def gradients(self, loss: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        # torch.autograd.grad gives what is not summed over the ranks, and of whole tensors
+        # torch.autograd.grad would give gradients of full tensors that are not summed over the ranks.
         self.reshard()
         kept = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         for parameter, _ in kept:
@@ -64,28 +64,28 @@ class FSDP2(LocalWeights):
     @override
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
         if not of:
-            return torch.zeros(())  # on all ranks
+            return torch.zeros(())  # the list is empty on all ranks
         total = torch.zeros((), device=of[0].device)
-        for part, whole in zip(parts, of, strict=True):
-            total += global_norm([part]) ** 2 / _copies(whole)
+        for part, full in zip(parts, of, strict=True):
+            total += global_norm([part]) ** 2 / _copies(full)
         dist.all_reduce(total)
         return total.sqrt()
 
     @override
     def norms(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> list[Tensor]:
         if not of:
-            return []  # on all ranks
+            return []  # the list is empty on all ranks
         own = torch._foreach_norm(list(parts), 2, torch.float32)
-        squares = torch.stack(torch._foreach_div(own, [math.sqrt(_copies(whole)) for whole in of])) ** 2
+        squares = torch.stack(torch._foreach_div(own, [math.sqrt(_copies(full)) for full in of])) ** 2
         dist.all_reduce(squares)
         return [norm.to(part.dtype) for norm, part in zip(squares.sqrt(), parts, strict=True)]
 
     @override
-    def _gathered(self, value: Any) -> Any:
-        return value.full_tensor().to("cpu", copy=True) if isinstance(value, DTensor) else super()._gathered(value)
+    def _gather_entry(self, value: Any) -> Any:
+        return value.full_tensor().to("cpu", copy=True) if isinstance(value, DTensor) else super()._gather_entry(value)
 
-    def _beside(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-        """Name, tensor and the module's own tensor of that name."""
+    def _with_own_tensors(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+        """Names and tensors, with the module's own tensors of these names."""
         self.reshard()
         own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return [(name, tensor, own[name]) for name, tensor in tensors.items()]
@@ -98,16 +98,14 @@ class FSDP2(LocalWeights):
         return DTensor.from_local(part, mesh, placements, shape=like.shape, stride=like.stride(), run_check=False)
 
     @staticmethod
-    def _slice(whole: Tensor, like: Tensor) -> Tensor:
+    def _shard_like(full: Tensor, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):
-            return whole
-        return distribute_tensor(
-            whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
-        ).to_local()
+            return full
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def _copies(tensor: Tensor) -> int:
-    """Ranks that hold the same part of a tensor."""
+    """The number of ranks that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return dist.get_world_size()
     sizes = [tensor.device_mesh.size(n) for n, placement in enumerate(tensor.placements) if placement.is_replicate()]

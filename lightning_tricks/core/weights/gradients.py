@@ -1,4 +1,4 @@
-"""Callbacks that change the gradients of an optimizer just before it steps."""
+"""The base class of callbacks that change gradients just before an optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning_tricks.core.weights.local import LocalWeights
 
 
 class GradientCallback(Trick):
-    """Changes gradients that are accumulated, summed over the ranks and free of the GradScaler's factor.
+    """Changes gradients after accumulation, reduction over the ranks and unscaling; a subclass says how.
 
-    Lightning calls the hook once an optimizer step, in manual optimization too, and clips by itself afterwards.
+    Lightning calls the hook once per optimizer step, also in manual optimization, and clips by itself afterwards.
     """
 
     needs_step_hooks = True
@@ -51,16 +51,16 @@ class GradientCallback(Trick):
     def _change(
         self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
-        """Change the gradients of an optimizer's parameters, of those that have one."""
+        """Change the gradients of an optimizer's parameters; ``parameters`` are those that have a gradient."""
 
 
 def require_dense(module: nn.Module, gradients: Sequence[tuple[Tensor, Tensor]], trick: str) -> None:
-    """Raise for gradients that a trick cannot compute with.
+    """Raise for sparse gradients.
 
     Args:
-        module: The module whose parameters they are.
-        gradients: Parameters, with their gradients.
-        trick: The trick's name.
+        module: The module that the parameters belong to.
+        gradients: Pairs of parameters and their gradients.
+        trick: The name of the trick, for the error message.
 
     Raises:
         MisconfigurationException: If some gradients are sparse.
@@ -74,7 +74,7 @@ def require_dense(module: nn.Module, gradients: Sequence[tuple[Tensor, Tensor]],
 
 
 def _require_unscaled(trainer: pl.Trainer, optimizer: Optimizer, trick: str) -> None:
-    # torch has no public name for it either; Lightning refuses gradient_clip_val for the same reason
+    # Lightning refuses gradient_clip_val for the same reason, and by the same attribute: torch has no public name.
     if grad_scaler(trainer) and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise MisconfigurationException(
             f"{trick} needs unscaled gradients, got {type(optimizer).__name__}(fused=True) under"

@@ -1,7 +1,4 @@
-"""Lists of weight tensors and the foreach operations on them: what EMA, SWA and SAM are written against.
-
-A trick works on the parameters as a process holds them. Plain and DDP modules hold them whole.
-"""
+"""Lists of weight tensors, and the foreach operations on them that EMA, SWA and SAM use."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, detached."""
+    """This process's part of a tensor, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that train, by name; a tied parameter appears once, one of a lazy layer once it has a shape."""
+    """The trainable parameters by name; tied ones appear once, and those of lazy layers once they have a shape."""
     return {
         name: parameter
         for name, parameter in module.named_parameters()
@@ -33,7 +30,7 @@ def float_buffers(module: nn.Module) -> dict[str, Tensor]:
     caches = {
         f"{path}.{name}" if path else name
         for path, owner in module.named_modules()
-        for name in owner._non_persistent_buffers_set  # of which torch has no public list
+        for name in owner._non_persistent_buffers_set  # torch has no public list of them
     }
     named = module.named_buffers()
     return {name: buffer for name, buffer in named if buffer.is_floating_point() and name not in caches}
@@ -56,20 +53,20 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def lerp_(averages: Sequence[Tensor], weights: Sequence[Tensor], fraction: float) -> None:
     """Move each average towards its weight: ``average += fraction * (weight - average)``."""
     pairs = list(zip(averages, weights, strict=True))
-    for bucket in buckets(averages):  # converted weights take memory
+    for bucket in buckets(averages):  # bounds the memory for converted weights
         near = [weight.to(average.device, average.dtype) for average, weight in pairs[bucket]]
         torch._foreach_lerp_(list(averages[bucket]), near, fraction)
 
 
 def lerp_same_dtype_(averages: list[Tensor], weights: list[Tensor], fraction: float) -> None:
-    """``lerp_`` of averages that have the dtype and device of their weights, which need not be looked at."""
+    """``lerp_`` for averages that have the dtype and device of their weights, without checking that."""
     if averages:
-        with torch.set_grad_enabled(False):  # no_grad takes as long as to average a layer
+        with torch.set_grad_enabled(False):  # torch.no_grad() takes as long as averaging a layer
             torch._foreach_lerp_(averages, weights, fraction)
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[slice]:
-    """Slices of the list of about a megabyte each on CPU, which stays in its cache, and 64 on other devices."""
+    """Slices of a list of tensors: of about 1 MB on CPU, which fits its cache, and of 64 MB on other devices."""
     limit = 2**20 if all(tensor.device.type == "cpu" for tensor in tensors) else 2**26
     ends, filled = [0], 0
     for index, tensor in enumerate(tensors):
@@ -81,24 +78,23 @@ def buckets(tensors: Sequence[Tensor]) -> list[slice]:
 
 
 def hidden_from_autograd(weights: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Hide from autograd that the weights are other ones inside the block; they must be the same again at its end.
+    """Hide from autograd that weights change inside the block; at its end they must be the same again, bit for bit.
 
-    A private name of torch: without it a checkpoint saved between a forward and its backward would make the backward
-    raise, though the weights are bit for bit what the graph was made with.
+    Without it, a checkpoint that is saved between a forward and its backward pass would make the backward pass raise.
     """
     return torch.autograd._unsafe_preserve_version_counter(tuple(weights))
 
 
 @torch.no_grad()
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm over all tensors together, in fp32 (fp64 if one of them is)."""
+    """The Euclidean norm over all tensors together, in fp32, or in fp64 if one of them is."""
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
 
 
 def checksum(tensor: Tensor) -> int:
-    """The bits as integers, weighted by their places; no device and no order of summing changes it."""
+    """The sum of the bits as integers, weighted by position; the same on every device, in any order of summation."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().flatten().view(integer).long()

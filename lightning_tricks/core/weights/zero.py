@@ -1,4 +1,4 @@
-"""Where a process holds the weights of a module under DeepSpeed ZeRO: in shards, with fp32 masters."""
+"""The weights of a module under DeepSpeed ZeRO: shards of fp32 master weights."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning_tricks.core.weights.tensors import copy_, trainable
 
 
 class ZeRO(LocalWeights):
-    """Weights under DeepSpeed ZeRO-1 and 2: whole for the forward pass, their fp32 masters in fragments.
+    """Weights under DeepSpeed ZeRO-1 and 2: full for the forward pass, their fp32 master weights in fragments.
 
-    The fragments are what DeepSpeed's own ``safe_get_full_fp32_param`` reads.
+    DeepSpeed's own ``safe_get_full_fp32_param`` reads the same fragments.
     """
 
     sharded = True
 
     def __init__(self, module: nn.Module, optimizer: Callable[[], Any]) -> None:
         super().__init__(module)
-        self._optimizer = optimizer  # DeepSpeed's, which is made after the callbacks' setup
+        self._optimizer = optimizer  # a function, since DeepSpeed's optimizer is made after the callbacks' setup
 
     @override
     def local(self, tensor: Tensor) -> Tensor | None:
         if not isinstance(tensor, nn.Parameter):
             return tensor
-        fragment = getattr(tensor, "_hp_mapping", None)  # None for a weight of which this rank updates nothing
+        fragment = getattr(tensor, "_hp_mapping", None)  # None if this rank updates no part of the weight
         return None if fragment is None else fragment.hp_fragment
 
     @override
@@ -47,7 +47,7 @@ class ZeRO(LocalWeights):
 
 
 class ZeRO3(LocalWeights):
-    """Weights under DeepSpeed ZeRO-3: a flat shard for the forward pass, and its fp32 master."""
+    """Weights under DeepSpeed ZeRO-3: a flat shard for the forward pass, and its fp32 master weights."""
 
     sharded = True
 
@@ -55,8 +55,8 @@ class ZeRO3(LocalWeights):
     def local(self, tensor: Tensor) -> Tensor | None:
         if not isinstance(tensor, nn.Parameter):
             return tensor
-        optimizer = getattr(tensor, "_z3_optimizer", None)  # None for a weight that no optimizer updates
-        # DeepSpeed's public safe_get_local_fp32_param hands out a copy where the masters are offloaded
+        optimizer = getattr(tensor, "_z3_optimizer", None)  # None if no optimizer updates the weight
+        # DeepSpeed's public safe_get_local_fp32_param returns a copy where the master weights are offloaded.
         return optimizer and optimizer._get_fp32_opt_state_partition(tensor, release_swap_buffers=False)[0]
 
     @override
@@ -83,7 +83,7 @@ class ZeRO3(LocalWeights):
         import deepspeed
 
         state, named = super().state(), dict(self.module.named_parameters(remove_duplicate=False))
-        for name in [name for name in state if name in named]:  # in one order on all ranks, which no set has
+        for name in [name for name in state if name in named]:  # in the same order on all ranks; a set has no order
             with deepspeed.zero.GatheredParameters([named[name]]):
                 state[name] = named[name].detach().to("cpu", copy=True)
         return state
@@ -93,7 +93,17 @@ class ZeRO3(LocalWeights):
 
 
 def load_full_weights(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool, masters: bool) -> None:
-    """Load whole weights into a module that DeepSpeed holds, into its fp32 masters as well if it has an optimizer."""
+    """Load full weights into a module under DeepSpeed.
+
+    Args:
+        module: The module.
+        state: Full tensors by name.
+        strict: Whether to raise if names are missing or unexpected.
+        masters: Whether to write the fp32 master weights as well, which a module with an optimizer has.
+
+    Raises:
+        RuntimeError: If ``strict`` and the names differ.
+    """
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -102,14 +112,14 @@ def load_full_weights(module: nn.Module, state: Mapping[str, Tensor], *, strict:
     missing, unexpected = module.load_state_dict(rest, strict=False)
     if strict and (absent := [name for name in missing if name not in state]) + unexpected:
         raise RuntimeError(f"The checkpoint's weights do not fit: missing {absent}, unexpected {unexpected}.")
-    for name in [name for name in named if name in state]:  # in one order on all ranks
+    for name in [name for name in named if name in state]:  # in the same order on all ranks
         weight = named[name]
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
             weight.copy_(state[name])
-        if masters and (hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")):  # what has a master
+        if masters and (hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")):  # it has master weights
             safe_set_full_fp32_param(weight, state[name].float().to(weight.device))
 
 
 def _by_rank(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A flat fragment belongs to a rank; DeepSpeed itself resumes on as many ranks as saved."""
+    """The parts by keys with the rank: a flat fragment belongs to one, and DeepSpeed resumes on as many ranks."""
     return {f"{name}@{dist.get_rank()}": part for name, part in parts.items()}

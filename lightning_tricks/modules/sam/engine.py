@@ -23,6 +23,7 @@ from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, repla
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
+from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 
@@ -43,6 +44,7 @@ class SAMEngine:
         self.norm: Tensor | None = None  # of the gradient that perturbed the weights last; None after a plain step
         self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
         self.called = False  # by hand, in this fit
+        self.closures, self.schedules = ClosureGuard(module), ScheduleWatch(module)
         self._calls: dict[int, int] = {}  # of ``step`` since an optimizer stepped, by the id of the optimizer
 
     def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
@@ -87,13 +89,16 @@ class SAMEngine:
     def _descend_by(self, share: float, descend: Callable[[Tensor], None], loss: Tensor) -> None:
         descend(self._scaled(loss * share if share < 1 else loss))
 
-    def backward_by_hand(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
+    def backward_by_hand(
+        self, closure: Callable[[], Tensor], optimizer: Any = None, method: str = "sam_backward"
+    ) -> Tensor:
         """What ``SAMMixin.sam_backward`` does."""
         self.called = True
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
         step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
-        loss = loss_of(closure())
+        with self.closures.watching(method):
+            loss = loss_of(closure())
         weights = perturbed_weights(self.module, self.sam, own if isinstance(own, list) else [own])
         self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
         return loss.detach()
@@ -112,10 +117,11 @@ class SAMEngine:
             raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
         if not isinstance(own, LightningOptimizer):
             raise TypeError(f"sam_step needs an optimizer of self.optimizers(), got {type(own).__name__}.")
+        self.schedules.check(own.optimizer)
         calls = self._calls.get(id(own), 0) + 1
         ends = calls >= accumulate or self.module.trainer.is_last_batch
         with nullcontext() if ends else self._unsynced():
-            loss = self.backward_by_hand(lambda: loss_of(closure()) / accumulate, own) * accumulate
+            loss = self.backward_by_hand(lambda: loss_of(closure()) / accumulate, own, "sam_step") * accumulate
         assert self.norm is not None, "just measured"
         self.norm *= accumulate
         self._calls[id(own)] = 0 if ends else calls
@@ -126,6 +132,7 @@ class SAMEngine:
             own.step()
             own.zero_grad()
             step_schedules(self.module.trainer, own.optimizer)
+        self.schedules.stepped(own.optimizer)
         return loss
 
     def _run_twice(

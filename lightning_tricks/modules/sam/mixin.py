@@ -87,7 +87,8 @@ class SAMMixin(_Module):
             The loss at the weights themselves, detached.
 
         Raises:
-            MisconfigurationException: Outside of a fit with manual optimization.
+            MisconfigurationException: Outside of a fit with manual optimization, and for a closure that calls backward
+                or steps an optimizer.
         """
         return self._sam_by_hand("sam_backward").backward_by_hand(closure, optimizer)
 
@@ -116,7 +117,8 @@ class SAMMixin(_Module):
         Raises:
             TypeError: For a value of the wrong type, or a bare torch optimizer.
             ValueError: For a value out of range, or if ``optimizer`` is left out though there are several.
-            MisconfigurationException: Outside of a fit with manual optimization.
+            MisconfigurationException: Outside of a fit with manual optimization, for a closure that calls backward or
+                steps an optimizer, and for a schedule of the optimizer that is stepped by hand as well.
         """
         return self._sam_by_hand("sam_step").step_by_hand(closure, optimizer, accumulate, clip_norm)
 
@@ -139,6 +141,8 @@ class SAMMixin(_Module):
                 " super()."
             )
         else:
+            if self._sam is not None:
+                self._sam.closures.refuse_backward()
             inherited(loss, *args, **kwargs)
 
     @override

@@ -80,6 +80,11 @@ class SAMHooks(Trick):
                 raise MisconfigurationException(f"SAM(parameters={patterns!r}): {error}") from None
 
     @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._engine is not None and not pl_module.automatic_optimization:
+            self._engine.schedules.begin_batch()
+
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._engine is not None and self._engine.recorder.step is not None:
             raise MisconfigurationException(

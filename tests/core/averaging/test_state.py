@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,22 @@ def damaged(engine: str, folder: str, damage: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-@pytest.mark.parametrize("damage", ["missing", "unfinished", "one rank", "older"])
+WHOLE = [("fsdp2", "missing"), ("zero3", "older")]  # quick ones
+
+
+@pytest.mark.parametrize(
+    ("engine", "damage"),
+    [
+        case if case in WHOLE else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(("fsdp2", "zero3"), ("missing", "unfinished", "one rank", "older"))
+    ],
+)
 def test_a_folder_that_is_not_whole_is_named(engine: str, damage: str, tmp_path: Path) -> None:
     for message in run_ranks(damaged, engine, str(tmp_path), damage):
         assert "The averages of this checkpoint are in shards in" in message
         assert "Resume from the folder that was saved" in message
         if damage == "older":
-            assert "it is of step 6, the checkpoint of step 9" in message
+            assert "it is from step 6, the checkpoint from step 9" in message
 
 
 def test_a_checkpoint_is_plain_data_that_loads_safely(tmp_path: Path) -> None:

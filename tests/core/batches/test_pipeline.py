@@ -280,6 +280,7 @@ class Noting(PlainNet):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_ddp_spawn_pickles_and_trains() -> None:
     module = build(Noting)
     before = weights(module)

@@ -77,6 +77,7 @@ def _counts_on_a_rank(grid: list[dict[str, Any]]) -> list[tuple[list[int], int]]
     return counts
 
 
+@pytest.mark.slow
 def test_the_count_is_what_two_ranks_take():
     grid: list[dict[str, Any]] = [
         {

@@ -124,7 +124,7 @@ def test_a_graph_is_used_several_times() -> None:
         twice(wrapped(model, "selective"), x)
 
 
-@pytest.mark.parametrize(("made", "share"), [(resnet, 0.6), (bert, 0.6)])
+@pytest.mark.parametrize(("made", "share"), [(resnet, 0.6), pytest.param(bert, 0.6, marks=pytest.mark.slow)])
 def test_fewer_bytes_are_kept_for_the_backward_pass(made: Any, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     from space import memory

@@ -73,7 +73,7 @@ def test_a_value_with_another_object_is_refused_unless_the_user_allows_it(tmp_pa
     found: dict[str, Any] = {"half": None}
     with pytest.raises(CheckpointException) as caught:
         load_safely(found, SafeReader(tmp_path))
-    assert "half was not read, since to load more than tensors and plain values can run code" in str(caught.value)
+    assert "half was not read, since loading more than tensors and plain values can run code" in str(caught.value)
     assert found == {"half": None}
     with torch.serialization.safe_globals([fractions.Fraction]):
         load_safely(found, SafeReader(tmp_path))

@@ -99,6 +99,7 @@ def save_averages(folder: str) -> None:
     torch.distributed.destroy_process_group()  # a live gloo group at exit aborts now and then
 
 
+@pytest.mark.slow
 def test_ranks_that_hash_names_differently_gather_in_one_order(tmp_path: Path) -> None:
     port = _free_port()
     code = "import sys; from tests.core.weights.test_zero import save_averages; save_averages(sys.argv[1])"

@@ -149,11 +149,11 @@ def test_no_weights_and_zero_gradients_move_nothing() -> None:
         ({"eta": -1}, ValueError, r"eta must be in \[0.0, inf\), got -1"),
         ({"eta": "0"}, TypeError, "eta must be a number in .*, got '0'"),
         ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
-        ({"every_n_steps": 2.0}, TypeError, "every_n_steps must be a whole number, got 2.0"),
+        ({"every_n_steps": 2.0}, TypeError, "every_n_steps must be an integer, got 2.0"),
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size must be at least 1, got 0"),
-        ({"micro_batch_size": 2.5}, TypeError, "micro_batch_size must be a whole number, got 2.5"),
+        ({"micro_batch_size": 2.5}, TypeError, "micro_batch_size must be an integer, got 2.5"),
         ({"parameters": 3}, TypeError, "parameters must be a string or a list of strings, got 3"),
-        ({"parameters": "("}, ValueError, r"parameters: '\(' is no regex"),
+        ({"parameters": "("}, ValueError, r"parameters: '\(' is not a regular expression"),
     ],
     ids=str,
 )
@@ -446,7 +446,7 @@ def test_a_batch_without_samples_is_refused() -> None:
             return self.layers(torch.ones(2, 8)).mean()
 
     module = with_sam(Names, lt.SAM(0.1, micro_batch_size=2))
-    message = r"SAM\(micro_batch_size=2\) needs targets with one entry a sample, got a batch with a list: 2 str"
+    message = r"SAM\(micro_batch_size=2\) needs targets with one entry per sample, got a batch with a list: 2 str"
     with pytest.raises(MisconfigurationException, match=message):
         fit(module, train=DataLoader(["a", "b", "c", "d"], batch_size=2))
 

@@ -137,6 +137,6 @@ def test_micro_batches_have_every_sample_once() -> None:
     assert torch.equal(torch.cat([each["y"][0] for each, _ in got]), batch["y"][0])
     assert all((len(each["for all"]), each["text"], number) == (3, "a", 5) for each, number in got)
     with pytest.raises(
-        MisconfigurationException, match=r"SAM\(micro_batch_size=3\) needs targets with one entry a sample"
+        MisconfigurationException, match=r"SAM\(micro_batch_size=3\) needs targets with one entry per sample"
     ):
         micro_batches(partial(print, {"a": torch.tensor(1.0)}), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader
-from tests.ranks import run_ranks
+from tests.ranks import Cases, run_cases, run_ranks
 
 
 class Sharded(lt.SAMMixin, PlainNet):
@@ -35,7 +36,7 @@ class Alone(lt.SAMMixin, PlainNet):
 
 
 class Whole(Callback):
-    """The whole weights when training ends."""
+    """The full weights when training ends."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.layers.reshard() if hasattr(pl_module.layers, "reshard") else None
@@ -59,25 +60,34 @@ def two_ranks(sam: lt.SAM, nested: bool, frozen: bool, settings: dict[str, Any])
     return {name: value.numpy() for name, value in whole.weights.items()}
 
 
-@pytest.mark.parametrize(
-    ("sam", "settings"),
-    [
-        (lt.SAM(0.1), {}),
-        (lt.SAM(0.1), {"accumulate_grad_batches": 2}),
-        (lt.SAM(0.1), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-        (lt.SAM(0.1, every_n_steps=2), {}),
-        (lt.SAM(0.5, adaptive=True), {}),
-        (lt.SAM(0.1, parameters="weight"), {}),
-    ],
-    ids=str,
-)
+CASES: list[tuple[lt.SAM, dict[str, Any]]] = [
+    (lt.SAM(0.1), {}),
+    (lt.SAM(0.1), {"accumulate_grad_batches": 2}),
+    (lt.SAM(0.1), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    (lt.SAM(0.1, every_n_steps=2), {}),
+    (lt.SAM(0.5, adaptive=True), {}),
+    (lt.SAM(0.1, parameters="weight"), {}),
+]
+
+
+def in_turn(case: tuple[int, bool]) -> dict[str, Any]:
+    number, nested = case
+    sam, settings = CASES[number]
+    return two_ranks(sam, nested, False, settings)
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Cases:
+    return run_cases(in_turn, product(range(len(CASES)), (False, True)))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 @pytest.mark.parametrize("nested", [False, True])
-def test_two_ranks_equal_one_process_on_the_whole_batch(sam: lt.SAM, settings: dict[str, Any], nested: bool) -> None:
+def test_two_ranks_equal_one_process_on_the_whole_batch(number: int, nested: bool, sharded: Cases) -> None:
     module = build(Alone)
-    module.sam = sam
+    module.sam, settings = CASES[number]
     fit(module, train=loader(48, batch_size=16), **settings)
-    first, second = run_ranks(two_ranks, sam, nested, False, settings)
-    for weights in (first, second):
+    for weights in sharded[number, nested]:
         assert_close({n: torch.from_numpy(w) for n, w in weights.items()}, module.state_dict(), 1e-6)
 
 

@@ -482,7 +482,7 @@ class Asks(Sharp):
     ("call", "error", "message"),
     [
         (lambda m, c: m.sam_step(c, accumulate=0), ValueError, "accumulate must be at least 1, got 0"),
-        (lambda m, c: m.sam_step(c, accumulate=2.0), TypeError, "accumulate must be a whole number, got 2.0"),
+        (lambda m, c: m.sam_step(c, accumulate=2.0), TypeError, "accumulate must be an integer, got 2.0"),
         (lambda m, c: m.sam_step(c, clip_norm=-1.0), ValueError, "clip_norm must be .*, got -1.0"),
         (lambda m, c: m.sam_step(c, clip_norm=0), ValueError, "clip_norm must be .*, got 0"),
         (lambda m, c: m.sam_step(c, clip_norm="1"), TypeError, "clip_norm must be a number in .*, got '1'"),

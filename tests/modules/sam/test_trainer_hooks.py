@@ -43,12 +43,12 @@ class Manual(SAMPlainNet):
         (
             SAMPlainNet,
             lt.SAM(parameters=r"encoder\."),
-            r"SAM(parameters='encoder\\.'): parameters: each pattern must be found in a name",
+            r"SAM(parameters='encoder\\.'): parameters: a pattern must be found in a name",
         ),
         (
             SAMPlainNet,
             lt.SAM(parameters="norm"),
-            "SAM(parameters='norm'): parameters: each pattern must be found in a name",
+            "SAM(parameters='norm'): parameters: a pattern must be found in a name",
         ),
         (
             Manual,

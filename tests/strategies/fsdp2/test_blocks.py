@@ -68,10 +68,10 @@ def test_names_take_the_place_of_all_that_inner_ones_first() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Blok", "each pattern must be found in a name, or be the name of a class; 'Blok' is neither"),
+        ("Blok", "a pattern must be found in a name, or be the name of a class; 'Blok' is neither"),
         ("ModuleList", "'ModuleList' selects no submodule with parameters and a forward pass"),
         ("GELU", "'GELU' selects no submodule with parameters and a forward pass"),
-        ("Transformer", "each pattern must be found in a name, or be the name of a class; 'Transformer' is neither"),
+        ("Transformer", "a pattern must be found in a name, or be the name of a class; 'Transformer' is neither"),
     ],
 )
 def test_what_selects_nothing_to_shard_is_refused(name: str, message: str) -> None:

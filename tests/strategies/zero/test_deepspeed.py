@@ -52,7 +52,7 @@ class CosineNet(PlainNet):
 
 
 class Stateless(PlainNet):
-    """An optimizer without states, of which a file of whole weights restores none."""
+    """An optimizer without states, of which a file of full weights restores none."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)

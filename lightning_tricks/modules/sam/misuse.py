@@ -1,0 +1,121 @@
+"""Steps by hand that SAM would take once more: refused, with the lines that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_RIGHT = {
+    "sam_step": """
+    def training_step(self, batch, batch_idx):
+        def closure():  # computes the loss, and is called twice
+            return self.loss(batch)
+        loss = self.sam_step(closure, accumulate=1, clip_norm=None)  # steps optimizer and schedules
+        self.log("train_loss", loss)
+        return loss""",
+    "sam_backward": """
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.sam_backward(lambda: self.loss(batch))  # in place of manual_backward; called twice
+        optimizer.step()
+        self.lr_schedulers().step()""",
+}
+
+
+def misuse(module: pl.LightningModule, rule: str, method: str) -> MisconfigurationException:
+    """The error for a step by hand, with the lines that are right."""
+    return MisconfigurationException(f"{type(module).__name__}: {rule}. Write it so:\n{_RIGHT[method]}")
+
+
+class ClosureGuard:
+    """Refuses a closure that does more than compute the loss.
+
+    Args:
+        module: The module in a fit.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self.method = ""  # the one that calls the closure now
+
+    @contextmanager
+    def watching(self, method: str) -> Iterator[None]:
+        """Watch a call of the closure of ``sam_step`` or ``sam_backward``.
+
+        Raises:
+            MisconfigurationException: If the closure steps an optimizer, or has put gradients into ``.grad``.
+        """
+        before = _gradients(self.module)
+        self.method = method
+        hook = register_optimizer_step_pre_hook(self._refuse_step)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.method = ""
+        written = [weight.grad for weight, state in _gradients(self.module).items() if before.get(weight) != state]
+        if any(gradient is not None and gradient.count_nonzero() for gradient in written):  # not by zero_grad
+            raise misuse(self.module, f"the closure of {method} calls backward, which {method} does", method)
+
+    def refuse_backward(self) -> None:
+        """Raise if a closure is running, which calls ``manual_backward``."""
+        if self.method:
+            rule = f"the closure of {self.method} calls manual_backward, which {self.method} does"
+            raise misuse(self.module, rule, self.method)
+
+    def _refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
+        rule = f"the closure of {self.method} steps {type(optimizer).__name__}, which comes after it"
+        raise misuse(self.module, rule, self.method)
+
+
+def _gradients(module: nn.Module) -> dict[Tensor, tuple[int, int]]:
+    """Which gradient each weight has, and how often it was written; of those that have one."""
+    return {
+        weight: (id(weight.grad), weight.grad._version) for weight in module.parameters() if weight.grad is not None
+    }
+
+
+class ScheduleWatch:
+    """Notices schedules that are stepped by hand beside ``sam_step``, which steps them.
+
+    Args:
+        module: The module in a fit.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self._counts: dict[Any, int] = {}  # the schedules' steps at the start of the batch, or after sam_step
+        self._stepped: set[Optimizer] = set()  # the optimizers that sam_step had in this batch
+
+    def begin_batch(self) -> None:
+        """Look at what was done since the last batch began, and begin another."""
+        for optimizer in self._stepped:
+            self.check(optimizer)
+        self._stepped.clear()
+        schedules = [config.scheduler for config in self.module.trainer.lr_scheduler_configs]
+        self._counts = {each: each.last_epoch for each in schedules if not isinstance(each, ReduceLROnPlateau)}
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if a schedule of the optimizer was stepped by hand in a batch with ``sam_step``.
+
+        Raises:
+            MisconfigurationException: If one was.
+        """
+        for schedule, count in self._counts.items():
+            if schedule.optimizer is optimizer and schedule.last_epoch != count:
+                rule = f"{type(schedule).__name__} is stepped by hand beside sam_step, which steps it: leave that out"
+                raise misuse(self.module, rule, "sam_step")
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Remember that ``sam_step`` was called for an optimizer and may have stepped its schedules."""
+        self._stepped.add(optimizer)
+        self._counts.update({each: each.last_epoch for each in self._counts if each.optimizer is optimizer})

@@ -1,0 +1,170 @@
+"""docs/architecture.md and CONTRIBUTING.md: what they name exists, and the worked example is a correct trick."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lightning_tricks as lt
+from tests.conformance import test_naive, test_no_op
+from tests.conformance.settings import SETTINGS
+from tests.conformance.trick import Trick
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_tricks"
+WALK, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
+SOURCE, TEST, ENTRY = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
+THEIRS = {
+    "Strategy": pl.strategies.Strategy,
+    "LightningModule": pl.LightningModule,
+    "Callback": pl.Callback,
+    "Optimizer": torch.optim.Optimizer,
+    "torch": torch,
+}
+
+# -- docs/architecture.md ---------------------------------------------------------------------------------------------
+
+
+@cache
+def definitions(file: Path) -> dict[str, str]:
+    """The source code of every class, method and function of a file, by ``name`` or ``Class.name``."""
+    text, found = file.read_text(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = ast.get_source_segment(text, node)
+        for method in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(method, ast.FunctionDef):
+                found[f"{node.name}.{method.name}"] = ast.get_source_segment(text, method)
+    return found
+
+
+def linked() -> list[Path]:
+    return [(WALK.parent / link).resolve() for link in re.findall(r"\]\(([^)]+\.py)\)", WALK.read_text())]
+
+
+def everything() -> dict[str, str]:
+    return {name: code for file in linked() for name, code in definitions(file).items()}
+
+
+def test_a_name_before_a_link_is_in_that_file() -> None:
+    pairs = re.findall(r"`([^`]+)`\s+\(\[[^\]]+\]\(([^)]+)\)\)", WALK.read_text())
+    assert len(pairs) > 15
+    for name, link in pairs:
+        assert name in definitions((WALK.parent / link).resolve()), f"{link} has no {name}"
+
+
+def test_every_name_of_the_walk_is_there() -> None:
+    prose = re.sub(r"```.*?```", "", WALK.read_text(), flags=re.S)
+    for name in set(re.findall(r"`([\w.]+)`", prose)):
+        known = name in everything() or (PACKAGE / "core" / name).is_dir()
+        assert known or name in (".grad", "lt.EMA") or is_theirs(name), name
+
+
+def is_theirs(name: str) -> bool:
+    owner, _, attribute = name.partition(".")
+    return owner in THEIRS and hasattr(THEIRS[owner], attribute)
+
+
+def nodes() -> dict[str, tuple[str, bool]]:
+    """The labels of the drawing by their ids, and whether they are ours."""
+    drawing = re.findall(r"(\w+)(?:\[([^\]]+)\]|\(([^)]+)\))", mermaid())
+    return {node: (ours or theirs, bool(ours)) for node, ours, theirs in drawing}
+
+
+def mermaid() -> str:
+    return re.findall(r"```mermaid\n(.*?)```", WALK.read_text(), re.S)[0]
+
+
+def edges() -> Iterator[tuple[str, str]]:
+    for line in mermaid().splitlines()[1:]:
+        ids = [re.match(r"\w+", part.strip())[0] for part in line.split("-->")]
+        yield from pairwise(ids)
+
+
+def test_the_drawing_has_real_names() -> None:
+    assert len(nodes()) > 15
+    for name, ours in nodes().values():
+        assert name in everything() if ours else is_theirs(name), name
+
+
+def test_an_arrow_between_ours_is_a_call() -> None:
+    seen = 0
+    for begin, end in edges():
+        (caller, ours), (called, also) = nodes()[begin], nodes()[end]
+        if ours and also:
+            assert called.rpartition(".")[2] in everything()[caller], f"{caller} does not call {called}"
+            seen += 1
+    assert seen > 8
+
+
+# -- CONTRIBUTING.md --------------------------------------------------------------------------------------------------
+
+
+def test_the_example_is_a_correct_trick() -> None:
+    """In a process of its own, since jsonargparse finds every subclass of Callback that was ever defined."""
+    run = [sys.executable, "-W", "ignore", "-c", "from tests.test_walks import check_example; check_example()"]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def check_example() -> None:
+    source = define("lightning_tricks.callbacks.cutout", SOURCE)
+    lt.CutOut = source.CutOut
+    test = define("tests.callbacks.test_cutout", TEST)
+    examples = [found for found in doctest.DocTestFinder().find(source) if found.examples]
+    assert len(examples) == 2
+    assert all(doctest.DocTestRunner().run(found).failed == 0 for found in examples)
+    tests = [thing for name, thing in vars(test).items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for run in tests:
+        run()
+    names = {"Trick": Trick, "lt": lt, "NaiveCutOut": test.NaiveCutOut}
+    SETTINGS["CutOut"] = eval("{" + ENTRY + "}", names)["CutOut"]
+    for regime in ("fp32", "accumulate"):
+        test_naive.test_a_plain_loop_gives_the_same("CutOut", regime, lambda *_: None)
+    test_no_op.test_the_trick_does_something_unless_it_is_to_be_neutral("CutOut")
+    test_no_op.test_the_no_op_limit_is_bit_equal_to_a_run_without("CutOut", "fp32")
+
+
+def define(name: str, code: str) -> Any:
+    """A module of that name with the code."""
+    sys.modules[name] = module = ModuleType(name)
+    exec(compile(code, name, "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("file", "code"), [("lightning_tricks/callbacks/cutout.py", SOURCE), ("tests/callbacks/test_cutout.py", TEST)]
+)
+def test_the_code_of_the_example_has_the_style_of_the_house(file: str, code: str) -> None:
+    for command in (["check", "--ignore", "I001"], ["format", "--check"]):  # imports of a file that is not there
+        run = [sys.executable, "-m", "ruff", *command, "--stdin-filename", file, "-"]
+        done = subprocess.run(run, input=code, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_base_classes_are_where_the_guide_says() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([\w/.]+)` \| (.*) \|$", GUIDE.read_text(), re.M)
+    assert len(rows) == 5
+    for name, file, does in rows:
+        found = definitions(PACKAGE / "core" / file)
+        assert name in found
+        for method in re.findall(r"`(_\w+)`", does):
+            assert f"{name}.{method}" in found
+            assert "@abstractmethod" in found[name]
+    for name in re.findall(r"`self\.(_\w+)`", GUIDE.read_text()):
+        assert name in inspect.getsource(lt.EMA.__mro__[2]), name  # Trick
