@@ -24,8 +24,8 @@ HEAD = """\
 # In other projects' models
 
 Written by `make tables` from what `make test-clients` found: each project in an environment of its own, with its
-models, loaders and, where it has one, its way to train, on small data; one set of oracles for all. How to write the tricks in
-each of them is in [In your library](your_library.md)."""
+models, its loaders and, where it has one, its way to train, on small data; one set of oracles for all. How to write the
+tricks in each of them is in [In your library](your_library.md)."""
 LEGEND = """\
 - ✓: equal to something that was computed without the trick. `EMA`, `SWA`: averages that another callback took of the
   same fit. `SAM`: a naive perturbation inside the project's own step, and bit-equal to plain training at `rho=0`.
