@@ -48,7 +48,7 @@ class Forecaster(Client):
     kind: Any
     refused = {
         "HardExampleFilter": "computed no loss of torch.nn.functional from the target",
-        'HardExampleFilter(mode="loss")': "the loss has a part that cannot be told",
+        'HardExampleFilter(mode="loss")': "a part of the loss is ambiguous",
     }
     columns: dict[str, Any] = {}
     schedule = "ReduceLROnPlateau"

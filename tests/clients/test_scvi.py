@@ -88,7 +88,7 @@ class TestTOTALVI(Cells):
     refused = {
         **Cells.refused,
         "SAM": "SAMCallback works inside automatic optimization",
-        "HardExampleFilter": "runs training_step once more, which would step the optimizers",
+        "HardExampleFilter": 'use mode="loss"',
         "LRSchedule": "LRSchedule needs automatic optimization",
         "RewindOnSpike": "RewindOnSpike cannot work with AdversarialTrainingPlan.automatic_optimization=False",
         "BatchSizeWarmup": "BatchSizeWarmup cannot work with AdversarialTrainingPlan.automatic_optimization=False",
