@@ -75,7 +75,7 @@ class Trick(Callback):
             return
         if blind := [type(trick).__name__ for trick in callbacks_of(trainer, Trick) if trick.needs_step_hooks]:
             refuse_steps_past_hooks(trainer, " and ".join(dict.fromkeys(blind)), self._undo)
-        if callbacks_of(trainer, ModelSummary):  # there is no model summary in a trial fit, which reports nothing
+        if callbacks_of(trainer, ModelSummary):  # trial fits have none, and report nothing
             rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
 
     @override

@@ -599,7 +599,7 @@ def test_a_trainer_that_goes_on_goes_on_growing(grow):
         (TypeError, {"final": 2, "over": True}, "got True"),
         (ValueError, {"final": 2, "lr_rule": "square"}, "lr_rule must be one of 'linear', 'sqrt', got 'square'"),
         (ValueError, {"final": 2, "grow": "loaders"}, "Did you mean 'loader'"),
-        (ValueError, {"final": 2, "factors": [1, 2]}, "leave initial=1 and final=2 out"),
+        (ValueError, {"final": 2, "factors": [1, 2]}, "got initial=1 and final=2: leave them out"),
         (ValueError, {"factors": [2, 1]}, r"must not shrink, got \[2, 1\]: sort"),
         (ValueError, {"factors": [0, 1]}, r"factors\[0\] must be at least 1"),
         (TypeError, {"factors": []}, "sequence of integers"),
@@ -623,8 +623,8 @@ def test_wrong_values_are_refused(error, settings, message):
         (r"Trainer\(accumulate_grad_batches=2\)", {"accumulate_grad_batches": 2}, {}),
         ("fraction of max_epochs=-1: give over in epochs", {"max_epochs": -1, "max_steps": 4}, {}),
         ("reload_dataloaders_every_n_epochs", {"reload_dataloaders_every_n_epochs": 1}, {"grow": "loader"}),
-        ("needs at least 1 batches.*got 0 of 16", {}, {"final": 16, "grow": "loader"}),
-        ("needs at least 3 batches.*got 2 of 4", {"val_check_interval": 3}, {"final": 4, "grow": "loader"}),
+        ("needs at least 1 batches.*got 0 with 16", {}, {"final": 16, "grow": "loader"}),
+        ("needs at least 3 batches.*got 2 with 4", {"val_check_interval": 3}, {"final": 4, "grow": "loader"}),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(message, settings, arguments):

@@ -462,12 +462,12 @@ class HeadOnly(Deep):
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (Deep, {"at": [1], "parameters": [""]}, "needs something that trains from the start"),
+        (Deep, {"at": [1], "parameters": [""]}, "needs parameters that train from the start"),
         (Deep, {"at": [1], "parameters": ["nothing"]}, "'nothing' is neither"),
         (
             Deep,
             {"at": [1, 2], "parameters": ["layers", r"^layers\.0"]},
-            r"that no pattern before it selects, '\^layers\\\\.0' selects none",
+            r"that no earlier pattern selects, '\^layers\\\\.0' selects none",
         ),
         (Deep, {"at": [1]}, "must be or hold one timm or Hugging Face model"),
         (
@@ -499,7 +499,7 @@ def with_a_state() -> str:
 
 def test_a_communication_hook_with_a_state_is_refused() -> None:
     first, _ = run_ranks(with_a_state)
-    assert "communication hook with a state" in first
+    assert "communication hook that keeps a state" in first
 
 
 def test_a_fraction_of_an_unknown_length_is_refused() -> None:

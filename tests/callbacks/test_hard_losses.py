@@ -86,7 +86,7 @@ def test_sums_and_means_of_a_part_are_refused_in_loss_mode_and_right_in_prune_mo
 ) -> None:
     loss = SUMS[name]
     with pytest.raises(
-        MisconfigurationException, match=r"or sees a part of the samples only\. Take the mean over all of them"
+        MisconfigurationException, match=r"or sees only a part of the samples\. Take the mean over all of them"
     ):
         run_one(build(Task, loss=loss), {"x": X, "y": Y}, lt.HardExampleFilter(mode="loss", across_ranks=across_ranks))
     if name != "part":
@@ -101,7 +101,7 @@ def test_a_formula_of_ones_own_is_refused_in_both_modes(name: str, across_ranks:
     pruning, choosing = lt.HardExampleFilter(), lt.HardExampleFilter(mode="loss", across_ranks=across_ranks)
     with pytest.raises(
         MisconfigurationException,
-        match=r"batch 0: the loss has a part .* Compute the loss by a function of torch.nn.functional",
+        match=r"batch 0: a part of the loss is ambiguous: .* Compute the loss by a function of torch.nn.functional",
     ):
         run_one(build(Task, loss=RAW[name]), {"x": X, "y": Y}, choosing)
     with pytest.raises(MisconfigurationException, match=r"computed no loss of torch.nn.functional .* Compute one"):

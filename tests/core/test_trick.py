@@ -116,7 +116,7 @@ def test_without_any_callback(kind: Any, expected: Any, shown: Any) -> None:
     run.fit(build(kind), loader())
     (text,) = tables(shown)
     assert all(word in text for word in (expected[0], expected[1].split(",")[0]))
-    assert [each for each in run.callbacks if type(each).__name__ != "SAMHooks"] == before
+    assert [each for each in run.callbacks if type(each).__name__ != "MixinHooks"] == before
     assert rows(kind=kind) == [expected]
 
 
@@ -140,7 +140,7 @@ def test_every_trick_is_in_the_table(name: str) -> None:
     asked = Asked()
     run = {**FEW, "max_steps": 3, "callbacks": [*trick.make_callbacks("on"), asked]}
     fit(build(lambda: trick.module(NormNet, "on")()), **run)
-    assert {"SAMMixin": "SAM"}.get(name, name.split("(")[0]) in dict(asked.rows)
+    assert {"SAMMixin": "SAM", "SAMCallback": "SAM"}.get(name, name.split("(")[0]) in dict(asked.rows)
 
 
 def test_once_a_fit_and_again_in_the_next(shown: Any) -> None:

@@ -478,7 +478,7 @@ def test_a_loader_that_is_read_up_is_refused() -> None:
         def __iter__(self) -> Iterator[Any]:
             return self.batches
 
-    with pytest.raises(ValueError, match="in each pass over it, got none"):
+    with pytest.raises(ValueError, match="in every pass over it, got none"):
         sharpness(build(PlainNet), Once(), cross_entropy)
 
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 
 class WrappedMethod(NamedTuple):
-    """A method that is wrapped while a trick works.
+    """A method that is wrapped while a trick is active.
 
     Args:
-        owner: The class that declares it, as ``module.Class``.
-        name: Its name.
-        parameters: The names of its parameters that wrappers rely on, in order, without ``self``.
-        users: Who wraps it.
-        reason: Why there is no public way.
+        owner: The class that declares the method, as ``module.Class``.
+        name: The name of the method, or its beginning if it ends in an underscore.
+        parameters: The parameters that wrappers rely on, in order, without ``self``.
+        users: The tricks that wrap the method.
+        reason: The purpose, and why there is no public way.
     """
 
     owner: str
@@ -31,10 +31,10 @@ class PrivateName(NamedTuple):
     """A private name that the package reads, calls, sets or overrides.
 
     Args:
-        owner: Where it is: ``module`` or ``module.Class`` (an attribute of the class, or of its instances).
-        name: The name.
-        users: Who uses it.
-        reason: What it is for, and why nothing public serves.
+        owner: The owner, as ``module`` or ``module.Class`` (for an attribute of the class or of its instances).
+        name: The private name.
+        users: The tricks that use it.
+        reason: The purpose, and why there is no public way.
     """
 
     owner: str
@@ -61,35 +61,35 @@ WRAPPED = (
         "batch_to_device",
         "batch, device, dataloader_idx",
         "Mixup, CutMix, HiddenMixup, HardExampleFilter",
-        "the one place behind every batch hook of module and data module, before the training step",
+        "the one place after all batch hooks of module and data module, and before the training step",
     ),
     WrappedMethod(
         _STRATEGY,
         "training_step",
         "args, kwargs",
         "SAM",
-        "the step with the batch as the module gets it, under autocast and DDP",
+        "the step with the module's batch, under autocast and DDP",
     ),
     WrappedMethod(
         _STRATEGY,
         "optimizer_step",
         "optimizer, closure, model, kwargs",
         "SkipNonFinite, RewindOnSpike, BatchSizeWarmup, clips",
-        "no hook runs around a step of an optimizer, and none can leave it out",
+        "no hook runs around an optimizer step, and none can leave it out",
     ),
     WrappedMethod(
         _STRATEGY,
         "process_dataloader",
         "dataloader",
         "BatchSizeWarmup, find_batch_size",
-        "the loaders with distributed samplers injected, before they are read",
+        "the loaders with distributed samplers, before they are read",
     ),
     WrappedMethod(
         _STRATEGY,
         "setup",
         "trainer",
         "GradualUnfreeze",
-        "behind configure_model, before the module is wrapped and the optimizers are made",
+        "after configure_model, before the module is wrapped and the optimizers are made",
     ),
     WrappedMethod(
         _STRATEGY,
@@ -103,7 +103,7 @@ WRAPPED = (
         "load_checkpoint",
         "checkpoint_path, weights_only",
         "GradualUnfreeze",
-        "torch leaves out the optimizer state of what is frozen, so that shards are loaded once more",
+        "torch skips the optimizer state of frozen parameters, so shards are loaded again",
     ),
     WrappedMethod(
         _STRATEGY,
@@ -117,14 +117,14 @@ WRAPPED = (
         "save_checkpoint",
         "filepath, weights_only, storage_options",
         "EMA, SWA, SAM",
-        "the module holds the weights to save while anybody saves, also with save_weights_only=True",
+        "the module must hold the weights to save in every save, also with save_weights_only=True",
     ),
     WrappedMethod(
         _EPOCH_LOOP,
         "update_lr_schedulers",
         "interval, update_plateau_schedulers",
         "SkipNonFinite, RewindOnSpike",
-        "schedules wait for a step that was left out",
+        "schedules must not count a step that was left out",
     ),
     WrappedMethod(
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
@@ -138,14 +138,14 @@ WRAPPED = (
         "on_validation_",
         "",
         'EMA(validate="both")',
-        "callbacks stay out of the validation of the raw weights",
+        "callbacks must not see the validation of the raw weights",
     ),
     WrappedMethod(
         _MODULE,
         "log",
         "name, value",
         'Doctor, SAMCallback, EMA(validate="both"), HardExampleFilter, find_lr, find_batch_size',
-        "what a trial or a second run of a step logs is dropped; a second validation logs under other names",
+        "a trial or a second run of a step must not log; a second validation logs under other names",
     ),
     WrappedMethod(
         _MODULE,
@@ -180,7 +180,7 @@ WRAPPED = (
         "all_gather",
         "data, group, sync_grads",
         "Doctor, find_batch_size",
-        "which tensors a step gathers; a rank that has run out of memory would be waited for",
+        "which tensors a step gathers; the other ranks would wait for one that has run out of memory",
     ),
     WrappedMethod(
         _MODULE,
@@ -194,21 +194,21 @@ WRAPPED = (
         "forward",
         "input",
         "ActivationCheckpointing, Compile, fsdp2 presets",
-        "names in the state_dict stay, which a wrapping module would change",
+        "a wrapping module would change names in the state_dict",
     ),
     WrappedMethod(
         "torch.optim.Optimizer",
         "step",
         "closure",
         "EMA, SWA",
-        "an optimizer without torch's hooks tells in no other way that it stepped",
+        "the only sign that an optimizer without torch's hooks stepped",
     ),
     WrappedMethod(
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
         "save",
         "state_dict, path",
         "zero presets",
-        "the other ranks wait for the rest of the saving when one file cannot be written",
+        "the other ranks would wait for ever when a rank cannot write its file",
     ),
 )
 
@@ -218,7 +218,7 @@ PRIVATE = (
         _TRAINER,
         "_accelerator_connector",
         "DDPPreset",
-        "leaves the loaders their samplers when DDP has found that it runs alone; no public name sets it later",
+        "keeps the loaders' samplers when DDP finds that it runs alone; no public name sets it that late",
     ),
     PrivateName(_TRAINER, "_detect_anomaly", "conflicts", "whether the backward pass raises at a NaN"),
     PrivateName(_FIT_LOOP, "_combined_loader", "optimizer_steps", "the loaders, and how they combine"),
@@ -235,7 +235,7 @@ PRIVATE = (
     PrivateName(_LOADER, "_mode", "optimizer_steps", "how loaders of different lengths combine"),
     PrivateName(_LOADER, "_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_LOADER, "_load_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
-    PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor that has the asked precision"),
+    PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor with the user's precision"),
     PrivateName(
         f"{_CONNECTOR}._AcceleratorConnector",
         "_precision_plugin_flag",
@@ -246,7 +246,7 @@ PRIVATE = (
         "lightning.fabric.connector",
         "_convert_precision_to_unified_args",
         "presets",
-        "the asked precision, spelled out",
+        "the full name of the user's precision",
     ),
     PrivateName(
         "lightning.pytorch.strategies.launchers",
@@ -293,9 +293,11 @@ PRIVATE = (
     PrivateName("torch.Tensor", "_values", "guards", "the values of a sparse tensor that is not coalesced"),
     PrivateName("torch.nn.Module", "_buffers", "guards, replay, averages", "buffers by name, to replace the tensors"),
     PrivateName("torch.nn.Module", "_parameters", "averages, replay", "parameters by name, where they are registered"),
-    PrivateName("torch.nn.Module", "_modules", "guards, replay, Doctor", "children, also those that stand twice"),
+    PrivateName("torch.nn.Module", "_modules", "guards, replay, Doctor", "children, including those that appear twice"),
     PrivateName("torch.nn.Module", "_forward_hooks", "Compile, add_stochastic_depth", "whether there are hooks"),
-    PrivateName("torch.nn.Module", "_forward_pre_hooks", "Compile, drop_bias_before_batchnorm", "whether there are"),
+    PrivateName(
+        "torch.nn.Module", "_forward_pre_hooks", "Compile, drop_bias_before_batchnorm", "whether there are hooks"
+    ),
     PrivateName("torch.nn.Module", "_backward_hooks", "Compile", "whether there are hooks"),
     PrivateName("torch.nn.Module", "_backward_pre_hooks", "Compile", "whether there are hooks"),
     PrivateName("torch.nn.Module", "_non_persistent_buffers_set", "EMA, SWA", "buffers that are not saved"),
@@ -309,11 +311,15 @@ PRIVATE = (
         "whether a fused optimizer unscales gradients in its own step; only such an optimizer has it",
     ),
     PrivateName("torch.optim.lr_scheduler.LRScheduler", "_last_lr", "GradualUnfreeze, PlateauLR", "a rate a group"),
-    PrivateName("torch.optim.lr_scheduler.LRScheduler", "_step_count", "CurveLR", "torch warns by it after a resume"),
+    PrivateName(
+        "torch.optim.lr_scheduler.LRScheduler", "_step_count", "CurveLR", "torch uses it for a warning after a resume"
+    ),
     PrivateName("torch.optim.lr_scheduler.SequentialLR", "_schedulers", "GradualUnfreeze", "the schedulers inside"),
     PrivateName("torch.optim.lr_scheduler.ReduceLROnPlateau", "_reset", "PlateauLR", "a resume with another mode"),
     PrivateName("torch.utils.data.DataLoader", "_iterator", "BatchSizeWarmup", "the iterator of persistent workers"),
-    PrivateName("torch._dynamo", "OptimizedModule", "find_lr, find_batch_size, zero presets", "compiled as a whole"),
+    PrivateName(
+        "torch._dynamo", "OptimizedModule", "find_lr, find_batch_size, zero presets", "whether the module was compiled"
+    ),
     PrivateName("torch._dynamo.OptimizedModule", "_orig_mod", "find_lr, find_batch_size", "the module inside"),
     PrivateName("torch._dynamo.exc", "TorchDynamoException", "Compile", "an error of the compiler, not of the module"),
     PrivateName("torch._functorch", "config", "Compile", "the backward pass is compiled with the forward pass"),

@@ -1,4 +1,4 @@
-"""What torch's functions do with their arguments; a function is told by its name, as a method or in ``torch``."""
+"""What torch's functions do with their arguments; functions are told apart by name, as methods or in ``torch``."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -108,7 +109,8 @@ def _collect(value: Any, found: list[Tensor], seen: set[int]) -> None:
 
 def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
     """Pairs of numbers that change when a tensor is written to or its ``.data`` is set."""
-    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
+    # A sparse tensor has no memory of its own to point to.
+    return [(0 if t.is_inference() else t._version, t.data_ptr() if t.layout == torch.strided else 0) for t in tensors]
 
 
 @contextmanager

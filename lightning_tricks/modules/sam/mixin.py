@@ -125,7 +125,7 @@ class SAMMixin(_Module):
     def _sam_by_hand(self, method: str) -> SAMEngine:
         if self.automatic_optimization or self._sam is None:
             raise MisconfigurationException(
-                f"{method} belongs into the training_step of a fit with automatic_optimization=False; with automatic"
+                f"{method} belongs in the training_step of a fit with automatic_optimization=False; with automatic"
                 " optimization SAM works by itself."
             )
         return self._sam

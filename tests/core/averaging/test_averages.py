@@ -220,7 +220,7 @@ def test_a_write_to_the_parameters_after_leaving_is_noticed_and_one_of_ours_is_n
 def test_a_weight_that_is_gone_is_named() -> None:
     averages = make(Tied)
     del averages.module.b
-    with pytest.raises(MisconfigurationException, match=r"Tied has lost b\.bias, which is averaged"):
+    with pytest.raises(MisconfigurationException, match=r"has lost b\.bias, which is averaged"):
         averages.show("averaged")
 
 

@@ -299,6 +299,14 @@ def test_a_write_into_a_tensor_of_the_batch_is_seen() -> None:
     assert versions(tensors) != before
 
 
+def test_a_write_into_a_sparse_tensor_is_seen() -> None:
+    sparse = torch.eye(2).to_sparse()
+    before = versions([sparse])
+    assert versions([sparse]) == before
+    sparse.mul_(2)
+    assert versions([sparse]) != before
+
+
 def taught() -> nn.ModuleDict:
     return nn.ModuleDict({"student": nn.Linear(2, 2), "teacher": nn.Linear(2, 2).requires_grad_(False)})
 

@@ -1,10 +1,9 @@
-"""Steps by hand that sam_step and sam_backward take themselves are refused by name; complete code of docs/ runs."""
+"""Steps by hand that sam_step and sam_backward take themselves are refused by name."""
 
 from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,20 +142,3 @@ def test_a_gradient_penalty_in_the_closure_is_fine() -> None:
             return loss + slope.square().sum()
 
     fit(build(Penalty))
-
-
-PAGE = Path(__file__).parents[3] / "docs" / "manual_optimization.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-
-
-def test_the_page_has_complete_examples() -> None:
-    assert len(BLOCKS) == 2
-    assert "sam_step(" in BLOCKS[0]
-    assert "sam_backward(" in BLOCKS[1]
-
-
-@pytest.mark.parametrize("code", BLOCKS)
-@pytest.mark.filterwarnings("ignore")
-def test_the_examples_of_the_page_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(PAGE), "exec"), {"__name__": "example"})

@@ -508,10 +508,10 @@ def test_one_of_several_optimizers_must_be_chosen() -> None:
 def test_a_call_outside_of_manual_optimization_is_refused(method: str) -> None:
     module = build(Asks)
     call = getattr(module, method)
-    with pytest.raises(MisconfigurationException, match="belongs into the training_step of a fit"):
+    with pytest.raises(MisconfigurationException, match="belongs in the training_step of a fit"):
         call(lambda: torch.zeros(()))
     trainer().validate(module, loader(24), verbose=False)
-    with pytest.raises(MisconfigurationException, match="belongs into the training_step of a fit"):
+    with pytest.raises(MisconfigurationException, match="belongs in the training_step of a fit"):
         call(lambda: torch.zeros(()))
     module.automatic_optimization = True
     module.call = lambda m, c: getattr(m, method)(c)
