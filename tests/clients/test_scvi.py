@@ -32,6 +32,7 @@ class Cells(Client):
     none = {"find_lr": "train() makes the Trainer and the module", "resume": "train() has no resume"}
 
     def train(self, module: Any, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
+        scvi.settings.logging_dir = Path.cwd()  # otherwise that of the import
         settings = {**QUIET, "logger": None, "check_val_every_n_epoch": 1, **settings}
         split = {"batch_size": 40, "train_size": 0.8, "shuffle_set_split": False}
         module.train(**split, **self.own, callbacks=list(callbacks), early_stopping=False, **settings)
