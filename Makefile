@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions notebooks matrix bench tables exports docs check clean FORCE
+.PHONY: help demo test test-all test-versions test-clients notebooks matrix bench tables exports docs check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -45,6 +45,9 @@ tables: $(VENV)/.test ## write the tables of README.md, benchmarks/README.md and
 test-versions: $(VENV)/.made ## the fast tests with the oldest and newest Lightning and torch; ONLY="2.6.0:newest", Python 3.11+
 	$(BIN)/python .ci/test_versions.py $(ONLY)
 
+test-clients: $(VENV)/.made ## the tricks in other projects' models, each project in a .venv of its own; ONLY="chemprop timm"
+	$(BIN)/python .ci/clients.py $(ONLY)
+
 exports: $(VENV)/.test ## write the __init__ files and functional.py from the __all__ of the source files
 	$(BIN)/python .ci/exports.py
 
@@ -58,8 +61,8 @@ check: $(VENV)/.test
 	@find lightning_tricks lightning_tricks_cli -name '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total" \
 	    { print "warning: " $$2 " has " $$1 " lines: is it one idea?" }'
 
-clean: ## remove .venv, caches and build products
-	rm -rf $(VENV) build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove .venv, .venv-clients, caches and build products
+	rm -rf $(VENV) .venv-clients build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 fail = { echo "error: $(1)" >&2; exit 1; }

@@ -29,7 +29,17 @@ KINDS = {
     "advisor": "Advice",
 }
 FIRST = (
-    *("cli", "strategies", "multi_node", "compatibility", "conflicts", "coming_from", "why_different"),
+    *(
+        "cli",
+        "strategies",
+        "multi_node",
+        "compatibility",
+        "your_library",
+        "clients",
+        "conflicts",
+        "coming_from",
+        "why_different",
+    ),
     "architecture",
 )
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")

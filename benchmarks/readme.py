@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import clients
 import conflicts
 import matrix
 import quality_report
@@ -107,6 +108,7 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
+    clients.PAGE.write_text(clients.page())
     conflicts.PAGE.write_text(conflicts.page())
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))

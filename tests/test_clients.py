@@ -1,0 +1,95 @@
+"""`make test-clients`: its record is whole and shown as it is, and the projects' tests are left out elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / ".ci" / "clients.py"
+KNOWN = {  # what is known not to be right, and is said on the page
+    ("chemprop", "MPNN, RMSE", "Mixup"): "wrong",
+    ("chemprop", "MPNN, RMSE", "HiddenMixup"): "wrong",
+    ("scvi", "TOTALVI", "Mixup"): "late",
+    ("scvi", "TOTALVI", 'HardExampleFilter(mode="loss")'): "late",
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return runpy.run_path(str(SCRIPT))
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import clients
+
+    return clients
+
+
+def test_every_project_has_tests_and_a_record(script: Any) -> None:
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "clients").glob("test_*.py")}
+    assert set(json.loads(script["RESULTS"].read_text())) == set(script["PROJECTS"]) == files
+
+
+def test_every_project_has_a_block_in_the_docs(script: Any) -> None:
+    text = (ROOT / "docs" / "your_library.md").read_text()
+    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert len(sections) == len(script["PROJECTS"]) == text.count("```python")
+
+
+def test_nothing_else_is_wrong_and_nothing_raises_from_inside(script: Any) -> None:
+    found = {
+        (project, model, trick): cell["cell"]
+        for project, of in json.loads(script["RESULTS"].read_text()).items()
+        for model, cells in of["models"].items()
+        for trick, cell in cells.items()
+    }
+    assert {where: kind for where, kind in found.items() if kind not in ("right", "refused", "none")} == KNOWN
+
+
+def test_every_model_has_every_trick(script: Any) -> None:
+    models = [cells for of in json.loads(script["RESULTS"].read_text()).values() for cells in of["models"].values()]
+    assert len({frozenset(cells) for cells in models}) == 1
+    assert all(cell.get("why") for cells in models for cell in cells.values() if cell["cell"] != "right")
+
+
+def test_the_page_is_what_the_record_gives(clients: Any) -> None:
+    assert clients.PAGE.read_text() == clients.page(), "run make tables"
+
+
+def test_what_a_page_shows(clients: Any) -> None:
+    right, refused = {"cell": "right"}, {"cell": "refused", "why": "because"}
+    project = {"models": {"A": {"EMA": right, "SAM": right}, "B": {"EMA": right, "SAM": refused}}}
+    notes: list[str] = []
+    assert clients._cell(project, "EMA", notes) == "✓"
+    assert clients._cell(project, "SAM", notes) == "✓, refused [1](#notes)"
+    assert notes == ["B: because"]
+
+
+def test_compromised_releases_are_excluded(script: Any, tmp_path: Path) -> None:
+    script["constraints"].__globals__["FOLDER"] = tmp_path
+    assert script["constraints"]() == ["--constraint", str(tmp_path / "constraints.txt")]
+    lines = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert lines[0].startswith("torch")
+    assert lines[1:] == ["lightning!=2.6.2,!=2.6.3", "pytorch-lightning!=2.6.2,!=2.6.3"]
+
+
+def test_an_unknown_project_is_refused() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "nobody"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no project nobody; there are chemprop, darts" in done.stderr
+
+
+def test_the_other_tests_do_not_collect_them() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/clients"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert "no tests collected" in done.stdout
