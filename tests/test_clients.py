@@ -15,8 +15,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "clients.py"
 KNOWN = {  # what is known not to be right, and is said on the page
-    ("chemprop", "MPNN, RMSE", "Mixup"): "wrong",
-    ("chemprop", "MPNN, RMSE", "HiddenMixup"): "wrong",
     ("scvi", "TOTALVI", "Mixup"): "late",
     ("scvi", "TOTALVI", 'HardExampleFilter(mode="loss")'): "late",
 }

@@ -18,13 +18,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
+    ConstantLR,
     CosineAnnealingLR,
-    ExponentialLR,
-    LambdaLR,
     LinearLR,
     MultiStepLR,
     OneCycleLR,
-    StepLR,
+    PolynomialLR,
 )
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -154,38 +153,24 @@ def schedule_interval(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
     if trainer.fast_dev_run or epochs is None or not 0 < epochs < steps:  # type: ignore[attr-defined]
         return
     for config in trainer.lr_scheduler_configs:
-        factor = _factor(config.scheduler)
-        if factor is None or config.frequency != 1:
-            continue
-        by_epochs = [factor(t) for t in range(0, epochs + 1, epochs // 100 + 1)]
-        by_steps = [factor(t) for t in range(0, steps + 1, steps // 1000 + 1)]
-        name, highest = type(config.scheduler).__name__, max(by_steps)
-        if config.interval == "epoch" and (len({*by_epochs}) == 1 < len({*by_steps}) or max(by_epochs) < highest / 10):
+        length, name = _length(config.scheduler), type(config.scheduler).__name__
+        if config.frequency == 1 and config.interval == "epoch" and epochs < length <= steps:
             yield (
-                f"{name} hardly moves the learning rate in {epochs} epochs, as if it counted the {steps} optimizer"
+                f"{name} needs {length} steps and gets {epochs}, one an epoch, as if it counted the {steps} optimizer"
                 " steps. Return it with interval='step'."
             )
-        if config.interval == "step" and min(by_steps) < highest / 10**6 <= min(by_epochs):
+        if config.frequency == 1 and config.interval == "step" and length == epochs:
             yield (
-                f"{name} brings the learning rate down by a million in {steps} optimizer steps, as if it counted the"
-                f" {epochs} epochs. Return it with interval='epoch'."
+                f"{name} ends after {length} of {steps} optimizer steps, as if it counted the {epochs} epochs. Return"
+                " it with interval='epoch'."
             )
 
 
-def _factor(scheduler: object) -> Callable[[int], float] | None:
-    """The factor of the first group's learning rate after t calls of a scheduler of torch; None for other ones."""
-    if isinstance(scheduler, StepLR):
-        return lambda t: scheduler.gamma ** (t // scheduler.step_size)
+def _length(scheduler: object) -> int:
+    """The number of steps after which a scheduler of torch changes nothing any more; 0 if it does not tell."""
     if isinstance(scheduler, MultiStepLR):
-        return lambda t: scheduler.gamma ** sum(n for at, n in scheduler.milestones.items() if at <= t)
-    if isinstance(scheduler, ExponentialLR):
-        return lambda t: scheduler.gamma**t
-    if isinstance(scheduler, LinearLR):
-        first, last, length = scheduler.start_factor, scheduler.end_factor, scheduler.total_iters
-        return lambda t: first + (last - first) * min(t / max(length, 1), 1.0)
-    if isinstance(scheduler, LambdaLR):
-        return scheduler.lr_lambdas[0]
-    return None
+        return max(scheduler.milestones, default=0)
+    return scheduler.total_iters if isinstance(scheduler, LinearLR | PolynomialLR | ConstantLR) else 0
 
 
 def forgotten_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
@@ -196,7 +181,7 @@ def forgotten_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str
     names = [name for name, weight in module.named_parameters() if weight.requires_grad and id(weight) not in held]
     if names:
         yield (
-            f"no optimizer of configure_optimizers holds {some(names, 3)}: they get gradients and stay as they are."
+            f"no optimizer of configure_optimizers holds {some(names, 3)}: they are trainable and stay as they are."
             " Pass them to an optimizer, or freeze them with requires_grad_(False)."
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,47 +139,30 @@ def scheduled(make: Any, interval: str) -> Any:
     return build(Scheduled)
 
 
-def warm_up(step: int) -> float:
-    return min(1.0, step / 100)  # as get_linear_schedule_with_warmup of transformers has it
-
-
 torch_schedules = torch.optim.lr_scheduler
-COUNT_STEPS = {
-    "warm-up": lambda optimizer: torch_schedules.LambdaLR(optimizer, warm_up),
-    "LinearLR": lambda optimizer: torch_schedules.LinearLR(optimizer, 0.01, total_iters=150),
-    "StepLR": lambda optimizer: torch_schedules.StepLR(optimizer, 60),
-    "MultiStepLR": lambda optimizer: torch_schedules.MultiStepLR(optimizer, [50, 100]),
-}
-COUNT_EPOCHS = {
-    "ExponentialLR": lambda optimizer: torch_schedules.ExponentialLR(optimizer, 0.9),
-    "StepLR": lambda optimizer: torch_schedules.StepLR(optimizer, 1, gamma=0.5),
-    "LambdaLR": lambda optimizer: torch_schedules.LambdaLR(optimizer, lambda epoch: 0.8**epoch),
+COUNTS = {
+    "LinearLR": lambda optimizer, length: torch_schedules.LinearLR(optimizer, 0.01, total_iters=length),
+    "PolynomialLR": lambda optimizer, length: torch_schedules.PolynomialLR(optimizer, length),
+    "MultiStepLR": lambda optimizer, length: torch_schedules.MultiStepLR(optimizer, [length // 2, length]),
 }
 
 
-@pytest.mark.parametrize("name", COUNT_STEPS)
-def test_a_schedule_of_steps_that_is_stepped_once_an_epoch(name: str) -> None:
-    make, settings = COUNT_STEPS[name], {"max_epochs": 8, "train": loader(160)}
-    said = found(scheduled(make, "epoch"), **settings)["schedule-interval"]
-    assert "hardly moves the learning rate in 8 epochs, as if it counted the 160 optimizer steps" in said
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_schedule_stepped_by_the_wrong_interval(name: str) -> None:
+    settings = {"max_epochs": 8, "train": loader(160)}
+    by_steps, by_epochs = (partial(COUNTS[name], length=length) for length in (120, 8))
+    said = found(scheduled(by_steps, "epoch"), **settings)["schedule-interval"]
+    assert f"{name} needs 120 steps and gets 8, one an epoch" in said
     assert "interval='step'" in said
-    assert found(scheduled(make, "step"), **settings) == {}
+    said = found(scheduled(by_epochs, "step"), **settings)["schedule-interval"]
+    assert f"{name} ends after 8 of 160 optimizer steps, as if it counted the 8 epochs" in said
+    assert found(scheduled(by_steps, "step"), **settings) == found(scheduled(by_epochs, "epoch"), **settings) == {}
 
 
-@pytest.mark.parametrize("name", COUNT_EPOCHS)
-def test_a_schedule_of_epochs_that_is_stepped_with_the_optimizer(name: str) -> None:
-    make, settings = COUNT_EPOCHS[name], {"max_epochs": 8, "train": loader(160)}
-    said = found(scheduled(make, "step"), **settings)["schedule-interval"]
-    assert "down by a million in 160 optimizer steps, as if it counted the 8 epochs" in said
-    assert "interval='epoch'" in said
-    assert found(scheduled(make, "epoch"), **settings) == {}
-
-
-def test_a_schedule_that_does_nothing_is_not_judged() -> None:
-    constant = scheduled(lambda optimizer: torch_schedules.LambdaLR(optimizer, lambda _: 1.0), "epoch")
-    plateau = scheduled(lambda optimizer: torch_schedules.ConstantLR(optimizer, 0.5, total_iters=1), "epoch")
-    for module in (constant, plateau):
-        assert found(module, max_epochs=8, train=loader(160)) == {}
+def test_a_schedule_that_does_not_tell_its_length_is_not_judged() -> None:
+    decay = scheduled(lambda optimizer: torch_schedules.LambdaLR(optimizer, lambda t: max(0.0, 1 - t / 160)), "step")
+    table = scheduled(lambda optimizer: torch_schedules.LambdaLR(optimizer, lambda e: [1, 0.5, 0.1][e]), "epoch")
+    assert found(decay, max_epochs=8, train=loader(160)) == found(table, max_epochs=2, train=loader(160)) == {}
 
 
 class HeadOnly(PlainNet):

@@ -56,8 +56,6 @@ class TestRootMeanSquare(TestRegression):
     """A loss that is not linear in the sum over the samples."""
 
     model = "MPNN, RMSE"
-    joined = "labels are mixed before the root, for the metric adds up the squares in place: sqrt(mix), not mix of sqrt"
-    defects = {"Mixup": joined, "HiddenMixup": joined}
 
     def predictor(self, width: int) -> Any:
         return nn.RegressionFFN(input_dim=width, hidden_dim=16, criterion=nn.metrics.RMSE())

@@ -1,9 +1,10 @@
 """Batches cut to some of their samples, if every part that depends on samples can be cut.
 
-A part with one entry per sample is cut. A single value (a number, a string, None) is the same for all samples. So is a
-tensor of fewer entries beside parts that are cut. A longer tensor may hold several entries per sample (nodes of graphs,
-tokens). It, an object of an unknown class, and a container of tensors of which none has one entry per sample may depend
-on samples in an unknown way: a batch with such a part is refused by its path.
+A part with one entry per sample is cut. A single value (a number, a string, None) is the same for all samples. So are a
+few floating-point numbers in a tensor (weights of classes), beside parts that are cut. A longer tensor may hold several
+entries per sample (nodes of graphs, tokens), and one of more dimensions or of integers may have the samples elsewhere
+or point to them. Such a tensor, an object of an unknown class, and a container of tensors of which none has one entry
+per sample may depend on samples in an unknown way: a batch with such a part is refused by its path.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def count_samples(batch: Any, trick: str) -> int:
         MisconfigurationException: If the lengths differ.
     """
     tensors = [get(batch, path) for path in find(batch, TARGETS, 1)]
-    if not tensors and isinstance(batch, list | tuple) and all(fields(part) or parts(part) for part in batch):
+    if not tensors and isinstance(batch, list | tuple) and not any(isinstance(part, Tensor) for part in batch):
         tensors = [torch.tensor(0)]  # perhaps one part for each sample
     tensors = tensors or [leaf for _, leaf in walk(batch) if isinstance(leaf, Tensor) and leaf.ndim][:2]
     sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
@@ -79,7 +80,11 @@ class _Cut:
         """A part of the batch, cut to the samples."""
         if isinstance(part, PackedSequence) or (isinstance(part, Tensor) and part.is_nested):
             raise self.refusal(part, path)
-        if isinstance(getattr(part, "batch_size", None), torch.Size) and part.batch_size[:1] == (self.size,):
+        if (
+            hasattr(type(part), "batch_size")
+            and isinstance(part.batch_size, torch.Size)
+            and part.batch_size[:1] == (self.size,)
+        ):
             self.count += 1
             return part[self.samples]  # a TensorDict, or a class like it
         if isinstance(part, Tensor) or (type(part).__module__ == "numpy" and hasattr(part, "shape")):
@@ -95,7 +100,7 @@ class _Cut:
     def _array(self, array: Any, path: str) -> Any:
         if not array.shape:
             return array
-        if array.shape[0] > self.size:
+        if array.shape[0] > self.size or (array.shape[0] not in (1, self.size) and _has_indices(array)):
             raise self.refusal(array, path)
         if array.shape[0] < self.size:
             self.other = array, path
@@ -132,6 +137,11 @@ class _Cut:
             f"{self.trick} cuts a batch of {self.size} samples, and cannot know how samples are stored in {path},"
             f" {found}: {other}. What is the same for all samples belongs in the module (register_buffer)."
         )
+
+
+def _has_indices(array: Any) -> bool:
+    """Whether an array of fewer entries than samples may have them in another dimension, or point to them."""
+    return array.ndim > 1 or "int" in str(array.dtype)
 
 
 def _has_one_entry_a_sample(part: Any, size: int) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 Name = str | int
@@ -68,6 +69,11 @@ def put(batch: Any, path: Path, value: Any) -> Any:
         new[name] = inner
     else:
         object.__setattr__(new, name, inner)  # a frozen dataclass allows this, too
+    if get(batch, (name,)) is inner or get(new, (name,)) is not inner:
+        raise MisconfigurationException(
+            f"{spelled((name,))} cannot be changed in a copy of the batch, a {type(batch).__name__}: its class shares"
+            " what it holds with its copies. Give it a __copy__, or have the collate function return a dict."
+        )
     return new
 
 

@@ -46,5 +46,8 @@ class _Wrapped:
         self.original = self.__wrapped__ = original  # Lightning and inspect look for the latter
         self.before = before  # the attribute that stood in this place, such as another wrapper; None for the class's
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "wrapper": None}  # a copy of the owner is of no fit, and has the plain method
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.wrapper is None else self.wrapper(self.original, *args, **kwargs)

@@ -9,7 +9,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_tricks.core.lightning.patching import wrap_method
 
@@ -87,9 +89,9 @@ def refuse_steps_past_hooks(trainer: pl.Trainer, tricks: str, undo: ExitStack) -
             inside = before
 
     def check(optimizer: Optimizer, *_: Any) -> None:
-        if inside:
-            return
         module = trainer.lightning_module
+        if inside or not holds_parameters(optimizer, module):
+            return
         name, kind = type(module).__name__, type(optimizer).__name__
         if module.automatic_optimization:
             where, remedy = f"{name}.optimizer_step", "call optimizer.step(closure=closure)"
@@ -101,6 +103,10 @@ def refuse_steps_past_hooks(trainer: pl.Trainer, tricks: str, undo: ExitStack) -
         )
 
     undo.callback(wrap_method(trainer.strategy, "optimizer_step", enter))
-    for optimizer in trainer.optimizers:
-        if isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            undo.callback(optimizer.register_step_pre_hook(check).remove)
+    undo.callback(register_optimizer_step_pre_hook(check).remove)  # also for optimizers that Lightning does not know
+
+
+def holds_parameters(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Whether an optimizer trains a parameter of the module."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])

@@ -54,7 +54,7 @@ def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
     for config in trainer.lr_scheduler_configs:
         due = now[config.interval] % config.frequency == 0 and (config.interval == "step" or trainer.is_last_batch)
         if config.scheduler.optimizer is optimizer and due and not isinstance(config.scheduler, ReduceLROnPlateau):
-            config.scheduler.step()
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
 
 
 def will_step(trainer: pl.Trainer) -> bool:

@@ -189,9 +189,9 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any, targets: list[Mixed
     """Write into every branch; a plain tensor that a target is written into becomes a target itself."""
     target, *rest = args
     if not isinstance(target, MixedTarget) or not target.plan.open:
-        if all(
-            not t.branches[0].ndim and t.is_floating_point() for t in targets
-        ):  # a running sum of losses, for example
+        # A running sum of losses for the log, for example; with a graph it may become the loss.
+        traced = torch.is_grad_enabled() and any(t.branches[0].requires_grad for t in targets)
+        if not traced and all(not t.branches[0].ndim and t.is_floating_point() for t in targets):
             return func(*_branch(args, None), **_branch(kwargs, None))
         if not isinstance(target, MixedTarget) and (type(target) is not Tensor or target._is_view()):
             raise targets[0].plan.refusal(
@@ -199,7 +199,8 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any, targets: list[Mixed
                 f" {type(target).__name__}: write into a full tensor, or make a new one."
             )
         plain = _branch(target, None).as_subclass(Tensor)
-        branches = (plain, *(plain.clone() for _ in targets[0].branches[1:]))
+        # A scalar shows the mixed loss; any other tensor shows its first branch.
+        branches = (plain if plain.ndim else plain.clone(), *(plain.clone() for _ in targets[0].branches[1:]))
         known = [t.sample_ids for t in targets if t.sample_ids is not None and len(t.sample_ids) == len(plain)]
         sample_ids = known[0] if known and writes_by_sample(func, (plain, *rest), kwargs) else None
         target.__class__ = MixedTarget  # the user may go on with the tensor itself, and not with what is returned here

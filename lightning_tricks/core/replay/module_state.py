@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import io
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks.core.replay.rerun import versions
 
@@ -68,7 +71,7 @@ class ModuleState:
                     continue
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
-                elif not (value.is_inference() or _is_expanded(value)):
+                elif not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
                     self._tensors.append((value, versions([value]), f"{path}.{name}"))
                     self._restore.append(partial(_restore_tensor, value, value.detach(), value.detach().clone()))
 
@@ -79,6 +82,11 @@ class ModuleState:
                 self._written.append((value, versions([value]), path))
         elif isinstance(value, nn.Module):  # a module in a container, which is not registered
             self._note_modules(value, path)
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            raise MisconfigurationException(
+                f"{path} is an iterator ({type(value).__name__}), which cannot be set back for a second run of the"
+                " step: keep a list and a position, or keep it outside of the module, in the data set for example."
+            )
         elif id(value) not in self._seen and (restore := restorer(value, path)) is not None:
             self._seen.add(id(value))
             self._restore.append(restore)
@@ -139,7 +147,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether several entries of a tensor share memory, so that it cannot be written to."""
-    return tensor.layout == torch.strided and 0 in tensor.stride()
+    return tensor.layout == torch.strided and not tensor.is_nested and 0 in tensor.stride()
 
 
 def _restore_tensor(tensor: Tensor, data: Tensor, contents: Tensor) -> None:
@@ -191,7 +199,8 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None
         return partial(numpy.copyto, value, value.copy()) if value.flags.writeable else None
     base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
     abstract = isinstance(value, MutableMapping | MutableSequence | MutableSet)
-    if base is None and not abstract and not (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+    record = isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    if base is None and not abstract and not record:
         return None
     kind: Any = type(value)
     if _hides_state(kind, base or object):
@@ -268,7 +277,10 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """The items and attributes of a container, with the ends of their paths."""
     if _generator_restorer(value) is not None:
         return
-    if str(getattr(value, "dtype", "")) == "object":  # an array of NumPy
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        if value.dtype != object:
+            return
         yield from ((f".flat[{place}]", item) for place, item in enumerate(value.flat))
         return
     base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)

@@ -67,6 +67,8 @@ def copy_containers(batch: Any) -> Any:
         return new
     if isinstance(batch, MutableMapping):
         new = copy.copy(batch)
+        if not isinstance(batch, dict) and all(new.__dict__.get(name) is held for name, held in vars(batch).items()):
+            vars(new).update({name: copy_containers(held) for name, held in vars(batch).items()})
         for key, item in batch.items():
             if (inner := copy_containers(item)) is not item:
                 new[key] = inner
@@ -83,12 +85,21 @@ def copy_containers(batch: Any) -> Any:
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of a batch, including attributes of objects in it."""
-    found: list[Tensor] = []
+    return [value for value in _collected(batch) if isinstance(value, Tensor)]
+
+
+def objects_in(batch: Any) -> list[Any]:
+    """The objects of a batch that are no containers, whose attributes every run of a step shares."""
+    return [value for value in _collected(batch) if not isinstance(value, Tensor)]
+
+
+def _collected(batch: Any) -> list[Any]:
+    found: list[Any] = []
     _collect(batch, found, set())
     return found
 
 
-def _collect(value: Any, found: list[Tensor], seen: set[int]) -> None:
+def _collect(value: Any, found: list[Any], seen: set[int]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
         return
@@ -103,6 +114,8 @@ def _collect(value: Any, found: list[Tensor], seen: set[int]) -> None:
         inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
     else:
         inner = list(getattr(value, "__dict__", {}).values())
+        if inner:
+            found.append(value)
     for item in inner:
         _collect(item, found, seen)
 
@@ -124,12 +137,19 @@ def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
     tensors = tensors_in(batch)
     frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
     before, kept = versions(tensors), versions(list(frozen.values()))
+    objects = [(held, dict(vars(held))) for held in objects_in(batch)]
     yield
     if (now := versions(list(frozen.values()))) != kept:
         name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
         raise MisconfigurationException(
             f"{type(module).__name__}.training_step writes into the frozen parameter {name}, and a second run of it"
             " would do so again: update it in on_train_batch_end."
+        )
+    changed = [held for held, attributes in objects if any(vars(held).get(n) is not a for n, a in attributes.items())]
+    if changed:
+        raise MisconfigurationException(
+            f"{type(module).__name__}.training_step sets an attribute of a {type(changed[0]).__name__} in its batch,"
+            " which a second run of it would see: use a new object, for example copy.copy of it."
         )
     if versions(tensors) != before:
         raise MisconfigurationException(

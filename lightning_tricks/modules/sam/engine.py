@@ -23,7 +23,7 @@ from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, repla
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
-from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch
+from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, misuse
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 
@@ -94,6 +94,8 @@ class SAMEngine:
         self, closure: Callable[[], Tensor], optimizer: Any = None, method: str = "sam_backward"
     ) -> Tensor:
         """What ``SAMMixin.sam_backward`` does."""
+        if not callable(closure):
+            raise TypeError(f"{method} needs a function that computes the loss, got {type(closure).__name__}.")
         self.called = True
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
@@ -101,7 +103,13 @@ class SAMEngine:
         with self.closures.watching(method):
             loss = loss_of(closure())
         weights = perturbed_weights(self.module, self.sam, own if isinstance(own, list) else [own])
-        self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
+        try:
+            self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                rule = f"the closure of {method} uses tensors of a forward pass outside of it"
+                raise misuse(self.module, rule, method) from error
+            raise
         return loss.detach()
 
     def step_by_hand(

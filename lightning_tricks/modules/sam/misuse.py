@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_tricks.core.lightning.step_watch import holds_parameters
+
 _RIGHT = {
     "sam_step": """
     def training_step(self, batch, batch_idx):
@@ -73,6 +75,8 @@ class ClosureGuard:
             raise misuse(self.module, rule, self.method)
 
     def _refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not holds_parameters(optimizer, self.module):
+            return  # an inner optimizer, such as that of adversarial samples
         rule = f"the closure of {self.method} steps {type(optimizer).__name__}, which comes after it"
         raise misuse(self.module, rule, self.method)
 
@@ -102,7 +106,7 @@ class ScheduleWatch:
             self.check(optimizer)
         self._stepped.clear()
         schedules = [config.scheduler for config in self.module.trainer.lr_scheduler_configs]
-        self._counts = {each: each.last_epoch for each in schedules if not isinstance(each, ReduceLROnPlateau)}
+        self._counts = {schedule: _count(schedule) for schedule in schedules}
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if a schedule of the optimizer was stepped by hand in a batch with ``sam_step``.
@@ -111,11 +115,17 @@ class ScheduleWatch:
             MisconfigurationException: If one was.
         """
         for schedule, count in self._counts.items():
-            if schedule.optimizer is optimizer and schedule.last_epoch != count:
+            if schedule.optimizer is optimizer and _count(schedule) > count:
                 rule = f"{type(schedule).__name__} is stepped by hand beside sam_step, which steps it: leave that out"
                 raise misuse(self.module, rule, "sam_step")
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Remember that ``sam_step`` was called for an optimizer and may have stepped its schedules."""
         self._stepped.add(optimizer)
-        self._counts.update({each: each.last_epoch for each in self._counts if each.optimizer is optimizer})
+        own = [schedule for schedule in self._counts if schedule.optimizer is optimizer]
+        self._counts.update({schedule: _count(schedule) for schedule in own})
+
+
+def _count(schedule: Any) -> int:
+    """The steps that a schedule has made, as far as it tells; 0 for one on a plateau, which is stepped by hand."""
+    return 0 if isinstance(schedule, ReduceLROnPlateau) else getattr(schedule, "last_epoch", 0)

@@ -142,19 +142,18 @@ class MixinHooks(SAMHooks):
 
 
 def _calls_sam(kind: type) -> bool:
-    """Whether the code of a class has a call of SAM's, which may come in a later step or epoch."""
-    codes = [
-        vars(owner)[name].__code__
-        for owner in kind.__mro__
-        for name in vars(owner)
-        if inspect.isfunction(vars(owner)[name])
-    ]
-    while codes:
-        code = codes.pop()
-        if {"sam_backward", "sam_step"} & {*code.co_names}:
-            return True
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return False
+    """Whether the code of a class, or a function that it calls, calls SAM, which may happen in a later epoch."""
+    functions = [value for owner in kind.__mro__ for value in vars(owner).values() if inspect.isfunction(value)]
+    functions = [inspect.unwrap(function) for function in functions]
+    called = [function.__globals__.get(name) for function in functions for name in _names(function.__code__)]
+    functions += [function for function in called if inspect.isfunction(function)]
+    return any({"sam_backward", "sam_step"} & _names(function.__code__) for function in functions)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that a function uses, those of functions inside it included."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*inner)
 
 
 def _never_called(pl_module: pl.LightningModule) -> MisconfigurationException:
