@@ -60,7 +60,10 @@ def unfreeze_order(model: nn.Module, parameters: str | Sequence[str] | None, cou
                     f" {pattern!r} selects none. {examples(names)}"
                 )
         return order
-    keys = known_layers(model) if parameters is None else numbered_layers(model, parameters)
+    if parameters is None:
+        keys = known_layers(model, "parameters")
+    else:
+        keys = numbered_layers(model, parameters, "parameters")
     layers = sorted({keys[name] for name in names}, reverse=True)[1:]
     if len(layers) < count:
         raise ValueError(

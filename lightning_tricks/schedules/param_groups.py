@@ -20,8 +20,8 @@ Key = tuple[float, ...]  # by which layers sort
 _STEM, _HEAD = Key((-1.0,)), Key((float("inf"),))
 
 
-def known_layers(model: nn.Module) -> dict[str, Key]:
-    """The layers of the one timm or Hugging Face model that ``model`` is or holds."""
+def known_layers(model: nn.Module, argument: str = "pattern") -> dict[str, Key]:
+    """The layers of the one timm or Hugging Face model that ``model`` is or holds; ``argument`` names them otherwise."""
     transformers: Any = sys.modules.get("transformers.modeling_utils")  # not loaded: no model of it can be there
     kinds = (transformers.PreTrainedModel,) if transformers else ()
     found: dict[str, nn.Module] = {}
@@ -36,7 +36,7 @@ def known_layers(model: nn.Module) -> dict[str, Key]:
             return {name: keys.get(name, _HEAD) for name in names}
     raise ValueError(
         f"{type(model).__name__} must be or hold one timm or Hugging Face model with one stack of layers; else pass"
-        rf" pattern, a regex whose first group is the layer's number, as r'^blocks\.(\d+)'. {examples(names)}"
+        rf" {argument}, a regex whose first group is the layer's number, as r'^blocks\.(\d+)'. {examples(names)}"
     )
 
 
@@ -71,14 +71,14 @@ def _transformers_layers(model: Any) -> dict[str, Key]:
     return keys
 
 
-def numbered_layers(model: nn.Module, pattern: str) -> dict[str, Key]:
-    """The layer of each parameter, by the number that a regular expression finds in its name."""
-    regex = compile_pattern("pattern", pattern)
+def numbered_layers(model: nn.Module, pattern: str, argument: str = "pattern") -> dict[str, Key]:
+    """The layer of each parameter, by the number that a regular expression, the user's ``argument``, finds in its name."""
+    regex = compile_pattern(argument, pattern)
     hits = {name: regex.search(name) for name, _ in model.named_parameters()}
     found = [hit.groups("0") or ("",) for hit in hits.values() if hit]
     if not found or not all(number.isdecimal() for numbers in found for number in numbers):
         raise ValueError(
-            "pattern must be found in parameters' names with the layer's number as its first group, as"
+            f"{argument} must be found in parameters' names with the layer's number as its first group, as"
             rf" r'^blocks\.(\d+)' is, got {pattern!r}. {examples(hits)}"
         )
     return _in_order({name: hit and tuple(map(float, hit.groups("0"))) for name, hit in hits.items()})
