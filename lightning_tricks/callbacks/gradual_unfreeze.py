@@ -60,10 +60,8 @@ def unfreeze_order(model: nn.Module, parameters: str | Sequence[str] | None, cou
                     f" {pattern!r} selects none. {examples(names)}"
                 )
         return order
-    if parameters is None:
-        keys = known_layers(model, "parameters")
-    else:
-        keys = numbered_layers(model, parameters, "parameters")
+    own = "parameters"  # the user's argument, for the error messages
+    keys = known_layers(model, own) if parameters is None else numbered_layers(model, parameters, own)
     layers = sorted({keys[name] for name in names}, reverse=True)[1:]
     if len(layers) < count:
         raise ValueError(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_tricks.core.checks import check_range, compile_pattern, examples
+from lightning_tricks.core.selection import select_parameters
 
 __all__ = ["discriminative_groups", "layer_decay_groups", "no_weight_decay_groups"]
 
@@ -21,7 +22,7 @@ _STEM, _HEAD = Key((-1.0,)), Key((float("inf"),))
 
 
 def known_layers(model: nn.Module, argument: str = "pattern") -> dict[str, Key]:
-    """The layers of the one timm or Hugging Face model that ``model`` is or holds; ``argument`` names them otherwise."""
+    """The layers of the one timm or Hugging Face model that ``model`` is or holds; the error names the argument."""
     transformers: Any = sys.modules.get("transformers.modeling_utils")  # not loaded: no model of it can be there
     kinds = (transformers.PreTrainedModel,) if transformers else ()
     found: dict[str, nn.Module] = {}
@@ -72,7 +73,7 @@ def _transformers_layers(model: Any) -> dict[str, Key]:
 
 
 def numbered_layers(model: nn.Module, pattern: str, argument: str = "pattern") -> dict[str, Key]:
-    """The layer of each parameter, by the number that a regular expression, the user's ``argument``, finds in its name."""
+    """The layer of each parameter by the number that a regex finds in its name; the error names the argument."""
     regex = compile_pattern(argument, pattern)
     hits = {name: regex.search(name) for name, _ in model.named_parameters()}
     found = [hit.groups("0") or ("",) for hit in hits.values() if hit]
@@ -153,13 +154,14 @@ def layer_decay_groups(
 def discriminative_groups(
     model: nn.Module, lrs: Mapping[str, float], *, weight_decay: float | None = None, groups: Groups | None = None
 ) -> Groups:
-    r"""Discriminative learning rates: the first pattern that is found in a parameter's name gives its learning rate.
+    r"""Discriminative learning rates: the first pattern that selects a parameter gives its learning rate.
 
     Args:
         model: The model, or the LightningModule (``self`` in ``configure_optimizers``).
-        lrs: Learning rates by regex, searched in each parameter's name in this order; ``""`` is found in every name.
+        lrs: Learning rates by pattern, in this order: regular expressions searched in parameters' names, or names of
+            classes; ``""`` is found in every name.
         weight_decay: Weight decay, by which each group is split as by ``no_weight_decay_groups``; none by default.
-        groups: Groups to split. A parameter in whose name no pattern is found keeps the learning rate of its group.
+        groups: Groups to split. A parameter that no pattern selects keeps the learning rate of its group.
 
     Raises:
         ValueError: If a trainable parameter gets no learning rate, a pattern gives none, or one is negative.
@@ -181,12 +183,12 @@ def discriminative_groups(
     for pattern, lr in lrs.items():
         check_range(f"lrs[{pattern!r}]", lr, 0.0)
     names = dict(model.named_parameters())  # frozen ones too, since a pattern for them is no mistake
-    regexes = {pattern: compile_pattern("lrs", pattern) for pattern in lrs}
-    winners = {name: next((key for key, regex in regexes.items() if regex.search(name)), None) for name in names}
+    selected = {pattern: select_parameters(model, [pattern], "lrs") for pattern in lrs}
+    winners = {name: next((pattern for pattern in lrs if name in selected[pattern]), None) for name in names}
     if useless := [pattern for pattern in lrs if pattern not in winners.values()]:
         raise ValueError(
-            f"lrs: every pattern must give a parameter its learning rate, {useless[0]!r} gives none: it is found in no"
-            f" name, or only where an earlier one is (put general patterns last). {examples(names)}"
+            f"lrs: every pattern must give a parameter its learning rate, {useless[0]!r} gives none: it selects only"
+            f" what an earlier one does (put general patterns last). {examples(names)}"
         )
     missing = [name for name, parameter in names.items() if parameter.requires_grad and winners[name] is None]
 
