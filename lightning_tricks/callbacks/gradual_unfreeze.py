@@ -282,7 +282,7 @@ class GradualUnfreeze(Trick):
     def _split(self, trainer: pl.Trainer, order: list[list[nn.Parameter]]) -> None:
         parts = [(parameters, self.lr_factor**k) for k, parameters in enumerate(order, 1)]
         for optimizer in trainer.optimizers:
-            schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             try:
                 split_groups(
                     optimizer, [scheduler for scheduler in schedulers if scheduler.optimizer is optimizer], parts

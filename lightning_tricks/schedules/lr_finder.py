@@ -101,7 +101,7 @@ def _noise(losses: Sequence[float], smoothed: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LRFinderResult:
-    """What ``find_lr`` has measured.
+    """The result of ``find_lr``.
 
     Args:
         lrs: Learning rate of each optimizer step, rising, for the parameter group whose base is the largest.
@@ -295,7 +295,8 @@ class Sweep(UndoneFit):
         self._planned, self._ends, self._accumulation, self._bar = rates, ends, accumulation, bar
         self.rates: list[float] = []
         self.losses: list[float] = []
-        self._ratios: list[float] = []  # of the groups' base learning rates to the largest of them
+        # The ratios of the groups' base learning rates to the largest of them.
+        self._ratios: list[float] = []
         self._first = self._taken = self._before = 0  # optimizer steps before the sweep, in it, in it before this epoch
         self._total, self._batches = torch.zeros(()), 0  # sum of losses and number of batches in this window
 

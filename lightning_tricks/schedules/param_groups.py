@@ -17,7 +17,7 @@ from lightning_tricks.core.selection import select_parameters
 
 __all__ = ["discriminative_groups", "layer_decay_groups", "no_weight_decay_groups"]
 
-Key = tuple[float, ...]  # by which layers sort
+Key = tuple[float, ...]  # The sort key of a layer.
 _STEM, _HEAD = Key((-1.0,)), Key((float("inf"),))
 
 
@@ -111,10 +111,11 @@ def layer_decay_groups(
     r"""Layer-wise learning-rate decay: the nearer a layer is to the input, the more slowly it learns.
 
     ``lr_of_layer = lr * decay**depth``; depth counts from the head, 0, over the layers down to the stem or embeddings.
-    A timm model says its layers. A Hugging Face model has embeddings, numbered layers (an encoder's, then its
-    decoder's; the last norm belongs to the last one) and a head: the pooler and what stands on the base model. Of a
-    LightningModule that holds one, the other parameters belong to the head. With ``pattern``, what it does not match
-    belongs to the stem before the first match, to the head behind the last, to the layer before it in between.
+    timm models define their layers. A Hugging Face model has embeddings, numbered layers (an encoder's, then its
+    decoder's; the last norm belongs to the last one) and a head: the pooler and what stands on the base model. If a
+    LightningModule holds such a model, its other parameters belong to the head. With ``pattern``, parameters that it
+    does not match belong to the stem if they come before the first match, to the head if they come after the last,
+    otherwise to the layer before them.
 
     Args:
         model: The model, or the LightningModule (``self`` in ``configure_optimizers``).

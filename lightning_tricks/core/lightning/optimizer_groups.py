@@ -43,7 +43,7 @@ def recorded_groups() -> Iterator[Made]:
 def restore_groups(made: Made) -> None:
     """Give the groups that a scheduler has taken up the settings back that they were made with."""
     for group, settings in made:
-        if "initial_lr" in group and "initial_lr" not in settings:  # which every scheduler writes
+        if "initial_lr" in group and "initial_lr" not in settings:  # Every scheduler writes initial_lr.
             for name in group.keys() - settings.keys() - {"params"}:
                 del group[name]
             group.update(deepcopy(settings))

@@ -78,7 +78,7 @@ class ClosureGuard:
 
 
 def _gradients(module: nn.Module) -> dict[Tensor, tuple[int, int]]:
-    """Which gradient each weight has, and how often it was written; of those that have one."""
+    """The id and the version of the gradient of every weight that has one."""
     return {
         weight: (id(weight.grad), weight.grad._version) for weight in module.parameters() if weight.grad is not None
     }
@@ -102,7 +102,9 @@ class ScheduleWatch:
             self.check(optimizer)
         self._stepped.clear()
         schedules = [config.scheduler for config in self.module.trainer.lr_scheduler_configs]
-        self._counts = {each: each.last_epoch for each in schedules if not isinstance(each, ReduceLROnPlateau)}
+        self._counts = {
+            scheduler: scheduler.last_epoch for scheduler in schedules if not isinstance(scheduler, ReduceLROnPlateau)
+        }
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if a schedule of the optimizer was stepped by hand in a batch with ``sam_step``.
@@ -118,4 +120,6 @@ class ScheduleWatch:
     def stepped(self, optimizer: Optimizer) -> None:
         """Remember that ``sam_step`` was called for an optimizer and may have stepped its schedules."""
         self._stepped.add(optimizer)
-        self._counts.update({each: each.last_epoch for each in self._counts if each.optimizer is optimizer})
+        self._counts.update(
+            {scheduler: scheduler.last_epoch for scheduler in self._counts if scheduler.optimizer is optimizer}
+        )
