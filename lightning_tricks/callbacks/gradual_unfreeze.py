@@ -60,7 +60,8 @@ def unfreeze_order(model: nn.Module, parameters: str | Sequence[str] | None, cou
                     f" {pattern!r} selects none. {examples(names)}"
                 )
         return order
-    keys = known_layers(model) if parameters is None else numbered_layers(model, parameters)
+    own = "parameters"  # the user's argument, for the error messages
+    keys = known_layers(model, own) if parameters is None else numbered_layers(model, parameters, own)
     layers = sorted({keys[name] for name in names}, reverse=True)[1:]
     if len(layers) < count:
         raise ValueError(
@@ -281,7 +282,7 @@ class GradualUnfreeze(Trick):
     def _split(self, trainer: pl.Trainer, order: list[list[nn.Parameter]]) -> None:
         parts = [(parameters, self.lr_factor**k) for k, parameters in enumerate(order, 1)]
         for optimizer in trainer.optimizers:
-            schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             try:
                 split_groups(
                     optimizer, [scheduler for scheduler in schedulers if scheduler.optimizer is optimizer], parts

@@ -61,7 +61,7 @@ def _swa_tail(
     """``swa_tail`` behind the curve of a name, with the settings of that curve."""
     in_steps = isinstance(start, int) and isinstance(anneal, int)
     if total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps:
-        total_steps = count_steps(module)  # which the curve before the tail does not need
+        total_steps = count_steps(module)  # The curve before the tail does not need T.
     before = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
     return swa_tail(before, start=start, swa_lr=swa_lr, anneal=anneal)
 

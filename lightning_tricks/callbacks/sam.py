@@ -32,9 +32,10 @@ class SAMCallback(SAMHooks):
     Args:
         rho: Radius of the perturbation, at least 0; 0.05 is common for clean data, 0.1 to 0.5 under label noise.
         adaptive: Whether to perturb large weights more (ASAM); good radii are about ten times those of SAM.
-        eta: What ASAM adds to ``|w|``, at least 0.
-        every_n_steps: Optimizer steps of which one is perturbed; the others are plain.
-        micro_batch_size: Samples that are perturbed by their own gradient (m-sharpness); None for the full batch.
+        eta: The number that ASAM adds to ``|w|``, at least 0.
+        every_n_steps: The number of optimizer steps of which one is perturbed, at least 1; ``rho`` is not scaled.
+        micro_batch_size: The number of samples that are perturbed by their own gradient (m-sharpness); None for the
+            full batch. It takes a third forward pass, and needs losses that are means over samples.
         parameters: The parameters that are perturbed: regular expressions searched in their names, or names of classes,
             for the parameters of their instances; one or a sequence. "norm" for those of all normalization layers. None
             for all that the optimizer trains.

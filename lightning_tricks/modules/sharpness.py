@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.lightning.loaders import generators_of
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
@@ -54,16 +55,15 @@ class Sharpness:
     losses: tuple[float, ...]
 
     def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
-        """Draw the loss along the gradient, into the given axes or a new figure."""
-        if ax is None:
-            import matplotlib.pyplot as plt  # imported only here, since a user's own axes need no pyplot
+        """Draw the loss along the gradient, into the given axes or a new figure.
 
-            _, ax = plt.subplots()
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        figure, ax = figure_and_axes(ax)
         ax.plot(self.distances, self.losses, marker=".", label=f"largest eigenvalue {self.eigenvalue:.3g}")
         ax.set(xlabel="distance along the gradient", ylabel="loss")
         ax.legend()
-        figure = ax.get_figure(root=True)
-        assert figure is not None, "axes belong to a figure"
         return figure, ax
 
 

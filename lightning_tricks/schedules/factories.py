@@ -611,7 +611,7 @@ def _schedule(
     endless: bool = False,
     **settings: Any,
 ) -> Schedule:
-    """What a factory returns for its curve; T is left unknown where an endless curve does not need it."""
+    """Make the dictionary of a factory; T is left unknown where an endless curve does not need it."""
     check_arguments(optimizer, module)
     optional = {"total_steps": total_steps, "momentum": momentum}
     check_settings({**settings, **{name: value for name, value in optional.items() if value is not None}})

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count, check_range
+from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 from lightning_tricks.core.report import progress
-from lightning_tricks.schedules.plot import pyplot
 from lightning_tricks.schedules.scheduler import base_lr, set_lr
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _noise(losses: Sequence[float], smoothed: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LRFinderResult:
-    """What ``find_lr`` has measured.
+    """The result of ``find_lr``.
 
     Args:
         lrs: Learning rate of each optimizer step, rising, for the parameter group whose base is the largest.
@@ -146,8 +146,7 @@ class LRFinderResult:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        if ax is None:
-            _, ax = pyplot().subplots()  # imported only here, since a user's own axes need no pyplot
+        figure, ax = figure_and_axes(ax)
         smoothed = self.smoothed
         ax.plot(self.lrs, self.losses, ".", color="0.7", label="loss")
         ax.plot(self.lrs, smoothed, label="smoothed")
@@ -163,8 +162,6 @@ class LRFinderResult:
             margin = 0.05 * (high - low) or 1.0
             ax.set_ylim(low - margin, high + margin)  # losses that explode would flatten the others
         ax.legend()
-        figure = ax.get_figure(root=True)
-        assert figure is not None, "axes of a figure"
         return figure, ax
 
     def to_dict(self) -> dict[str, list[float]]:
@@ -298,7 +295,8 @@ class Sweep(UndoneFit):
         self._planned, self._ends, self._accumulation, self._bar = rates, ends, accumulation, bar
         self.rates: list[float] = []
         self.losses: list[float] = []
-        self._ratios: list[float] = []  # of the groups' base learning rates to the largest of them
+        # The ratios of the groups' base learning rates to the largest of them.
+        self._ratios: list[float] = []
         self._first = self._taken = self._before = 0  # optimizer steps before the sweep, in it, in it before this epoch
         self._total, self._batches = torch.zeros(()), 0  # sum of losses and number of batches in this window
 

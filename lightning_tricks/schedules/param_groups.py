@@ -13,15 +13,16 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_tricks.core.checks import check_range, compile_pattern, examples
+from lightning_tricks.core.selection import select_parameters
 
 __all__ = ["discriminative_groups", "layer_decay_groups", "no_weight_decay_groups"]
 
-Key = tuple[float, ...]  # by which layers sort
+Key = tuple[float, ...]  # The sort key of a layer.
 _STEM, _HEAD = Key((-1.0,)), Key((float("inf"),))
 
 
-def known_layers(model: nn.Module) -> dict[str, Key]:
-    """The layers of the one timm or Hugging Face model that ``model`` is or holds."""
+def known_layers(model: nn.Module, argument: str = "pattern") -> dict[str, Key]:
+    """The layers of the one timm or Hugging Face model that ``model`` is or holds; the error names the argument."""
     transformers: Any = sys.modules.get("transformers.modeling_utils")  # not loaded: no model of it can be there
     kinds = (transformers.PreTrainedModel,) if transformers else ()
     found: dict[str, nn.Module] = {}
@@ -36,7 +37,7 @@ def known_layers(model: nn.Module) -> dict[str, Key]:
             return {name: keys.get(name, _HEAD) for name in names}
     raise ValueError(
         f"{type(model).__name__} must be or hold one timm or Hugging Face model with one stack of layers; else pass"
-        rf" pattern, a regex whose first group is the layer's number, as r'^blocks\.(\d+)'. {examples(names)}"
+        rf" {argument}, a regex whose first group is the layer's number, as r'^blocks\.(\d+)'. {examples(names)}"
     )
 
 
@@ -71,14 +72,14 @@ def _transformers_layers(model: Any) -> dict[str, Key]:
     return keys
 
 
-def numbered_layers(model: nn.Module, pattern: str) -> dict[str, Key]:
-    """The layer of each parameter, by the number that a regular expression finds in its name."""
-    regex = compile_pattern("pattern", pattern)
+def numbered_layers(model: nn.Module, pattern: str, argument: str = "pattern") -> dict[str, Key]:
+    """The layer of each parameter by the number that a regex finds in its name; the error names the argument."""
+    regex = compile_pattern(argument, pattern)
     hits = {name: regex.search(name) for name, _ in model.named_parameters()}
     found = [hit.groups("0") or ("",) for hit in hits.values() if hit]
     if not found or not all(number.isdecimal() for numbers in found for number in numbers):
         raise ValueError(
-            "pattern must be found in parameters' names with the layer's number as its first group, as"
+            f"{argument} must be found in parameters' names with the layer's number as its first group, as"
             rf" r'^blocks\.(\d+)' is, got {pattern!r}. {examples(hits)}"
         )
     return _in_order({name: hit and tuple(map(float, hit.groups("0"))) for name, hit in hits.items()})
@@ -110,10 +111,11 @@ def layer_decay_groups(
     r"""Layer-wise learning-rate decay: the nearer a layer is to the input, the more slowly it learns.
 
     ``lr_of_layer = lr * decay**depth``; depth counts from the head, 0, over the layers down to the stem or embeddings.
-    A timm model says its layers. A Hugging Face model has embeddings, numbered layers (an encoder's, then its
-    decoder's; the last norm belongs to the last one) and a head: the pooler and what stands on the base model. Of a
-    LightningModule that holds one, the other parameters belong to the head. With ``pattern``, what it does not match
-    belongs to the stem before the first match, to the head behind the last, to the layer before it in between.
+    timm models define their layers. A Hugging Face model has embeddings, numbered layers (an encoder's, then its
+    decoder's; the last norm belongs to the last one) and a head: the pooler and what stands on the base model. If a
+    LightningModule holds such a model, its other parameters belong to the head. With ``pattern``, parameters that it
+    does not match belong to the stem if they come before the first match, to the head if they come after the last,
+    otherwise to the layer before them.
 
     Args:
         model: The model, or the LightningModule (``self`` in ``configure_optimizers``).
@@ -153,13 +155,14 @@ def layer_decay_groups(
 def discriminative_groups(
     model: nn.Module, lrs: Mapping[str, float], *, weight_decay: float | None = None, groups: Groups | None = None
 ) -> Groups:
-    r"""Discriminative learning rates: the first pattern that is found in a parameter's name gives its learning rate.
+    r"""Discriminative learning rates: the first pattern that selects a parameter gives its learning rate.
 
     Args:
         model: The model, or the LightningModule (``self`` in ``configure_optimizers``).
-        lrs: Learning rates by regex, searched in each parameter's name in this order; ``""`` is found in every name.
+        lrs: Learning rates by pattern, in this order: regular expressions searched in parameters' names, or names of
+            classes; ``""`` is found in every name.
         weight_decay: Weight decay, by which each group is split as by ``no_weight_decay_groups``; none by default.
-        groups: Groups to split. A parameter in whose name no pattern is found keeps the learning rate of its group.
+        groups: Groups to split. A parameter that no pattern selects keeps the learning rate of its group.
 
     Raises:
         ValueError: If a trainable parameter gets no learning rate, a pattern gives none, or one is negative.
@@ -181,12 +184,12 @@ def discriminative_groups(
     for pattern, lr in lrs.items():
         check_range(f"lrs[{pattern!r}]", lr, 0.0)
     names = dict(model.named_parameters())  # frozen ones too, since a pattern for them is no mistake
-    regexes = {pattern: compile_pattern("lrs", pattern) for pattern in lrs}
-    winners = {name: next((key for key, regex in regexes.items() if regex.search(name)), None) for name in names}
+    selected = {pattern: select_parameters(model, [pattern], "lrs") for pattern in lrs}
+    winners = {name: next((pattern for pattern in lrs if name in selected[pattern]), None) for name in names}
     if useless := [pattern for pattern in lrs if pattern not in winners.values()]:
         raise ValueError(
-            f"lrs: every pattern must give a parameter its learning rate, {useless[0]!r} gives none: it is found in no"
-            f" name, or only where an earlier one is (put general patterns last). {examples(names)}"
+            f"lrs: every pattern must give a parameter its learning rate, {useless[0]!r} gives none: it selects only"
+            f" what an earlier one does (put general patterns last). {examples(names)}"
         )
     missing = [name for name, parameter in names.items() if parameter.requires_grad and winners[name] is None]
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 
 if TYPE_CHECKING:
@@ -58,15 +59,12 @@ def plot_schedule(
     scheduler = _scheduler_of(_made(schedule, steps) if callable(schedule) else schedule)
     start = getattr(scheduler, "last_epoch", 0)  # a ChainedScheduler has none
     rates, momenta = curves_of(scheduler, _steps_left(scheduler, start) if steps is None else steps)
-    if ax is None:
-        _, ax = pyplot().subplots()
+    figure, ax = figure_and_axes(ax)
     names = [str(group.get("name", f"group {i}")) for i, group in enumerate(scheduler.optimizer.param_groups)]
     _draw(ax, start, rates, names, "learning rate / base" if callable(schedule) else "learning rate")
     if any(len(set(momentum)) > 1 for momentum in momenta):
         _draw(ax.twinx(), start, momenta, [f"momentum, {name}" for name in names], "momentum", linestyle="--")
     ax.set(xlabel="step")
-    figure = ax.get_figure(root=True)
-    assert figure is not None, "axes of a figure"
     return figure, ax
 
 
@@ -143,12 +141,3 @@ def _draw(
     ax.set(ylabel=ylabel)
     if 1 < len(curves) <= _LEGEND:
         ax.legend()
-
-
-def pyplot() -> Any:
-    """matplotlib.pyplot, or an error that names the extra."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("Plots are drawn with matplotlib: pip install 'lightning-tricks[plot]'.") from error
-    return plt

@@ -469,7 +469,8 @@ class HeadOnly(Deep):
             {"at": [1, 2], "parameters": ["layers", r"^layers\.0"]},
             r"that no earlier pattern selects, '\^layers\\\\.0' selects none",
         ),
-        (Deep, {"at": [1]}, "must be or hold one timm or Hugging Face model"),
+        (Deep, {"at": [1]}, "must be or hold one timm or Hugging Face model .*else pass parameters, a regex"),
+        (Deep, {"at": [1], "parameters": r"^layers"}, "parameters must be found in .* got '.layers'"),
         (
             Deep,
             {"at": [1, 2, 3], "parameters": r"^layers\.(\d+)"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -219,6 +220,12 @@ def test_it_draws_into_axes_or_a_figure_of_its_own() -> None:
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([-0.1, 0.0, 0.1], [0.6, 1.0, 1.5])
     assert (line.get_label(), ax.get_xlabel()) == ("largest eigenvalue 4", "distance along the gradient")
     plt.close("all")
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]'"):
+        Sharpness(1.0, 4.0, 0.0, 0.5, distances=(0.0,), losses=(1.0,)).plot()
 
 
 # ---- everything is as before

@@ -62,7 +62,7 @@ def test_a_plain_script(row: dict[str, Any], tmp_path: Path) -> None:
     name = row["name"]
     devices = 1 if row["strategy"] == "SinglePreset" else 2
     if trained(name, devices, EPOCHS, tmp_path) is None:
-        return
+        pytest.skip(f"{name} is refused on this machine")
     ranks = trained(name, devices, EPOCHS + 1, tmp_path, "last")
     assert ranks is not None
     first, last = ranks[0], tmp_path / "last.ckpt"

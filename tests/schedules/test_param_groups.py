@@ -379,6 +379,12 @@ def test_the_first_pattern_wins():
     assert (rates["blocks.1.bias"], rates["blocks.1.weight"], rates["blocks.0.weight"]) == (0.5, 0.25, 1.0)
 
 
+def test_a_pattern_may_be_the_name_of_a_class():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    rates = learning_rates(model, discriminative_groups(model, {"LayerNorm": 0.1, "": 0.01}))
+    assert rates == {name: 0.1 if name.startswith("1.") else 0.01 for name, _ in model.named_parameters()}
+
+
 def test_what_matches_nothing_is_refused_with_examples():
     with pytest.raises(ValueError, match=r'7 match no pattern: add one .*or "" at the end .*are \'token\'.*blocks'):
         discriminative_groups(blocks(), {"head|stem": 0.1, "norm": 0.2})
@@ -394,8 +400,9 @@ def test_frozen_parameters_need_no_pattern_and_may_have_one():
 
 
 def test_a_pattern_that_gives_no_learning_rate_is_refused():
+    with pytest.raises(ValueError, match=r"lrs: a pattern must be found in a name, .*; 'heads' is neither"):
+        discriminative_groups(blocks(), {"heads": 0.1, "": 0.2})
     useless = {
-        "heads": {"heads": 0.1, "": 0.2},
         "head": {"": 0.1, "head": 0.2},
         "^stem": {"stem": 0.1, "^stem": 0.2, "": 1.0},
     }
@@ -468,6 +475,7 @@ def test_an_error_names_the_argument_the_value_and_what_is_allowed():
     cases = [
         (ValueError, {"lrs": {"head": -1}}, r"lrs\['head'\] must be in \[0.0, inf\), got -1"),
         (ValueError, {"lrs": {"[": 1}}, r"lrs: '\[' is not a regular expression: unterminated"),
+        (TypeError, {"lrs": {3: 1}}, "lrs must be str, got 3"),
         (TypeError, {"lrs": {}}, r"lrs must map patterns to learning rates, as .*got {}"),
         (TypeError, {"lrs": [0.1, 0.2]}, r"lrs must map patterns .*got \[0.1, 0.2\]"),
     ]

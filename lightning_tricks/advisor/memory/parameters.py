@@ -40,7 +40,7 @@ class Parameters:
         buffer_bytes: The size of all buffers in bytes.
         largest_layer: The number of elements of the module with the most parameters of its own.
         largest_group: The number of elements of the largest group that FSDP2 gathers.
-        outside_groups: The number of elements outside of these groups, which FSDP2 gathers for the whole step.
+        outside_groups: The number of elements outside of these groups, which FSDP2 gathers until the step ends.
     """
 
     weights: tuple[Weight, ...]

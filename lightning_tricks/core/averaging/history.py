@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_tricks.core.figures import figure_and_axes
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -30,10 +32,7 @@ class History:
         if metric not in self._rows and (metric is not None or not self._rows):
             known = ", ".join(map(repr, self._rows)) or 'nothing (validate="both" records both)'
             raise ValueError(f"There is no history of {metric!r} of averaged and raw weights; recorded: {known}.")
-        if ax is None:
-            import matplotlib.pyplot as plt  # imported only here, since a user's own axes need no pyplot
-
-            _, ax = plt.subplots()
+        figure, ax = figure_and_axes(ax)
         name = metric or next(iter(self._rows))
         steps, averaged, raw = zip(*self._rows[name], strict=True)
         ax.plot(steps, averaged, label="averaged weights")
@@ -41,8 +40,6 @@ class History:
         ax.set_xlabel("optimizer step")
         ax.set_ylabel(name)
         ax.legend()
-        figure = ax.get_figure(root=True)
-        assert figure is not None, "axes belong to a figure"
         return figure, ax
 
     def state_dict(self) -> dict[str, Any]:

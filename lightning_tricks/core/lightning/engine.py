@@ -52,7 +52,7 @@ def require_engine(trainer: pl.Trainer, trick: str, *engines: Engine, why: str =
         trainer: The Trainer.
         trick: The name of the trick, for the error message.
         *engines: The engines that the trick works under.
-        why: What these engines have in common, for the error message.
+        why: The property that these engines share, for the error message.
 
     Raises:
         MisconfigurationException: If it is another engine.

@@ -18,7 +18,7 @@ def require_same_lightning(thing: object, what: str) -> None:
 
     Args:
         thing: The object.
-        what: What works with it, for the error message.
+        what: The function or class that was called, for the error message.
 
     Raises:
         MisconfigurationException: With the class that was met, and what to import.

@@ -38,9 +38,9 @@ def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str)
     if not isinstance(module, pl.LightningModule):
         raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
     several = loaders.values() if isinstance(loaders, dict) else loaders
-    each_one = several if isinstance(loaders, dict | list | tuple) else [loaders]
+    given = several if isinstance(loaders, dict | list | tuple) else [loaders]
     if any(
-        isinstance(loader, Iterator) and not hasattr(loader, "__dict__") for loader in each_one
+        isinstance(loader, Iterator) and not hasattr(loader, "__dict__") for loader in given
     ):  # a generator or a list iterator
         raise TypeError("train_dataloaders must be loaders that can be read again, got an iterator: pass a DataLoader.")
     name = type(module).__name__

@@ -41,12 +41,14 @@ class SAMEngine:
         self.sam = sam
         self.weights = weights
         self.recorder = StepRecorder()
-        self.norm: Tensor | None = None  # of the gradient that perturbed the weights last; None after a plain step
+        # The norm of the gradient that last perturbed the weights; None after a plain step.
+        self.norm: Tensor | None = None
         self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
-        self.called = False  # by hand, in this fit
+        self.called = False  # Whether sam_backward or sam_step was called in this fit.
         self._has_descended = False
         self.closures, self.schedules = ClosureGuard(module), ScheduleWatch(module)
-        self._calls: dict[int, int] = {}  # of ``step`` since an optimizer stepped, by the id of the optimizer
+        # The calls of sam_step since an optimizer stepped, by the optimizer's id.
+        self._calls: dict[int, int] = {}
 
     def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
         """The backward pass of automatic optimization.
@@ -93,7 +95,7 @@ class SAMEngine:
     def backward_by_hand(
         self, closure: Callable[[], Tensor], optimizer: Any = None, method: str = "sam_backward"
     ) -> Tensor:
-        """What ``SAMMixin.sam_backward`` does."""
+        """Run ``SAMMixin.sam_backward``."""
         if not callable(closure):
             raise TypeError(f"{method} needs a function that computes the loss, got {type(closure).__name__}.")
         self.called = True
@@ -119,7 +121,7 @@ class SAMEngine:
         accumulate: int,
         clip_norm: float | None,
     ) -> Tensor:
-        """What ``SAMMixin.sam_step`` does."""
+        """Run ``SAMMixin.sam_step``."""
         _check_step(accumulate, clip_norm)
         own = self.module.optimizers() if optimizer is None else optimizer
         if isinstance(own, list):
@@ -160,7 +162,7 @@ class SAMEngine:
             self.perturbed = parts, before
             names = [weights[weight] for weight in moved]
             norm = self.sam.perturb_(parts, gradients, names, partial(self.weights.norm, of=moved))
-            del gradients  # which take as much memory as the weights
+            del gradients  # Frees as much memory as the weights take.
             with random_numbers_of(step.random, self.module.device):
                 again = self._loss_again(step.run)
             self._descend(descend, again)
@@ -251,5 +253,5 @@ def _check_step(accumulate: int, clip_norm: float | None) -> None:
     if clip_norm is None:
         return
     check_range("clip_norm", clip_norm, 0.0)
-    if clip_norm == 0:  # which Lightning takes for no clipping
+    if clip_norm == 0:  # Lightning takes 0 for no clipping.
         raise ValueError(f"clip_norm must be above 0, got {clip_norm}: leave it out for no clipping.")

@@ -82,7 +82,7 @@ class ClosureGuard:
 
 
 def _gradients(module: nn.Module) -> dict[Tensor, tuple[int, int]]:
-    """Which gradient each weight has, and how often it was written; of those that have one."""
+    """The id and the version of the gradient of every weight that has one."""
     return {
         weight: (id(weight.grad), weight.grad._version) for weight in module.parameters() if weight.grad is not None
     }

@@ -33,7 +33,7 @@ class SAMMixin(_Module):
     that the optimizer gets. This happens inside ``backward``, so accumulation, clipping, mixed precision, schedules and
     checkpoints work by the Trainer's own arguments. Each micro-batch on each device has its own perturbation
     (m-sharpness); under FSDP2 the devices have one together. Perturbed are the weights that the optimizer trains. The
-    module's own state is copied twice a step, so large tensors and lists belong into the data module.
+    module's own state is copied twice a step, so large tensors and lists belong in the data module.
 
     The second run starts from the same batch, random numbers and state as the first and logs nothing; afterwards
     buffers (BatchNorm statistics), metrics and plain attributes of the module are as the first run left them. What a
@@ -76,12 +76,14 @@ class SAMMixin(_Module):
         return [*([inherited] if isinstance(inherited, Callback) else inherited), MixinHooks(self)]
 
     def sam_backward(self, closure: Callable[[], Tensor], optimizer: Any = None) -> Tensor:
-        """Put the gradient at the perturbed weights into ``.grad``, as ``manual_backward`` the gradient at w.
+        """Put the gradient at the perturbed weights into ``.grad``, in place of ``manual_backward(loss)``.
 
         Args:
-            closure: Computes the loss, from the forward pass on; is called twice.
-            optimizer: Whose weights are perturbed; those of all optimizers if left out. Gradients are added to every
-                weight that the loss depends on, so toggle the optimizer as in any manual optimization.
+            closure: A function without arguments that runs the forward pass and returns the loss, a scalar; it is
+                called twice.
+            optimizer: The optimizer whose weights are perturbed; None for those of all optimizers. Gradients
+                are added to every weight that the loss depends on, so toggle the optimizer as in any manual
+                optimization.
 
         Returns:
             The loss at the weights themselves, detached.
@@ -99,17 +101,18 @@ class SAMMixin(_Module):
         accumulate: int = 1,
         clip_norm: float | None = None,
     ) -> Tensor:
-        """``sam_backward``, and every so many calls one step: clip, optimizer, schedulers, ``zero_grad``.
+        """Run ``sam_backward``, and in every ``accumulate``-th call clip, step and clear the gradients.
 
         Call it once a batch for an optimizer; an epoch's last batch steps in any case. Schedulers of the optimizer
         follow their ``interval``: one that counts steps steps with the optimizer, one that counts epochs after the last
         batch, one on a plateau is left to you.
 
         Args:
-            closure: Computes the loss of a micro-batch (a mean), from the forward pass on; is called twice.
-            optimizer: The optimizer; may be left out if there is one only.
-            accumulate: Calls that make one optimizer step, at least 1.
-            clip_norm: Largest norm of the gradient, above 0; None for no clipping.
+            closure: A function without arguments that runs the forward pass on a micro-batch and returns the loss, a
+                scalar (a mean); it is called twice.
+            optimizer: The optimizer whose weights are perturbed and stepped; None if there is one only.
+            accumulate: The number of calls per optimizer step, at least 1.
+            clip_norm: The largest norm of the gradient, above 0; None for no clipping.
 
         Returns:
             The loss at the weights themselves, detached.

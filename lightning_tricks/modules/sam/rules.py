@@ -29,11 +29,10 @@ class SAM:
     Args:
         rho: Radius of the perturbation, at least 0; 0.05 is common for clean data, 0.1 to 0.5 under label noise.
         adaptive: Whether to perturb large weights more (ASAM).
-        eta: What ASAM adds to ``|w|``, at least 0.
-        every_n_steps: Perturb in one of so many optimizer steps and train plainly in the others. ``rho`` is used as it
-            is.
-        micro_batch_size: Perturb for each so many samples of a batch by their own gradient (m-sharpness); None for the
-            batch as a whole. Costs a third forward pass. For losses that are means over the samples.
+        eta: The number that ASAM adds to ``|w|``, at least 0.
+        every_n_steps: The number of optimizer steps of which one is perturbed, at least 1; ``rho`` is not scaled.
+        micro_batch_size: The number of samples that are perturbed by their own gradient (m-sharpness); None for the
+            full batch. It takes a third forward pass, and needs losses that are means over samples.
         parameters: The parameters that are perturbed: regular expressions searched in their names, or names of classes,
             for the parameters of their instances; one or a sequence. "norm" for those of all normalization layers
             (SAM-ON). None for all that the optimizer trains.
@@ -72,7 +71,7 @@ class SAM:
     def perturb_(
         self, weights: Sequence[Tensor], gradients: Sequence[Tensor], names: Sequence[str], norm: Norm = global_norm
     ) -> Tensor:
-        """Move the weights of those names uphill in place, by the rule of these settings; gives the norm in it."""
+        """Move the weights of those names uphill in place, by the rule of these settings; returns the norm."""
         if not self.adaptive:
             return sam_perturb_(weights, gradients, self.rho, norm=norm)
         adapts = ["weight" in name for name in names]
@@ -124,8 +123,8 @@ def asam_perturb_(
         weights: Tensors to move.
         gradients: Their gradients, any scale.
         rho: Length of the move in units of T.
-        eta: What is added to ``|w|``.
-        adapts: For each weight whether T is ``|w| + eta``; 1 otherwise.
+        eta: The number that is added to ``|w|``.
+        adapts: One flag per weight: True for ``T = |w| + eta``, False for ``T = 1``.
         norm: The norm over all ``T g``.
 
     Returns:
@@ -154,7 +153,9 @@ def asam_perturb_(
 
 def perturbed_weights(module: nn.Module, sam: SAM, optimizers: Sequence[Any]) -> dict[Tensor, str]:
     """The weights that are perturbed with their names, which are looked up only where settings need them."""
-    trained = [w for each in optimizers for group in each.param_groups for w in group["params"] if w.requires_grad]
+    trained = [
+        w for optimizer in optimizers for group in optimizer.param_groups for w in group["params"] if w.requires_grad
+    ]
     if not sam.adaptive and sam.parameters is None:
         return dict.fromkeys(trained, "")
     names = {weight: name for name, weight in module.named_parameters()}

@@ -116,7 +116,7 @@ class SAMHooks(Trick):
 
 
 class MixinHooks(SAMHooks):
-    """What ``SAMMixin`` brings along."""
+    """The hooks that ``SAMMixin`` adds to its Trainer."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()

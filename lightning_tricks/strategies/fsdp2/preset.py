@@ -50,7 +50,7 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     Each process keeps a shard of every weight, its gradient and its optimizer state, all in fp32. The weights of a
     block are gathered when it runs and freed afterwards, in the forward and the backward pass. The weights of the
-    root, which is everything outside of the blocks, stay gathered for the whole step. Every process must run the same
+    root, which is everything outside of the blocks, stay gathered until the step ends. Every process must run the same
     blocks in the same order. Gradients are reduced after every batch, even if they accumulate: otherwise each device
     would hold all of them unsharded.
 

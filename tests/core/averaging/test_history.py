@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import matplotlib.pyplot as plt
 import pytest
 import torch
@@ -47,6 +49,12 @@ def test_it_draws_into_axes_or_a_figure_of_its_own() -> None:
     assert [line.get_label() for line in ax.get_lines()] == ["averaged weights", "raw weights"]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("optimizer step", "loss")
     plt.close("all")
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-tricks\[plot\]'"):
+        recorded(loss=1.0, loss_raw=2.0).plot(None, None)
 
 
 def test_a_metric_that_is_not_there_is_named() -> None:
