@@ -169,6 +169,13 @@ WRAPPED = (
         "a OneCycleLR overwrites the learning rate of a group, and nothing public keeps it",
     ),
     WrappedMethod(
+        "lightning.pytorch.plugins.precision.Precision",
+        "clip_gradients",
+        "optimizer, clip_val, gradient_clip_algorithm",
+        "zero presets",
+        "Lightning's does nothing under DeepSpeed, and the plugin may be one that the user gave",
+    ),
+    WrappedMethod(
         _MODULE,
         "lr_scheduler_step",
         "scheduler, metric",
