@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice, pairwise, takewhile
 from typing import Any, Literal, final
@@ -250,11 +251,10 @@ class GradualUnfreeze(Trick):
                 "GradualUnfreeze needs parameters that train from the start, got groups with every parameter:"
                 f" leave the head out of parameters={self.parameters!r}, or let the first group join at 0."
             )
-        undo = wrap_method(trainer.strategy, "setup_optimizers", partial(self._set_up_optimizers, self._stages))
-        try:
+        wrapper = partial(self._set_up_optimizers, self._stages)
+        with ExitStack() as undo:
+            undo.callback(wrap_method(trainer.strategy, "setup_optimizers", wrapper))
             set_up(trainer)
-        finally:
-            undo()
         self._stages.hold()
 
     def _set_up_optimizers(self, stages: Stages, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:

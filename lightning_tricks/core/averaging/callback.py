@@ -114,6 +114,7 @@ class AveragingCallback(Trick, ABC):
         callbacks = averaging_callbacks(trainer)
         self._require_before_pruning(trainer)
         if all(callback._last_trainer is not trainer for callback in callbacks):
+            # Stays after the fit: trainer.save_checkpoint then saves the averaged weights, too.
             wrap_method(trainer, "save_checkpoint", partial(save, trainer))
         if self is callbacks[0]:  # before any weights are exchanged
             for callback in callbacks:
