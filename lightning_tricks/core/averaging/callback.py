@@ -110,6 +110,7 @@ class AveragingCallback(Trick, ABC):
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
+        self._undo.callback(self._observer.stop)
         weights = local_weights(trainer, pl_module, type(self).__name__)
         callbacks = averaging_callbacks(trainer)
         self._require_before_pruning(trainer)
@@ -183,7 +184,6 @@ class AveragingCallback(Trick, ABC):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._observer.stop()
         for callback in averaging_callbacks(trainer):  # before any weights are exchanged
             callback._finish_once(trainer)
         agree_on_buffers(trainer, self._running)
@@ -196,7 +196,6 @@ class AveragingCallback(Trick, ABC):
     @override
     def _on_failure(self, trainer: pl.Trainer) -> None:
         super()._on_failure(trainer)
-        self._observer.stop()
         if not self._fits:
             return
         try:
