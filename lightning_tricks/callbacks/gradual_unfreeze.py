@@ -10,13 +10,13 @@ from typing import Any, Literal, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_duration, check_range, examples
+from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import has_comm_state, is_fitting
 from lightning_tricks.core.selection import batchnorm_stages, check_patterns, select_parameters
@@ -332,8 +332,8 @@ class GradualUnfreeze(Trick):
             due += 1
         if due != stages.joined:
             stages.join(due)
-            strategy = trainer.strategy
-            if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
+            strategy: Any = trainer.strategy
+            if engine_of(trainer) is Engine.DDP and strategy.model is not pl_module:
                 strategy.model = pl_module
                 strategy.configure_ddp()
         stages.silence()

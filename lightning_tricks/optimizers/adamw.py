@@ -12,12 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from lightning_tricks.core.checks import check_decays, check_range, check_type
+from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 
 __all__ = ["adamw"]
@@ -89,7 +89,7 @@ def adamw(
         )
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     trainer = _trainer(module)
-    if trainer is not None and isinstance(trainer.strategy, DeepSpeedStrategy):
+    if trainer is not None and engine_of(trainer).is_deepspeed:
         op = _deepspeed_op(trainer.strategy)
         if op is not None:
             try:
@@ -123,7 +123,7 @@ def _trainer(module: pl.LightningModule) -> pl.Trainer | None:
         return None
 
 
-def _deepspeed_op(strategy: DeepSpeedStrategy) -> str | None:
+def _deepspeed_op(strategy: Any) -> str | None:
     """The name of DeepSpeed's AdamW operator for the device of the optimizer states; None without one."""
     zero = (strategy.config or {}).get("zero_optimization") or {}
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":

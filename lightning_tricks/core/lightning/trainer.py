@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 
 Kind = TypeVar("Kind")
@@ -141,7 +140,8 @@ def transfers_batch(trainer: pl.Trainer) -> bool:
 
 def has_static_graph(trainer: pl.Trainer) -> bool:
     """Whether DDP was given ``static_graph=True``."""
-    return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
+    strategy: Any = trainer.strategy
+    return engine_of(trainer) is Engine.DDP and bool(strategy._ddp_kwargs.get("static_graph"))
 
 
 def detects_anomaly(trainer: pl.Trainer) -> bool:
@@ -159,9 +159,9 @@ def keep_user_samplers(trainer: pl.Trainer) -> None:
 
 def has_comm_state(trainer: pl.Trainer) -> bool:
     """Whether DDP was given a communication hook with a state."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
     ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # arguments of DDPPreset
-    return isinstance(strategy, DDPStrategy) and (ours or strategy._ddp_comm_state is not None)
+    return engine_of(trainer) is Engine.DDP and (ours or strategy._ddp_comm_state is not None)
 
 
 def requested_precision() -> str | None:
