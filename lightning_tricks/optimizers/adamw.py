@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 from lightning_tricks.core.checks import check_decays, check_range, check_type
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
+from lightning_tricks.core.lightning.trainer import trainer_of
 
 __all__ = ["adamw"]
 
@@ -88,7 +89,8 @@ def adamw(
             f"params: adamw needs weights that require gradients, got none of {type(module).__name__}. Unfreeze some."
         )
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    trainer = _trainer(module)
+    require_same_lightning(module, "adamw")
+    trainer = trainer_of(module)
     if trainer is not None and engine_of(trainer).is_deepspeed:
         op = _deepspeed_op(trainer.strategy)
         if op is not None:
@@ -113,14 +115,6 @@ def _trainable_groups(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> li
             raise TypeError(f"params must be weights, or groups with weights under 'params', got {group!r}.")
         trainable.append({**group, "params": [weight for weight in weights if weight.requires_grad]})
     return [group for group in trainable if group["params"]]
-
-
-def _trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    require_same_lightning(module, "adamw")
-    try:
-        return module.trainer
-    except RuntimeError:  # The module has no Trainer.
-        return None
 
 
 def _deepspeed_op(strategy: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,9 +32,22 @@ def is_fitting(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING
 
 
+def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
+    """The Trainer that a module is in, if it is in one."""
+    try:
+        return None if module is None else module.trainer
+    except RuntimeError:
+        return None
+
+
 def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
     """The Trainer's callbacks of a kind, in their order."""
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+
+def optimizer_number(trainer: pl.Trainer, optimizer: Optimizer) -> int:
+    """The position of an optimizer in ``trainer.optimizers``."""
+    return next(number for number, other in enumerate(trainer.optimizers) if other is optimizer)
 
 
 def launches_processes(trainer: pl.Trainer) -> bool:
@@ -194,3 +208,8 @@ def step_arguments(pl_module: pl.LightningModule, batch: Any, batch_idx: int) ->
     """The arguments of ``training_step`` as Lightning makes them."""
     indexed = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if indexed else (batch,)
+
+
+def takes_dataloader_iter(pl_module: pl.LightningModule) -> bool:
+    """Whether ``training_step`` takes its batches out of an iterator itself."""
+    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
