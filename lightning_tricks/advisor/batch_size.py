@@ -65,7 +65,7 @@ def require_trials(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         problem = f"local SGD on {devices}: call it with another compression"
     elif trainer.world_size > 1 and not module.automatic_optimization:
         problem = f"{type(module).__name__}.automatic_optimization=False on {devices}: call it on one device"
-    elif plans := [callback for callback in callbacks_of(trainer, Callback) if isinstance(callback, EpochPlan)]:
+    elif plans := callbacks_of(trainer, EpochPlan):  # type: ignore[type-abstract]
         problem = f"{type(plans[0]).__name__}, which sets the batch size: leave it out for find_batch_size"
     else:
         return

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.lightning.trainer import log_every_n_steps
+from lightning_tricks.core.lightning.trainer import log_every_n_steps, optimizer_number
 from lightning_tricks.core.weights.gradients import GradientCallback
 from lightning_tricks.core.weights.local import LocalWeights
 
@@ -109,7 +109,7 @@ class AutoClip(GradientCallback):
     def _change(
         self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
-        number = next(n for n, other in enumerate(trainer.optimizers) if other is optimizer)
+        number = optimizer_number(trainer, optimizer)
         gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
         parts = [part for gradient in gradients if (part := weights.local(gradient)) is not None]
         norm = weights.norm(parts, of=gradients)

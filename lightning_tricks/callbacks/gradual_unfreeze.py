@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice, pairwise, takewhile
 from typing import Any, Literal, final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_duration, check_range, examples
+from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import has_comm_state, is_fitting
 from lightning_tricks.core.selection import batchnorm_stages, check_patterns, select_parameters
@@ -251,11 +252,10 @@ class GradualUnfreeze(Trick):
                 "GradualUnfreeze needs parameters that train from the start, got groups with every parameter:"
                 f" leave the head out of parameters={self.parameters!r}, or let the first group join at 0."
             )
-        undo = wrap_method(trainer.strategy, "setup_optimizers", partial(self._set_up_optimizers, self._stages))
-        try:
+        wrapper = partial(self._set_up_optimizers, self._stages)
+        with ExitStack() as undo:
+            undo.callback(wrap_method(trainer.strategy, "setup_optimizers", wrapper))
             set_up(trainer)
-        finally:
-            undo()
         self._stages.hold()
 
     def _set_up_optimizers(self, stages: Stages, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
@@ -333,8 +333,8 @@ class GradualUnfreeze(Trick):
             due += 1
         if due != stages.joined:
             stages.join(due)
-            strategy = trainer.strategy
-            if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:
+            strategy: Any = trainer.strategy
+            if engine_of(trainer) is Engine.DDP and strategy.model is not pl_module:
                 strategy.model = pl_module
                 strategy.configure_ddp()
         stages.silence()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps
+from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps, optimizer_number
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
 from lightning_tricks.core.nonfinite.step_guard import (
     STEPS_LEFT_OUT,
@@ -110,7 +110,7 @@ class SkipNonFinite(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        number = next(n for n, other in enumerate(trainer.optimizers) if other is optimizer)
+        number = optimizer_number(trainer, optimizer)
         if self._watch.finite(trainer, [optimizer]):
             self._in_a_row[number] = 0
             self._window.end(pl_module)

@@ -12,13 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from lightning_tricks.core.checks import check_decays, check_range, check_type
+from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
+from lightning_tricks.core.lightning.trainer import trainer_of
 
 __all__ = ["adamw"]
 
@@ -88,8 +89,9 @@ def adamw(
             f"params: adamw needs weights that require gradients, got none of {type(module).__name__}. Unfreeze some."
         )
     settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    trainer = _trainer(module)
-    if trainer is not None and isinstance(trainer.strategy, DeepSpeedStrategy):
+    require_same_lightning(module, "adamw")
+    trainer = trainer_of(module)
+    if trainer is not None and engine_of(trainer).is_deepspeed:
         op = _deepspeed_op(trainer.strategy)
         if op is not None:
             try:
@@ -115,15 +117,7 @@ def _trainable_groups(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> li
     return [group for group in trainable if group["params"]]
 
 
-def _trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    require_same_lightning(module, "adamw")
-    try:
-        return module.trainer
-    except RuntimeError:  # The module has no Trainer.
-        return None
-
-
-def _deepspeed_op(strategy: DeepSpeedStrategy) -> str | None:
+def _deepspeed_op(strategy: Any) -> str | None:
     """The name of DeepSpeed's AdamW operator for the device of the optimizer states; None without one."""
     zero = (strategy.config or {}).get("zero_optimization") or {}
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":

@@ -37,6 +37,7 @@ from lightning_tricks.core.checks import (
 )
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.core.trick import announce
 from lightning_tricks.schedules import curves
 from lightning_tricks.schedules.scheduler import CurveLR, base_lr
@@ -585,14 +586,6 @@ def count_steps(module: pl.LightningModule | None) -> int:
 
 
 # -- schedulers -------------------------------------------------------------------------------------------------------
-
-
-def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
-    """The Trainer that a module is in, if it is in one."""
-    try:
-        return None if module is None else module.trainer
-    except RuntimeError:
-        return None
 
 
 def announce_schedule(module: pl.LightningModule | None) -> None:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.schedules.factories import (
     Duration,
     Schedule,
@@ -18,7 +19,6 @@ from lightning_tricks.schedules.factories import (
     check_arguments,
     check_settings,
     count_steps,
-    trainer_of,
     whole_steps,
 )
 from lightning_tricks.schedules.scheduler import CONFLICTS, base_lr, check_state, set_lr, warn_of_other_settings

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def sweep(final: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on the disk."""
-    with contextlib.suppress(OSError):  # Some file systems cannot synchronize a folder.
+    with suppress(OSError):  # Some file systems cannot synchronize a folder.
         _fsync(folder)
 
 
@@ -165,7 +165,7 @@ class AtomicFolders(ParallelStrategy):
     def require_complete(self, path: Path) -> None:
         """Raise if the folder is incomplete; first ``restore`` it if it had lost its name."""
         if self.is_global_zero:
-            with contextlib.suppress(OSError):  # A folder that does not exist raises below.
+            with suppress(OSError):  # A folder that does not exist raises below.
                 restore(Path(os.path.realpath(path)))  # last.ckpt may be a link to the folder.
         self.barrier("AtomicFolders.load_checkpoint")
         if path.is_dir() and (reason := unfinished(path)):
@@ -242,9 +242,7 @@ def _first_write_error(writer: Any, action: Callable[[], None]) -> BaseException
             errors.append(error)
             Path(path).unlink(missing_ok=True)
 
-    undo = wrap_method(writer, "save", save)
-    try:
+    with ExitStack() as undo:
+        undo.callback(wrap_method(writer, "save", save))
         action()
-    finally:
-        undo()
     return errors[0] if errors else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -25,7 +26,8 @@ class PresetStrategy(Strategy):
     """Base of the strategies that take their precision as an argument.
 
     Lightning passes every strategy the precision plugin made from ``Trainer(precision=...)``, fp32 by default. The
-    setter replaces that default with the strategy's own plugin and refuses any other precision.
+    setter replaces that default with the strategy's own plugin and refuses any other precision. What a strategy
+    changes outside of itself is undone through one stack, which is closed when the run ends or fails.
 
     Args:
         precision: The precision to train in, one of ``precisions``.
@@ -37,6 +39,7 @@ class PresetStrategy(Strategy):
     def __init__(self, *, precision: PresetPrecision, **settings: Any) -> None:
         check_choice("precision", precision, self.precisions)
         self.precision = precision
+        self._undo = ExitStack()
         self.strategy_name = type(self).__name__  # Replaced by the preset's name in preset().
         super().__init__(**settings)
 
@@ -92,6 +95,11 @@ class PresetStrategy(Strategy):
         if self.lightning_module is not None:
             announce(self.lightning_module.trainer)
 
+    @override
+    def teardown(self) -> None:
+        self._undo.close()
+        super().teardown()
+
     @property
     @override
     def launcher(self) -> Any:
@@ -125,3 +133,6 @@ class PresetStrategy(Strategy):
         if isinstance(self.accelerator, CPUAccelerator):
             return "cpu"
         return "mps" if isinstance(self.accelerator, MPSAccelerator) else "cuda"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_undo": ExitStack()}

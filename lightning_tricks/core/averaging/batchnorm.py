@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
+from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
 from lightning_tricks.core.replay.trial import trial_steps
 from lightning_tricks.core.weights.tensors import copies, copy_
 
@@ -37,7 +37,7 @@ def require_recalibration(pl_module: pl.LightningModule, trick: str) -> None:
         raise MisconfigurationException(
             f"{rule}, which must not step the optimizers, got {name}.automatic_optimization=False: {remedy}."
         )
-    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+    if takes_dataloader_iter(pl_module):
         raise MisconfigurationException(
             f"{rule} on batches, got {name}.training_step(dataloader_iter): take the batch, or {remedy}."
         )

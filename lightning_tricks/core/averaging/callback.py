@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
@@ -110,10 +110,12 @@ class AveragingCallback(Trick, ABC):
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
+        self._undo.callback(self._observer.stop)
         weights = local_weights(trainer, pl_module, type(self).__name__)
         callbacks = averaging_callbacks(trainer)
         self._require_before_pruning(trainer)
         if all(callback._last_trainer is not trainer for callback in callbacks):
+            # Stays after the fit: trainer.save_checkpoint then saves the averaged weights, too.
             wrap_method(trainer, "save_checkpoint", partial(save, trainer))
         if self is callbacks[0]:  # before any weights are exchanged
             for callback in callbacks:
@@ -182,7 +184,6 @@ class AveragingCallback(Trick, ABC):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._observer.stop()
         for callback in averaging_callbacks(trainer):  # before any weights are exchanged
             callback._finish_once(trainer)
         agree_on_buffers(trainer, self._running)
@@ -195,7 +196,6 @@ class AveragingCallback(Trick, ABC):
     @override
     def _on_failure(self, trainer: pl.Trainer) -> None:
         super()._on_failure(trainer)
-        self._observer.stop()
         if not self._fits:
             return
         try:
@@ -359,7 +359,7 @@ def _shown(callback: AveragingCallback) -> tuple[str, str]:
 
 def averaging_callbacks(trainer: pl.Trainer) -> list[AveragingCallback]:
     """The Trainer's averaging callbacks, in their order."""
-    return [callback for callback in callbacks_of(trainer, Callback) if isinstance(callback, AveragingCallback)]
+    return callbacks_of(trainer, AveragingCallback)  # type: ignore[type-abstract]
 
 
 def save(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from lightning_tricks.core.batches.paths import (
 )
 from lightning_tricks.core.batches.pipeline import BatchContext, BatchPipeline
 from lightning_tricks.core.checks import check_duration
-from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting
+from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, takes_dataloader_iter
 from lightning_tricks.core.trick import Trick
 
 
@@ -113,7 +112,7 @@ class BatchCallback(Trick):
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        if takes_dataloader_iter(pl_module):
             raise MisconfigurationException(
                 f"{type(self).__name__} changes the batch before the training step, got"
                 f" {type(pl_module).__name__}.training_step(dataloader_iter): take the batch as the argument."

@@ -26,6 +26,8 @@ def recorded_groups() -> Iterator[Made]:
         0.1
     """
     made: Made = []
+    # The class, and not an optimizer as wrap_method would: the constructor of any optimizer makes its groups by this
+    # method, before there is an instance to wrap, and the scheduler may overwrite them before one is returned.
     original = Optimizer.add_param_group
 
     def recording(optimizer: Optimizer, param_group: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """Every method of Lightning, torch and DeepSpeed that is wrapped, and every private name of theirs that is used.
 
 ``wrap_method`` refuses what is not in ``WRAPPED``. ``tests/core/lightning/test_patch_points.py`` compares both tables
-with the installed versions, names the tricks that would break, and finds private names that are missing here.
+with the installed versions, names the tricks that would break, and finds private names that are missing here,
+but not those inside of strings: ``core/replay/recompute.py`` has names of torch's private operations in ``_KEPT``, and
+leaves out those that the installed version lacks.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ WRAPPED = (
         _STRATEGY,
         "optimizer_step",
         "optimizer, closure, model, kwargs",
-        "SkipNonFinite, RewindOnSpike, BatchSizeWarmup, clips",
+        "SkipNonFinite, RewindOnSpike, TerminateOnNonFinite, BatchSizeWarmup, clips",
         "no hook runs around an optimizer step, and none can leave it out",
     ),
     WrappedMethod(
@@ -130,21 +132,21 @@ WRAPPED = (
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
         "run",
         "",
-        'EMA(validate="both")',
+        'EMA(validate="both"), SWA(validate="both")',
         "a validation of the raw weights before the one that callbacks see",
     ),
     WrappedMethod(
         "lightning.pytorch.callbacks.Callback",
         "on_validation_",
         "",
-        'EMA(validate="both")',
+        'EMA(validate="both"), SWA(validate="both")',
         "callbacks must not see the validation of the raw weights",
     ),
     WrappedMethod(
         _MODULE,
         "log",
         "name, value",
-        'Doctor, SAMCallback, EMA(validate="both"), HardExampleFilter, find_lr, find_batch_size',
+        'Doctor, SAMCallback, EMA(validate="both"), SWA, HardExampleFilter, find_lr, find_batch_size',
         "a trial or a second run of a step must not log; a second validation logs under other names",
     ),
     WrappedMethod(
@@ -167,6 +169,13 @@ WRAPPED = (
         "param_group",
         "LRSchedule(replace=True)",
         "a OneCycleLR overwrites the learning rate of a group, and nothing public keeps it",
+    ),
+    WrappedMethod(
+        "lightning.pytorch.plugins.precision.Precision",
+        "clip_gradients",
+        "optimizer, clip_val, gradient_clip_algorithm",
+        "zero presets",
+        "Lightning's does nothing under DeepSpeed, and the plugin may be one that the user gave",
     ),
     WrappedMethod(
         _MODULE,
@@ -221,18 +230,33 @@ PRIVATE = (
         "keeps the loaders' samplers when DDP finds that it runs alone; no public name sets it that late",
     ),
     PrivateName(_TRAINER, "_detect_anomaly", "conflicts", "whether the backward pass raises at a NaN"),
-    PrivateName(_FIT_LOOP, "_combined_loader", "optimizer_steps", "the loaders, and how they combine"),
+    PrivateName(
+        _FIT_LOOP,
+        "_combined_loader",
+        "optimizer_steps, BatchSizeWarmup, find_batch_size, SWA",
+        "the loaders, and how they combine",
+    ),
     PrivateName(_FIT_LOOP, "_data_source", "optimizer_steps", "the loaders, before the fit loop has set them up"),
     PrivateName(_FIT_LOOP, "_data_fetcher", "BatchSizeWarmup", "a new iterator in an epoch that is resumed"),
     PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets", "whether the optimizer steps after this batch"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
     PrivateName(_MODULE, "_current_fx_name", "batch tricks", "whether a loop moves its batch to the device now"),
     PrivateName(_MODULE, "_on_before_batch_transfer", "SWA", "the hook of the module or of the data module"),
-    PrivateName(_DATA, "_parse_num_batches", "optimizer_steps", "limit_train_batches applied to a length"),
+    PrivateName(
+        _DATA,
+        "_parse_num_batches",
+        "optimizer_steps, BatchSizeWarmup, find_batch_size",
+        "limit_train_batches applied to a length",
+    ),
     PrivateName(_DATA, "_process_dataloader", "optimizer_steps", "a loader with its distributed sampler"),
     PrivateName(_DATA, "_request_dataloader", "optimizer_steps", "the loaders without starting their workers"),
     PrivateName(_DATA, "_resolve_overfit_batches", "optimizer_steps", "the loaders under overfit_batches"),
-    PrivateName(_LOADER, "_mode", "optimizer_steps", "how loaders of different lengths combine"),
+    PrivateName(
+        _LOADER,
+        "_mode",
+        "optimizer_steps, BatchSizeWarmup, find_batch_size",
+        "how loaders of different lengths combine",
+    ),
     PrivateName(_LOADER, "_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_LOADER, "_load_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor with the user's precision"),
@@ -261,7 +285,12 @@ PRIVATE = (
     PrivateName(_MODEL_PARALLEL, "_data_parallel_size", "FSDP2Preset", '"auto" would be the number of nodes'),
     PrivateName(_MODEL_PARALLEL, "_process_group_backend", "FSDP2Preset", "gloo beside nccl, for host memory"),
     PrivateName(_MODEL_PARALLEL, "_layer_sync", "FSDP2Preset", "Trainer(sync_batchnorm=True)"),
-    PrivateName(_MODEL_PARALLEL, "_save_distributed_checkpoint", "averages", "whether checkpoints are folders"),
+    PrivateName(
+        _MODEL_PARALLEL,
+        "_save_distributed_checkpoint",
+        "averages, fsdp2 presets",
+        "whether checkpoints are folders",
+    ),
     PrivateName(_DEEPSPEED, "_config_initialized", "ZeROPreset", "the configuration is written anew for each run"),
     PrivateName(_DEEPSPEED, "_parallel_devices", "ZeROPreset, SinglePreset", "devices of CPU processes have numbers"),
     PrivateName(
@@ -320,7 +349,12 @@ PRIVATE = (
     PrivateName(
         "torch._dynamo", "OptimizedModule", "find_lr, find_batch_size, zero presets", "whether the module was compiled"
     ),
-    PrivateName("torch._dynamo.OptimizedModule", "_orig_mod", "find_lr, find_batch_size", "the module inside"),
+    PrivateName(
+        "torch._dynamo.OptimizedModule",
+        "_orig_mod",
+        "find_lr, find_batch_size, FSDP2Preset",
+        "the module inside, and in names of parameters",
+    ),
     PrivateName("torch._dynamo.exc", "TorchDynamoException", "Compile", "an error of the compiler, not of the module"),
     PrivateName("torch._functorch", "config", "Compile", "the backward pass is compiled with the forward pass"),
     PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "estimate_memory", "tensors without memory"),
@@ -347,13 +381,13 @@ PRIVATE = (
     PrivateName(
         "deepspeed.utils.mixed_precision_linkage",
         "_hp_mapping",
-        "averages under ZeRO-1 and 2",
+        "averages under ZeRO-1 and 2, ZeROPreset(load_full_weights=True)",
         "of a parameter: the fragment of its fp32 weight",
     ),
     PrivateName(
         "deepspeed.runtime.zero.stage3",
         "_z3_optimizer",
-        "averages under ZeRO-3",
+        "averages under ZeRO-3, ZeROPreset(load_full_weights=True)",
         "of a parameter: the optimizer with its fp32 weight",
     ),
     PrivateName(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 
 Kind = TypeVar("Kind")
@@ -32,9 +32,22 @@ def is_fitting(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING
 
 
+def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
+    """The Trainer that a module is in, if it is in one."""
+    try:
+        return None if module is None else module.trainer
+    except RuntimeError:
+        return None
+
+
 def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
     """The Trainer's callbacks of a kind, in their order."""
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+
+
+def optimizer_number(trainer: pl.Trainer, optimizer: Optimizer) -> int:
+    """The position of an optimizer in ``trainer.optimizers``."""
+    return next(number for number, other in enumerate(trainer.optimizers) if other is optimizer)
 
 
 def launches_processes(trainer: pl.Trainer) -> bool:
@@ -141,7 +154,8 @@ def transfers_batch(trainer: pl.Trainer) -> bool:
 
 def has_static_graph(trainer: pl.Trainer) -> bool:
     """Whether DDP was given ``static_graph=True``."""
-    return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
+    strategy: Any = trainer.strategy
+    return engine_of(trainer) is Engine.DDP and bool(strategy._ddp_kwargs.get("static_graph"))
 
 
 def detects_anomaly(trainer: pl.Trainer) -> bool:
@@ -159,9 +173,9 @@ def keep_user_samplers(trainer: pl.Trainer) -> None:
 
 def has_comm_state(trainer: pl.Trainer) -> bool:
     """Whether DDP was given a communication hook with a state."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
     ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # arguments of DDPPreset
-    return isinstance(strategy, DDPStrategy) and (ours or strategy._ddp_comm_state is not None)
+    return engine_of(trainer) is Engine.DDP and (ours or strategy._ddp_comm_state is not None)
 
 
 def requested_precision() -> str | None:
@@ -194,3 +208,8 @@ def step_arguments(pl_module: pl.LightningModule, batch: Any, batch_idx: int) ->
     """The arguments of ``training_step`` as Lightning makes them."""
     indexed = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if indexed else (batch,)
+
+
+def takes_dataloader_iter(pl_module: pl.LightningModule) -> bool:
+    """Whether ``training_step`` takes its batches out of an iterator itself."""
+    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters

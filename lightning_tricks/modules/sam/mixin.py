@@ -158,5 +158,5 @@ class SAMMixin(_Module):
 
 
 def is_sam(module: object) -> bool:
-    """Whether the training steps of a module run twice."""
+    """Whether a module inherits ``SAMMixin``; under ``SAMCallback`` the steps of any module run twice."""
     return isinstance(module, SAMMixin)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.engine import Engine, engine_of
-from lightning_tricks.core.lightning.trainer import is_fitting, log_every_n_steps
+from lightning_tricks.core.lightning.trainer import is_fitting, log_every_n_steps, takes_dataloader_iter
 from lightning_tricks.core.report import Row, settings
 from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.core.weights.by_engine import local_weights, require_unsharded
@@ -187,7 +187,7 @@ def _check(trainer: pl.Trainer, pl_module: Any, sam: SAM) -> None:
     if not isinstance(sam, SAM):
         raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {sam!r}.")
     if pl_module.automatic_optimization:
-        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        if takes_dataloader_iter(pl_module):
             raise MisconfigurationException(f"SAM needs the batch: {name}.training_step must not take dataloader_iter.")
     elif sam.every_n_steps > 1 or sam.micro_batch_size is not None:
         raise MisconfigurationException(

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.averaging.callback import AveragingCallback
 from lightning_tricks.core.checks import check_bool
-from lightning_tricks.core.lightning.trainer import callbacks_of, keep_user_samplers
+from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, keep_user_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.ddp.compression import Compression, Compressor, LocalSGD, make_compressor
 
@@ -151,7 +151,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         if self._active and self.lightning_module is not None:
-            trainer, scaler = self.lightning_module.trainer, getattr(self.precision_plugin, "scaler", None)
+            trainer = self.lightning_module.trainer
+            scaler = grad_scaler(trainer)
             # global_step does not yet count this step.
             average_now = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
             self._active.after_step(1.0 if scaler is None else scaler.get_scale(), average_now)

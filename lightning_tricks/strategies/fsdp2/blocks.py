@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -57,11 +57,13 @@ def sharding_groups(module: nn.Module, modules: Patterns | None = None, large: i
     ]
 
 
-def checkpoint_blocks(module: nn.Module, modules: Patterns | None = None) -> list[Callable[[], None]]:
+def checkpoint_blocks(module: nn.Module, modules: Patterns | None, undo: ExitStack) -> None:
     """Recompute the activations of the repeated blocks, or of the selected ones, in the backward pass.
 
-    Returns:
-        Functions that undo it, one per block.
+    Args:
+        module: The model.
+        modules: Patterns (see ``core.selection``) that select other submodules than the repeated blocks.
+        undo: What undoes it.
 
     Raises:
         MisconfigurationException: If there are no such blocks.
@@ -72,7 +74,8 @@ def checkpoint_blocks(module: nn.Module, modules: Patterns | None = None) -> lis
             "activation_checkpointing=True recomputes repeated blocks, and the model has none. Select submodules with"
             " modules=[...], for example their class names, or leave it out."
         )
-    return [wrap_method(block, "forward", partial(recompute, block, "full")) for block in blocks]
+    for block in blocks:
+        undo.callback(wrap_method(block, "forward", partial(recompute, block, "full")))
 
 
 def selected_blocks(module: nn.Module, modules: Patterns) -> list[nn.Module]:

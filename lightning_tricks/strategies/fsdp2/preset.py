@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,6 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._root: Root | None = None
         self._loads_file = False
-        self._undo: list[Callable[[], None]] = []
         super().__init__(
             precision=precision,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -133,6 +132,7 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         self._shard(module)
         self._root = Root(module)
         # Lightning's strategy requires a configure_model hook that shards. The user's own hook has already run.
+        # Not through wrap_method: Lightning looks through a wrapper, and would find the hook not overridden.
         module.configure_model = self._shard
         try:
             super().setup(trainer)
@@ -152,7 +152,7 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         groups = sharding_groups(module, self.modules)
         require_untied(module)
         if self.activation_checkpointing:
-            self._undo += checkpoint_blocks(module, self.modules)
+            checkpoint_blocks(module, self.modules, self._undo)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
             prepare(group, self.root_device)
             fully_shard(group, mesh=self.device_mesh["data_parallel"], offload_policy=offload)
@@ -163,12 +163,6 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         for submodule in self._module.modules():
             if not any(True for _ in submodule.parameters()):
                 submodule.to(self.root_device)
-
-    @override
-    def teardown(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

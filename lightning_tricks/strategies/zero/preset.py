@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.torch_version import TorchVersion
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_type
+from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting, will_step
 from lightning_tricks.core.safe_load.reader import load_zero_file
 from lightning_tricks.core.trick import announce
@@ -270,7 +271,7 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
         # torch warns at each of DeepSpeed's collectives, and the user cannot change them.
         warnings.filterwarnings("ignore", r"`torch\.distributed\..*_tensor` is deprecated", FutureWarning)
         self._has_gradients = False
-        self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]  # Lightning's does nothing.
+        self._undo.callback(wrap_method(self.precision_plugin, "clip_gradients", self._clip))
         if isinstance(self.accelerator, CPUAccelerator):
             import deepspeed
 
@@ -328,6 +329,7 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
 
     def _clip(
         self,
+        original: Callable[..., None],  # does nothing
         optimizer: Optimizer,
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,

@@ -15,8 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks.core.lightning.patch_points import PRIVATE, WRAPPED, PrivateName, WrappedMethod
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -26,6 +31,10 @@ FILES = [*(ROOT / "lightning_tricks").rglob("*.py"), *(ROOT / "lightning_tricks_
 TABLE = ROOT / "lightning_tricks/core/lightning/patch_points.py"
 NAME = re.compile(r"_[A-Za-z]\w*(?<!__)|__compatible_ops__")
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_SubParsersAction", "_getframe"}
+SET_BY_ASSIGNMENT = {  # methods that are replaced without wrap_method
+    ("lightning_tricks/core/lightning/optimizer_groups.py", "Optimizer.add_param_group"): "before there is an instance",
+    ("lightning_tricks/strategies/fsdp2/preset.py", "module.configure_model"): "is_overridden looks through a wrapper",
+}
 LOADED = {name: ast.parse(path.read_text()) for path in FILES for name in [str(path.relative_to(ROOT))]}
 
 
@@ -90,6 +99,21 @@ def test_what_is_wrapped_is_in_the_table() -> None:
 
     with pytest.raises(LookupError, match=r"Mine.helper is wrapped, but core/lightning/patch_points.py"):
         wrap_method(Mine(), "helper", lambda original: None)
+
+
+def test_methods_are_replaced_by_wrap_method_only() -> None:
+    owners = [pl.LightningModule, pl.Trainer, pl.Callback, Strategy, Precision, nn.Module, Optimizer, LRScheduler]
+    owners += [found(entry.owner) for entry in WRAPPED]
+    names = {name for owner in owners for name in dir(owner) if callable(getattr(owner, name, None))}
+    methods = {name for name in names if not name.startswith("__")}
+    set_there = {
+        (file, ast.unparse(node))
+        for file, tree in LOADED.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in methods
+        if ast.unparse(node.value) != "self"  # an attribute of an own class, which may have the name of a method
+    }
+    assert set_there == set(SET_BY_ASSIGNMENT), "use wrap_method, or list it in SET_BY_ASSIGNMENT with the reason"
 
 
 def test_every_private_name_in_the_package_is_in_the_table() -> None:
