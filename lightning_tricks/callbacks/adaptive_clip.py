@@ -147,11 +147,11 @@ class AdaptiveClip(GradientCallback):
         clipped = [parameter for parameter in parameters if id(parameter) in self._clipped]
         for parameter in clipped:
             _require_complete_rows(parameter)
-        gradients = [parameter.grad for parameter in clipped if parameter.grad is not None]
-        vectors = [tensor for tensor in (*clipped, *gradients) if tensor.ndim <= 1]
+        complete = [parameter.grad for parameter in clipped if parameter.grad is not None]
+        vectors = [tensor for tensor in (*clipped, *complete) if tensor.ndim <= 1]
         with torch.no_grad():
-            ours, slopes = _local(weights, clipped), _local(weights, gradients)
-            _clip(ours, slopes, self.clip_factor, self.eps, lambda parts: weights.norms(parts, of=vectors))
+            ours, gradients = _local(weights, clipped), _local(weights, complete)
+            _clip(ours, gradients, self.clip_factor, self.eps, lambda parts: weights.norms(parts, of=vectors))
 
 
 def _local(weights: LocalWeights, tensors: Sequence[Tensor]) -> list[Tensor]:

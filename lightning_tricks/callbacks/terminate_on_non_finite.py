@@ -103,10 +103,10 @@ class TerminateOnNonFinite(Trick):
 
     def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window.restore()
-        said = self._watch.report(trainer, pl_module)
+        report = self._watch.report(trainer, pl_module)
         raise FloatingPointError(
             f"TerminateOnNonFinite has stopped training after step {trainer.global_step}, in batch"
-            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {said}. {self._keep(trainer)}"
+            f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {report}. {self._keep(trainer)}"
         )
 
     def _keep(self, trainer: pl.Trainer) -> str:

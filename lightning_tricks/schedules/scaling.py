@@ -70,7 +70,7 @@ def scale_adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> dict[str, Any]:
-    """Adam's settings for another batch size, by the square-root rule: its averages see the same samples.
+    """Adam's settings for another batch size, all by the square-root rule: its averages see the same samples.
 
     ``lr * sqrt(k)``, ``beta' = 1 - k * (1 - beta)``, ``eps / sqrt(k)``, ``k = batch_size / base_batch_size``
 

@@ -114,16 +114,6 @@ def steps_of(trainer: pl.Trainer, duration: int | float, trick: str, name: str) 
         ) from error
 
 
-def steps_between(trainer: pl.Trainer, start: int | float, stop: int | float, trick: str) -> tuple[float, float]:
-    """The optimizer steps between which a trick is active: ``start <= step < stop``; a stop of 1.0 is never reached.
-
-    Raises:
-        MisconfigurationException: For a fraction of a training whose length is unknown.
-    """
-    end = math.inf if isinstance(stop, float) and stop == 1 else steps_of(trainer, stop, trick, "stop")
-    return steps_of(trainer, start, trick, "start"), end
-
-
 def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:
     if trainer.lightning_module is None:
         raise UnknownTotalSteps("the Trainer has no module and data yet (ask in configure_optimizers or later)")

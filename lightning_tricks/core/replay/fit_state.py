@@ -92,7 +92,7 @@ class KeptModule:
             for restore in structure:
                 restore()
         self._state.restore()
-        for weight, trains, (part, before, gradient, slope) in self._weights:
+        for weight, trains, (part, before, gradient, gradient_copy) in self._weights:
             weight.requires_grad_(trains)
             if not isinstance(weight, DTensor) and not _same_memory(weight, part):
                 weight.data = part  # on its earlier device, in its earlier dtype
@@ -100,8 +100,8 @@ class KeptModule:
             assert now is not None, "FSDP2 has a part of every weight"
             now.copy_(before)
             weight.grad = gradient
-            if gradient is not None and slope is not None:
-                gradient.detach().copy_(slope)
+            if gradient is not None and gradient_copy is not None:
+                gradient.detach().copy_(gradient_copy)
 
 
 _STRUCTURE = frozenset(vars(nn.Module()))

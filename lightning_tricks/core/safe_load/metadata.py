@@ -93,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _metadata(stub: _Stub) -> Metadata:
     parts = stub.parts
-    entries = {_a(str, name): _entry(entry) for name, entry in parts["state_dict_metadata"].items()}
+    entries = {require_type(str, name): _entry(entry) for name, entry in parts["state_dict_metadata"].items()}
     paths = parts["planner_data"]
     if paths is not None:
         paths = {name: _path(name, path) for name, path in paths.items()}
@@ -113,7 +113,7 @@ def _entry(stub: _Stub) -> TensorStorageMetadata | BytesStorageMetadata:
     size = _size(stub.parts["size"])
     if not _tile(chunks, size):  # entries in no chunk would be arbitrary numbers
         raise ValueError("chunks that are not the full tensor")
-    return TensorStorageMetadata(TensorProperties(_a(torch.dtype, dtype)), size, chunks)
+    return TensorStorageMetadata(TensorProperties(require_type(torch.dtype, dtype)), size, chunks)
 
 
 def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
@@ -131,7 +131,11 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
 
 
 def _path(name: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    if not path or not all(type(part) in (str, int) for part in _a(tuple, path)) or ".".join(map(str, path)) != name:
+    if (
+        not path
+        or not all(type(part) in (str, int) for part in require_type(tuple, path))
+        or ".".join(map(str, path)) != name
+    ):
         raise ValueError("a path that is not that of its name")
     return path
 
@@ -139,24 +143,25 @@ def _path(name: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
 def _index(stub: _Stub) -> MetadataIndex:
     offset, number = stub.parts.get("offset"), stub.parts["index"]
     return MetadataIndex(
-        _a(str, stub.parts["fqn"]),
+        require_type(str, stub.parts["fqn"]),
         None if offset is None else _size(offset),
-        None if number is None else _a(int, number),
+        None if number is None else require_type(int, number),
     )
 
 
 def _place(stub: _Stub) -> Place:
     file, offset, length = (stub.parts[name] for name in ("relative_path", "offset", "length"))
-    transforms = [_a(str, name) for name in stub.parts.get("transform_descriptors") or ()]
-    return Place(_a(str, file), _a(int, offset), _a(int, length), transforms)
+    transforms = [require_type(str, name) for name in stub.parts.get("transform_descriptors") or ()]
+    return Place(require_type(str, file), require_type(int, offset), require_type(int, length), transforms)
 
 
 def _size(stub: _Stub) -> torch.Size:
     (sizes,) = stub.parts
-    return torch.Size(_a(int, size) for size in sizes)
+    return torch.Size(require_type(int, size) for size in sizes)
 
 
-def _a(kind: type[T], value: Any) -> T:
+def require_type(kind: type[T], value: Any) -> T:
+    """The value, if its type is exactly that one."""
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
     return value

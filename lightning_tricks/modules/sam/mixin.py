@@ -81,9 +81,8 @@ class SAMMixin(_Module):
         Args:
             closure: A function without arguments that runs the forward pass and returns the loss, a scalar; it is
                 called twice.
-            optimizer: The optimizer whose weights are perturbed; None for those of all optimizers. Gradients
-                are added to every weight that the loss depends on, so toggle the optimizer as in any manual
-                optimization.
+            optimizer: The optimizer whose weights are perturbed; None for those of all optimizers. Gradients are
+                added to every weight that the loss depends on, so toggle the optimizer as in any manual optimization.
 
         Returns:
             The loss at the weights themselves, detached.
@@ -101,7 +100,7 @@ class SAMMixin(_Module):
         accumulate: int = 1,
         clip_norm: float | None = None,
     ) -> Tensor:
-        """Run ``sam_backward``, and in every ``accumulate``-th call clip, step and clear the gradients.
+        """Run ``sam_backward``; every ``accumulate``-th call clips, steps optimizer and schedulers, clears gradients.
 
         Call it once a batch for an optimizer; an epoch's last batch steps in any case. Schedulers of the optimizer
         follow their ``interval``: one that counts steps steps with the optimizer, one that counts epochs after the last
