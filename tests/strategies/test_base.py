@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,15 @@ def one_after_the_other() -> None:
 
 def test_a_sharded_module_is_refused_by_another_engine_and_zero3_refuses_a_compiled_one() -> None:
     run_ranks(one_after_the_other)
+
+
+@each_preset
+def test_a_copy_undoes_nothing_of_the_original(name: str) -> None:
+    undone: list[str] = []
+    strategy = lt.preset(name)["strategy"]
+    strategy._undo.callback(undone.append, "original")
+    for twin in (copy(strategy), deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        twin._undo.close()
+    assert undone == []
+    strategy._undo.close()
+    assert undone == ["original"]
