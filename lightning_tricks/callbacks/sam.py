@@ -53,6 +53,7 @@ class SAMCallback(SAMHooks):
         Foret et al., arXiv 2010.01412.
     """
 
+    name = "SAMCallback"
     conflicts = (
         *SAMHooks.conflicts,
         Conflict(("SAMHooks",), "every training step would be perturbed by both", "Leave one of them out"),

@@ -317,6 +317,8 @@ PRIVATE = (
         "EMA, SWA, SAM, sharpness",
         "a checkpoint saved between forward and backward: the weights change and come back bit for bit",
     ),
+    PrivateName("torch.Tensor", "_backward_hooks", "SAM", "whether hooks run in the backward pass"),
+    PrivateName("torch.Tensor", "_post_accumulate_grad_hooks", "SAM", "whether hooks run in the backward pass"),
     PrivateName("torch.Tensor", "_version", "SAM, offloaded averages", "whether something wrote into a tensor"),
     PrivateName("torch.Tensor", "_is_view", "mixed targets", "whether a tensor shares memory with a larger one"),
     PrivateName("torch.Tensor", "_values", "guards", "the values of a sparse tensor that is not coalesced"),
@@ -332,7 +334,6 @@ PRIVATE = (
     PrivateName("torch.nn.Module", "_non_persistent_buffers_set", "EMA, SWA", "buffers that are not saved"),
     PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "SWA, freeze", "the base class of all BatchNorm layers"),
     PrivateName("torch.optim.Optimizer", "_optimizer_step_post_hooks", "EMA, SWA", "whether it calls step hooks"),
-    PrivateName("torch.optim.Optimizer", "_optimizer_step_pre_hooks", "guards, clips", "whether it calls step hooks"),
     PrivateName(
         "torch.optim.Adam",
         "_step_supports_amp_scaling",

@@ -45,8 +45,7 @@ class ModuleState:
     def __init__(self, module: nn.Module, owners: Iterable[nn.Module] | None = None) -> None:
         self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
-        self._tensors: list[tuple[Tensor, Any, str]] = []  # buffers and attributes, their versions and paths
-        self._written: list[tuple[Tensor, Any, str]] = []  # the same of tensors inside containers
+        self._written: list[tuple[Tensor, Any, str]] = []  # tensors inside containers, their versions and paths
         self._containers: list[tuple[Any, list[Any], str]] = []  # containers, what is in them, and their paths
         self._seen: set[int] = set()
         self._root = type(module).__name__
@@ -72,7 +71,6 @@ class ModuleState:
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
                 elif not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
-                    self._tensors.append((value, versions([value]), f"{path}.{name}"))
                     self._restore.append(partial(_restore_tensor, value, value.detach(), value.detach().clone()))
 
     def _note(self, value: Any, path: str) -> None:
@@ -121,14 +119,11 @@ class ModuleState:
                 )
 
     def changed(self) -> str | None:
-        """The path of something that is not as it was; None if all is."""
+        """The path of an attribute or a container that is not as it was; None if all are."""
         for path, space, before in self._spaces:
             for name in {**space, **before}:
                 if name not in _STRUCTURE and not _same(space.get(name, _GONE), before.get(name, _GONE)):
                     return f"{path}.{name}"
-        for tensor, version, path in (*self._tensors, *self._written):
-            if versions([tensor]) != version:
-                return path
         for container, items, path in self._containers:
             now = [*_inside(container)]
             if len(now) != len(items) or not all(

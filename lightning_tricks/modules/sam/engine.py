@@ -176,7 +176,8 @@ class SAMEngine:
 
     def _descend(self, descend: Callable[[Tensor], None], loss: Tensor) -> None:
         """Run the backward pass at the perturbed weights; what it changes besides gradients would be undone."""
-        state = None if self._has_descended else ModuleState(self.module)  # looking once is enough, and costs time
+        looks = not self._has_descended and _acts_in_backward(self.module)  # looking once is enough, and costs time
+        state = ModuleState(self.module) if looks else None
         descend(loss)
         if state is not None and (path := state.changed()) is not None:
             raise MisconfigurationException(
@@ -211,6 +212,13 @@ class SAMEngine:
     def _unsynced(self) -> AbstractContextManager[None]:
         """A context in which DDP does not average gradients over the ranks."""
         return getattr(self.module.trainer.strategy, "block_backward_sync", nullcontext)()
+
+
+def _acts_in_backward(module: pl.LightningModule) -> bool:
+    """Whether code of the user's runs in the backward pass: a ``backward`` of the module's own, or hooks of weights."""
+    ours = ("lightning_tricks.", "lightning.pytorch.")
+    own = any("backward" in vars(kind) and not kind.__module__.startswith(ours) for kind in type(module).__mro__)
+    return own or any(w._post_accumulate_grad_hooks or w._backward_hooks for w in module.parameters())
 
 
 def micro_batches(run: partial[Any], size: int) -> list[tuple[float, partial[Any]]]:

@@ -29,6 +29,7 @@ class SAMHooks(Trick):
     """Checks the Trainer and records its training steps; the half of SAM that mixin and callback have in common."""
 
     sam: SAM
+    name: ClassVar[str] = "SAM"  # for error messages
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Leave static_graph out"),
     )
@@ -43,8 +44,8 @@ class SAMHooks(Trick):
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer) or not self.is_active(trainer):
             return
-        _check(trainer, pl_module, self.sam)
-        engine = SAMEngine(pl_module, self.sam, local_weights(trainer, pl_module, "SAM"))
+        _check(trainer, pl_module, self.sam, self.name)
+        engine = SAMEngine(pl_module, self.sam, local_weights(trainer, pl_module, self.name))
         self._engine, self._has_trained = engine, False
         self._undo.callback(setattr, self, "_engine", None)
         if pl_module.automatic_optimization:
@@ -182,7 +183,7 @@ def _save(engine: SAMEngine, original: Callable[..., None], *args: Any, **kwargs
             copy_(weights, moved)
 
 
-def _check(trainer: pl.Trainer, pl_module: Any, sam: SAM) -> None:
+def _check(trainer: pl.Trainer, pl_module: Any, sam: SAM, trick: str) -> None:
     name = type(pl_module).__name__
     if not isinstance(sam, SAM):
         raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {sam!r}.")
@@ -195,7 +196,7 @@ def _check(trainer: pl.Trainer, pl_module: Any, sam: SAM) -> None:
             " leave out every_n_steps and micro_batch_size, and call manual_backward where SAM is not wanted."
         )
     if engine_of(trainer) is not Engine.FSDP2:
-        require_unsharded(trainer, "SAM")
+        require_unsharded(trainer, trick)
     elif not pl_module.automatic_optimization or sam.micro_batch_size is not None:
         raise MisconfigurationException(
             "Under ModelParallelStrategy SAM has one perturbation for the batches of all devices and works inside"
