@@ -87,6 +87,7 @@ def test_an_unknown_project_is_refused() -> None:
     assert "no project nobody; there are chemprop, darts" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_other_tests_do_not_collect_them() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/clients"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -91,6 +91,7 @@ def fresh(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_each_package_has_its_own_lightning_only_and_its_own_bytecode() -> None:
     """The test process has compiled both."""
     loaded = {name: json.loads(fresh(LOADED.format(name)).stdout) for name in ("lightning_tricks", PACKAGE)}

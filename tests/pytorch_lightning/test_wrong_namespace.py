@@ -128,6 +128,7 @@ print(lt.__name__ if isinstance(pl.Trainer(strategy="single_bf16", accelerator="
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: mixed.lt.__name__)
 def test_a_preset_string_says_what_to_import_until_that_is_imported(mixed: Mixed) -> None:
     right = rename(mixed.lt.__name__)

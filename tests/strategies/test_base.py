@@ -176,6 +176,7 @@ def one_after_the_other() -> None:
         fit(build(Compiled), strategy="zero3_bf16", **settings)
 
 
+@pytest.mark.slow
 def test_a_sharded_module_is_refused_by_another_engine_and_zero3_refuses_a_compiled_one() -> None:
     run_ranks(one_after_the_other)
 
