@@ -63,6 +63,7 @@ def test_a_compromised_release_is_not_installed(version: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.slow
 def test_nothing_is_left_behind(name: str, tmp_path: Path) -> None:
     """The environment is being made, and a process of it has started another."""
     waits = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"

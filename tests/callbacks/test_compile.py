@@ -125,7 +125,9 @@ def with_forward(linear: nn.Linear, n: int) -> None:
     linear.forward = MethodType(lambda self, x, n=n: nn.functional.linear(x, self.weight) * (n + 0.5), linear)
 
 
-@pytest.mark.parametrize("changed", [hooked, hooked_before, with_forward])
+@pytest.mark.parametrize(
+    "changed", [hooked, *(pytest.param(each, marks=pytest.mark.slow) for each in (hooked_before, with_forward))]
+)
 @pytest.mark.parametrize("which", [(0, 1, 2), pytest.param((1,), marks=pytest.mark.slow)])
 def test_equal_modules_that_do_something_else_each_do_their_own(changed: Any, which: tuple[int, ...]) -> None:
     class Changed(Inner):

@@ -63,6 +63,7 @@ def shown(folder: Path, rank: int, *, terminal: bool) -> str:
     return written.decode().partition("---")[2]
 
 
+@pytest.mark.slow
 def test_bars_are_drawn_on_a_terminal_and_gone_afterwards(tmp_path: Path) -> None:
     written = shown(tmp_path, 0, terminal=True)
     assert [bar for bar in BARS if f"\r{bar}: " not in written] == []

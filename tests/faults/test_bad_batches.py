@@ -82,6 +82,7 @@ def workers(how: str) -> DataLoader[Any]:
     ("how", "error", "said"),
     [("raises", KeyError, "DataLoader worker process"), ("dies", RuntimeError, "exited unexpectedly")],
 )
+@pytest.mark.slow
 def test_a_worker_of_the_loader_that_fails(how: str, error: type[Exception], said: str, tmp_path: Path) -> None:
     watch, expected, module = Watch(), everything.fresh(), everything.fresh()
     made = everything.make(tmp_path)
