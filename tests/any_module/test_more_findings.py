@@ -6,12 +6,14 @@ import copy
 import io
 import itertools
 import pickle
+import random
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, StepLR
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_equal, build, data, fit, weights
+from tests.nets import PlainNet, assert_equal, build, data, fit, loader, trainer, weights
 
 
 class AttrDict(dict[str, Any]):
@@ -301,3 +303,28 @@ def test_a_module_can_be_pickled_and_copied_in_a_fit_with_sam() -> None:
     copies = Copies()
     fit(build(PlainNet), callbacks=[lt.SAMCallback(), copies])
     assert isinstance(copies.copied, nn.Sequential)
+
+
+class DrawsNumbers(PlainNet):
+    """Draws from generators of its own in every step."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.python, self.numpy, self.system = random.Random(0), numpy.random.default_rng(0), random.SystemRandom()
+        self.nested = {"torch": torch.Generator().manual_seed(0), "numpy": numpy.random.RandomState(0)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        drawn = self.python.random() + self.numpy.random() + self.nested["numpy"].rand()
+        return super().training_step(batch, batch_idx) * (drawn + torch.rand((), generator=self.nested["torch"]))
+
+
+@pytest.mark.parametrize("name", ["SAMCallback", "find_lr"])
+def test_random_generators_of_a_module_are_restored(name: str) -> None:
+    plain, tricked = build(DrawsNumbers), build(DrawsNumbers)
+    if name == "find_lr":
+        lt.find_lr(trainer(), tricked, loader(), steps=10)
+    pl.seed_everything(1, verbose=False)
+    fit(plain)
+    pl.seed_everything(1, verbose=False)
+    fit(tricked, callbacks=[lt.SAMCallback(rho=0.0)] if name == "SAMCallback" else [])
+    assert_equal(weights(tricked), weights(plain))

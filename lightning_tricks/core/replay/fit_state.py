@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_tricks.core.replay.module_state import ModuleState, refill, restorer
+from lightning_tricks.core.replay.module_state import ModuleState, generator_restorer, refill, restorer
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 
 
@@ -122,14 +121,8 @@ def _has_state(value: Any) -> bool:
 def _restorer_of(value: Any, closely: bool) -> Callable[[], object] | None:
     """A function that restores a random generator, a tensor or an array; None for other objects."""
     numpy = sys.modules.get("numpy")
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if numpy and isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    if numpy and isinstance(value, numpy.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if (generator := generator_restorer(value)) is not None:
+        return generator
     if closely and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return partial(value.detach().copy_, value.detach().clone())
     if closely and numpy and isinstance(value, numpy.ndarray):

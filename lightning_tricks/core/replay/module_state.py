@@ -88,8 +88,9 @@ class ModuleState:
         elif id(value) not in self._seen and (restore := restorer(value, path)) is not None:
             self._seen.add(id(value))
             self._restore.append(restore)
-            self._containers.append((value, [*_inside(value)], path))
-            for name, inner in _inside(value):
+            items = [*_inside(value)]
+            self._containers.append((value, items, path))
+            for name, inner in items:
                 if not isinstance(inner, _SIMPLE):
                     self._note(inner, f"{path}{name}")
 
@@ -151,7 +152,7 @@ def _restore_tensor(tensor: Tensor, data: Tensor, contents: Tensor) -> None:
     data.copy_(contents)
 
 
-def _generator_restorer(value: Any) -> Callable[[], Any] | None:
+def generator_restorer(value: Any) -> Callable[[], Any] | None:
     """A function that restores the state of a random generator; None for other objects."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
@@ -185,7 +186,7 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None
         >>> list(links.items())
         [('a', 1), ('b', 2)]
     """
-    if (generator := _generator_restorer(value)) is not None:
+    if (generator := generator_restorer(value)) is not None:
         return generator
     if isinstance(value, _ARRAYS):
         return partial(value.__setitem__, slice(None), value[:])
@@ -270,8 +271,6 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """The items and attributes of a container, with the ends of their paths."""
-    if _generator_restorer(value) is not None:
-        return
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         if value.dtype != object:

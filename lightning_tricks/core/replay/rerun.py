@@ -88,12 +88,8 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return [value for value in _collected(batch) if isinstance(value, Tensor)]
 
 
-def objects_in(batch: Any) -> list[Any]:
-    """The objects of a batch that are no containers, whose attributes every run of a step shares."""
-    return [value for value in _collected(batch) if not isinstance(value, Tensor)]
-
-
 def _collected(batch: Any) -> list[Any]:
+    """The tensors of a batch, and its objects that are no containers, whose attributes every run of a step shares."""
     found: list[Any] = []
     _collect(batch, found, set())
     return found
@@ -134,10 +130,11 @@ def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
         MisconfigurationException: For a write into the batch, or into a frozen parameter, such as a teacher's. Trained
             parameters may be written to: what layers do there (``max_norm`` of an embedding) may be repeated.
     """
-    tensors = tensors_in(batch)
+    found = _collected(batch)
+    tensors = [value for value in found if isinstance(value, Tensor)]
+    objects = [(value, dict(vars(value))) for value in found if not isinstance(value, Tensor)]
     frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
     before, kept = versions(tensors), versions(list(frozen.values()))
-    objects = [(held, dict(vars(held))) for held in objects_in(batch)]
     yield
     if (now := versions(list(frozen.values()))) != kept:
         name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
