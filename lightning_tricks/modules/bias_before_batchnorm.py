@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
 from lightning_tricks.core.replay.module_state import ModuleState
@@ -94,6 +95,8 @@ def _in_both_modes(module: nn.Module) -> list[tuple[str, str]]:
     """The names of layers and norms that are pairs in training and in eval mode."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     state, cpu = ModuleState(module), torch.device("cpu")
+    if not state.can_restore():
+        raise MisconfigurationException("it holds a file, a closure or other state that cannot be restored")
     try:
         with random_numbers_of(random_state(cpu), cpu):  # tracing runs the forward pass
             trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))

@@ -7,9 +7,11 @@ import io
 import itertools
 import pickle
 import random
+import threading
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,6 +71,83 @@ def test_attribute_dictionaries_and_namespaces_are_restored(trick: Callable[[], 
     fit(tricked, callbacks=[trick()])
     assert_equal(weights(tricked), weights(plain))
     assert tricked.seen.steps == plain.seen.steps
+
+
+class AverageMeter:
+    """A mean as many projects compute it, in an object of a class of their own."""
+
+    def __init__(self) -> None:
+        self.total, self.values = 0.0, list[float]()
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.values.append(value)
+
+
+class LockedMeter(AverageMeter):
+    """One that threads may share; a lock has no state that Python can restore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def metered(kind: type[AverageMeter]) -> type[PlainNet]:
+    class Metered(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.meters = {"loss": kind()}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss: Tensor = super().training_step(batch, batch_idx)
+            self.meters["loss"].update(loss.item())
+            return loss
+
+    return Metered
+
+
+def test_an_object_of_the_users_own_class_counts_a_step_once() -> None:
+    plain, sharp, swept = (build(metered(AverageMeter)) for _ in range(3))
+    fit(plain)
+    fit(sharp, callbacks=[lt.SAMCallback(rho=0.0)])
+    lt.find_lr(trainer(), swept, loader())
+    assert vars(sharp.meters["loss"]) == vars(plain.meters["loss"])
+    assert swept.meters["loss"].values == []
+
+
+def test_an_object_that_cannot_be_restored_is_refused_by_its_path() -> None:
+    message = r"Metered\.meters\['loss'\] \(LockedMeter\) has changed .* cannot be set back"
+    refused(metered(LockedMeter), message, [lt.SAMCallback()])
+    refused(metered(LockedMeter), message, [lt.HardExampleFilter()])
+    with pytest.raises(MisconfigurationException, match=message):
+        lt.find_lr(trainer(), build(metered(LockedMeter)), loader())
+
+
+def test_a_file_is_written_once_or_refused(tmp_path: Path) -> None:
+    class Writes(PlainNet):
+        hook = "training_step"
+
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.log_file = log_file
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.write("training_step", batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.write("on_train_batch_end", batch_idx)
+
+        def write(self, hook: str, batch_idx: int) -> None:
+            if hook == self.hook:
+                self.log_file.write(f"{batch_idx}\n")
+
+    with (tmp_path / "refused.txt").open("w") as log_file:
+        refused(Writes, r"Writes\.log_file \(TextIOWrapper\) has changed", [lt.SAMCallback()])
+    Writes.hook = "on_train_batch_end"
+    with (tmp_path / "losses.txt").open("w") as log_file:
+        fit(build(Writes), callbacks=[lt.SAMCallback()], max_epochs=1)
+    assert (tmp_path / "losses.txt").read_text() == "".join(f"{number}\n" for number in range(6))
 
 
 @pytest.mark.parametrize(

@@ -363,11 +363,8 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Keys]] = {  # what holds a value, 
     "module in a list": (lambda value: [Holder(value)], (0, "held")),
     "object": (Custom, ("held",)),
 }
-IN_STEP = ("step", "forward", "forward hook", "log")  # called by the training step, before the backward pass
-IN_BACKWARD = ("backward hook", "gradient hook", "accumulation hook", "backward")
 MOMENTS = (
-    *IN_STEP,
-    *IN_BACKWARD,
+    *("step", "forward", "forward hook", "log", "backward hook", "gradient hook", "accumulation hook", "backward"),
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_epoch_start"),
@@ -407,12 +404,3 @@ class State:
         if new is not None:
             setattr(owner, last, new) if by_name else owner.__setitem__(last, new)
         return attribute
-
-
-def looked_into(state: State) -> bool:
-    """Whether the package promises to restore such a state; objects that are no containers are left as they are."""
-    opaque = (
-        *("SimpleNamespace", "object", "object with a slot", "list in an object", "iterator", "generator"),
-        *("closure", "open file"),
-    )
-    return state.kind not in opaque and state.place != "object"

@@ -43,7 +43,7 @@ from tests.fuzz.modules import (
     suited,
 )
 from tests.fuzz.profiles import cases
-from tests.fuzz.states import IN_BACKWARD, IN_STEP, MOMENTS, looked_into, told
+from tests.fuzz.states import told
 from tests.nets import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch, about what users do
@@ -178,17 +178,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 RATES: dict[str, Counter[str]] = {name: Counter() for name in TRICKS}  # of all runs, how they ended
 
 
-REPLAYS = ("SAM", "HardExampleFilter(0", "HardExampleFilter(start=1.0)", "ActivationCheckpointing", "find_lr", "Doctor")
 BY_TARGETS = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", 'HardExampleFilter(start=1.0, mode="loss")')
 DRAWS = ("SAM", "HardExampleFilter(0", "HardExampleFilter(start=1.0)")
 
 
 def known(spec: Spec, name: str) -> str:
     """Why a trick does something else with such a module, where that is known; "" if it should not."""
-    moments = MOMENTS if name == "find_lr" else (*IN_STEP, *IN_BACKWARD)
-    opaque = [state for state in spec.states if not looked_into(state) and state.moment in moments]
-    if name.startswith(REPLAYS) and opaque:
-        return "objects that are no containers are not looked into, as the tricks say"
     if name.startswith(DRAWS) and spec.net == "lazy":
         return "lazy layers draw their weights in a run that gives its random numbers back"
     if name == "ChannelsLast" and spec.net == "convolution":

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_tricks.core.replay.module_state import ModuleState, generator_restorer, refill, restorer
+from lightning_tricks.core.replay.containers import generator_restorer, refill, restorer
+from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 
 
@@ -79,6 +80,10 @@ class KeptModule:
             assert part is not None, "FSDP2 has a part of every weight"
             kept = (part, part.clone(), gradient, None if gradient is None else gradient.detach().clone())
             self._weights.append((weight, weight.requires_grad, kept))
+
+    def refuse_counts(self) -> None:
+        """Raise if an object of the module has changed that cannot be restored, with its path."""
+        self._state.refuse_counts()
 
     @torch.no_grad()
     def restore(self) -> None:

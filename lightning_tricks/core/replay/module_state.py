@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import array
-import dataclasses
 import io
-import random
-import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
-from functools import cache, partial
-from types import SimpleNamespace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -18,12 +15,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_tricks.core.replay.containers import SIMPLE, Contents, contents_of, is_of_library, is_plain, restorer
 from lightning_tricks.core.replay.rerun import versions
 
 _STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
-_BUILTIN = (OrderedDict, defaultdict, dict, list, deque, set, tuple, frozenset)  # OrderedDict before dict
-_ARRAYS = (bytearray, array.array)
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, range)
 
 
 class ModuleState:
@@ -31,8 +26,10 @@ class ModuleState:
 
     Tensors (BatchNorm statistics, torchmetrics), numbers, generators and arrays are restored. So are nested containers:
     lists, dictionaries, sets and deques of every kind, with their order, limits and attributes, named tuples,
-    dataclasses, and every container that is written in Python. Other objects are ignored. A tensor inside a container
-    is not copied, since there may be many: ``refuse_writes`` raises if a step wrote into one.
+    dataclasses, and every container and object that is written in Python. A tensor inside a container is not copied,
+    since there may be many: ``refuse_writes`` raises if a step wrote into one. Files, closures, and objects that hold
+    such or an object written in C, are left: ``refuse_counts`` raises if a number in one has changed. Attributes of
+    classes, and objects of torch and Lightning such as data sets, are ignored.
 
     Args:
         module: The module.
@@ -46,7 +43,8 @@ class ModuleState:
         self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
         self._written: list[tuple[Tensor, Any, str]] = []  # tensors inside containers, their versions and paths
-        self._containers: list[tuple[Any, list[Any], str]] = []  # containers, what is in them, and their paths
+        self._counted: list[tuple[Any, Any, str]] = []  # objects, the numbers in them, and their paths
+        self._containers: list[tuple[Any, list[Contents], str]] = []  # containers, what is in them, and their paths
         self._seen: set[int] = set()
         self._root = type(module).__name__
         if owners is None:
@@ -66,7 +64,7 @@ class ModuleState:
         for space in (module.__dict__, module._buffers, module._modules):
             self._spaces.append((path, space, dict(space)))
             for name, value in space.items():
-                if name in _STRUCTURE or isinstance(value, _SIMPLE):
+                if name in _STRUCTURE or isinstance(value, SIMPLE):
                     continue
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
@@ -80,19 +78,32 @@ class ModuleState:
                 self._written.append((value, versions([value]), path))
         elif isinstance(value, nn.Module):  # a module in a container, which is not registered
             self._note_modules(value, path)
+        elif id(value) in self._seen:
+            return
+        elif (restore := restorer(value, path)) is not None:
+            self._restore.append(restore)
+            self._note_contents(value, path)
         elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             raise MisconfigurationException(
                 f"{path} is an iterator ({type(value).__name__}), which cannot be set back for a second run of the"
                 " step: keep a list and a position, or keep it outside of the module, in the data set for example."
             )
-        elif id(value) not in self._seen and (restore := restorer(value, path)) is not None:
+        elif isinstance(value, io.IOBase | FunctionType) or is_plain(value):
             self._seen.add(id(value))
-            self._restore.append(restore)
-            items = [*_inside(value)]
-            self._containers.append((value, items, path))
-            for name, inner in items:
-                if not isinstance(inner, _SIMPLE):
-                    self._note(inner, f"{path}{name}")
+            self._counted.append((value, _numbers_in(value), path))
+            for name, item in getattr(value, "__dict__", {}).items():
+                if isinstance(item, Iterator | FunctionType):
+                    self._note(item, f"{path}.{name}")
+
+    def _note_contents(self, value: Any, path: str) -> None:
+        self._seen.add(id(value))
+        groups = list(contents_of(value))
+        self._containers.append((value, groups, path))
+        for form, keys, items in groups:
+            if not set(map(type, items)) <= _SIMPLE_TYPES:  # a long list of numbers costs no time
+                for key, item in zip(keys, items, strict=True):
+                    if not isinstance(item, SIMPLE):
+                        self._note(item, path + form.format(key))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -119,26 +130,46 @@ class ModuleState:
                     " do so again: make a new tensor, or register it as a buffer, which is restored."
                 )
 
+    def refuse_counts(self) -> None:
+        """Raise if a number has changed in an object that ``restore`` cannot restore.
+
+        Raises:
+            MisconfigurationException: With the path of the object.
+        """
+        for value, before, path in self._counted:
+            if _numbers_in(value) != before:
+                raise MisconfigurationException(
+                    f"{path} ({type(value).__name__}) has changed in a step of {self._root} that is repeated or undone,"
+                    " and it is or holds what cannot be set back: a file, a closure or an object that is written in C."
+                    " Keep plain numbers in the module, or change it in on_train_batch_end, which SAM does not repeat."
+                )
+
+    def can_restore(self) -> bool:
+        """Whether the module holds no numbers that ``restore`` cannot restore."""
+        return all(number is None for _, numbers, _ in self._counted for number in numbers)
+
     def changed(self) -> str | None:
         """The path of an attribute or a container that is not as it was; None if all are."""
         for path, space, before in self._spaces:
             for name in {**space, **before}:
                 if name not in _STRUCTURE and not _same(space.get(name, _GONE), before.get(name, _GONE)):
                     return f"{path}.{name}"
-        for container, items, path in self._containers:
-            now = [*_inside(container)]
-            if len(now) != len(items) or not all(
-                key == before and _same(item, old) for (key, item), (before, old) in zip(now, items, strict=True)
+        for container, groups, path in self._containers:
+            now = list(contents_of(container))
+            if any(
+                keys != before_keys or len(items) != len(before_items) or not all(map(_same, items, before_items))
+                for (_, keys, items), (_, before_keys, before_items) in zip(now, groups, strict=True)
             ):
                 return path
         return None
 
 
 _GONE = object()
+_SIMPLE_TYPES = frozenset(SIMPLE)
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, _SIMPLE) and type(a) is type(b) and a == b)
+    return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -152,147 +183,24 @@ def _restore_tensor(tensor: Tensor, data: Tensor, contents: Tensor) -> None:
     data.copy_(contents)
 
 
-def generator_restorer(value: Any) -> Callable[[], Any] | None:
-    """A function that restores the state of a random generator; None for other objects."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return partial(value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
+def _numbers_in(value: Any) -> list[Any]:
+    """The numbers in an object: attributes, variables of a closure, lengths of lists in them, positions in files."""
+    if isinstance(value, io.IOBase):
+        return [_number(value)]
+    if isinstance(value, FunctionType):
+        return [] if is_of_library(value) else [_number(cell) for cell in value.__closure__ or ()]
+    return [_number(item) for _, _, items in contents_of(value) for item in items]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, CellType):
+        with suppress(ValueError):  # of an empty one
+            return _number(value.cell_contents)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if isinstance(value, list | deque):
+        return len(value)
+    if isinstance(value, io.IOBase) and getattr(value, "name", "") not in ("<stdout>", "<stderr>"):
+        with suppress(OSError, ValueError):  # of a pipe, or of a file that is closed or being read line by line
+            return value.tell()
     return None
-
-
-def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None] | None:
-    """A function that restores a container's present contents, order and attributes; None for other objects.
-
-    Args:
-        value: A container, or any other object.
-        path: The path of the value, for the error message.
-        strict: Whether to raise for a container that cannot be restored exactly; False ignores it.
-
-    Raises:
-        MisconfigurationException: If its class keeps state that Python cannot see.
-
-    Example:
-        >>> links = OrderedDict(a=1, b=2)
-        >>> restore = restorer(links, "links")
-        >>> links.move_to_end("a"), links.pop("b")
-        (None, 2)
-        >>> restore()
-        >>> list(links.items())
-        [('a', 1), ('b', 2)]
-    """
-    if (generator := generator_restorer(value)) is not None:
-        return generator
-    if isinstance(value, _ARRAYS):
-        return partial(value.__setitem__, slice(None), value[:])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return partial(numpy.copyto, value, value.copy()) if value.flags.writeable else None
-    base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
-    abstract = isinstance(value, MutableMapping | MutableSequence | MutableSet)
-    record = isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-    if base is None and not abstract and not record:
-        return None
-    kind: Any = type(value)
-    if _hides_state(kind, base or object):
-        if not strict:
-            return None
-        raise MisconfigurationException(
-            f"{path} is a {type(value).__module__}.{type(value).__name__}, a container that is not written in Python"
-            " and cannot be restored exactly for a second run of the step: use a list or a dictionary, or keep it"
-            " outside of the module."
-        )
-    attributes = list(_attributes(value))
-    return partial(_restore, value, base, _contents(value, base), attributes)
-
-
-def _restore(value: Any, base: type | None, contents: list[Any], attributes: list[tuple[str, Any]]) -> None:
-    refill(value, base, contents)
-    kept = dict(attributes)
-    if hasattr(value, "__dict__"):
-        for name in [name for name in vars(value) if name not in kept]:
-            del vars(value)[name]
-    for name, attribute in attributes:
-        if name in getattr(value, "__dict__", ()) or not hasattr(type(value), name):
-            vars(value)[name] = attribute
-        else:
-            object.__setattr__(value, name, attribute)  # a slot, also of a frozen dataclass
-
-
-def refill(container: Any, base: type | None, contents: list[Any]) -> None:
-    """Restore the contents of a container by the methods of its built-in class, also for a subclass.
-
-    Args:
-        container: The container.
-        base: The built-in class.
-        contents: The items, as ``_contents`` returned them.
-    """
-    if base is OrderedDict:  # it keeps its order apart from the dictionary
-        OrderedDict.clear(container)
-        for key, item in contents:
-            OrderedDict.__setitem__(container, key, item)
-    elif base in (dict, defaultdict):
-        dict.clear(container)
-        dict.update(container, contents)  # Counter.update would add counts
-    elif base is list:
-        list.__setitem__(container, slice(None), contents)
-    elif base is deque:
-        deque.clear(container)
-        deque.extend(container, contents)
-    elif base is set:
-        set.clear(container)
-        set.update(container, contents)
-
-
-def _contents(value: Any, base: type | None) -> list[Any]:
-    if base is None:
-        return []
-    kind: Any = OrderedDict if base is OrderedDict else dict if issubclass(base, dict) else base
-    return list(kind.items(value) if issubclass(kind, dict) else kind.__iter__(value))
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object in its ``__dict__`` and in slots."""
-    yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            private = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
-            if private not in ("__dict__", "__weakref__") and hasattr(value, private):
-                yield private, getattr(value, private)
-    if isinstance(value, defaultdict):
-        yield "default_factory", value.default_factory
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """The items and attributes of a container, with the ends of their paths."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        if value.dtype != object:
-            return
-        yield from ((f".flat[{place}]", item) for place, item in enumerate(value.flat))
-        return
-    base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
-    if base is not None:
-        pairs = _contents(value, base) if issubclass(base, dict) else enumerate(_contents(value, base))
-        yield from ((f"[{key!r}]", item) for key, item in pairs)
-    if not isinstance(value, _ARRAYS):
-        yield from ((f".{name}", attribute) for name, attribute in _attributes(value))
-
-
-@cache
-def _hides_state(kind: Any, base: Any) -> bool:
-    """Whether objects of a class keep state in memory besides the base class, attributes and slots."""
-    slots = 0
-    for base_class in kind.__mro__[: kind.__mro__.index(base)]:
-        names = base_class.__dict__.get("__slots__", ())
-        slots += 1 if isinstance(names, str) else len(names)
-    pointer = tuple.__itemsize__
-    return (
-        kind.__basicsize__ > base.__basicsize__ + (slots + 2) * pointer
-    )  # two more pointers for __dict__ and __weakref__

@@ -81,11 +81,13 @@ class _Start:
         self.numbers = random_state(self.device)
 
     def __enter__(self) -> None:  # called more than once with retain_graph
+        after = ModuleState(self.block, self.owners)
         with ExitStack() as stack:
-            stack.callback(ModuleState(self.block, self.owners).restore)
+            stack.callback(after.restore)
             self.state.restore()
             stack.enter_context(random_numbers_of(self.numbers, self.device))
             stack.enter_context(self.inner)
+            stack.callback(after.refuse_counts)
             self._leave = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:

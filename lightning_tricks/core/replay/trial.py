@@ -24,6 +24,7 @@ def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[
         with torch.no_grad(), random_numbers_of(random_state(device), device):
             yield
         state.refuse_writes()
+        state.refuse_counts()
     finally:
         trainer.loggers = loggers
         state.restore()

@@ -133,3 +133,4 @@ def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any],
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
         yield
+        weights.refuse_counts()

@@ -166,6 +166,7 @@ class SAMEngine:
             with random_numbers_of(step.random, self.module.device):
                 again = self._loss_again(step.run)
             self._descend(descend, again)
+            after.refuse_counts()
         finally:
             self.weights.reshard()
             copy_(parts, before)

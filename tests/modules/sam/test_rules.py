@@ -366,26 +366,17 @@ def test_logs_metrics_statistics_and_random_numbers_are_those_of_one_run(rule: l
     assert all(torch.equal(a, b) for a, b in zip(ours.states, theirs.states, strict=True))
 
 
-class Draws:
-    """An object of the user's own, which SAM does not look into."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, float]] = []
-
-
 def test_each_micro_batch_sees_the_same_random_numbers_twice_and_no_two_the_same() -> None:
-    class Drawing(SAMPlainNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.draws = Draws()
+    seen: list[tuple[int, float]] = []
 
+    class Drawing(SAMPlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.draws.seen.append((len(batch[1]), torch.rand(()).item()))
+            seen.append((len(batch[1]), torch.rand(()).item()))
             return super().training_step(batch, batch_idx)
 
     module = with_sam(Drawing, lt.SAM(0.1, micro_batch_size=5))
     fit(module, max_steps=1)
-    (whole, *parts) = module.draws.seen
+    (whole, *parts) = seen
     assert whole[0] == 8
     assert [size for size, _ in parts] == [5, 5, 3, 3]
     assert parts[0::2] == parts[1::2]

@@ -32,22 +32,26 @@ class Counting(PlainNet):
         if not is_replaying():
             self.alive = (*self.alive, (False, count))
         else:
-            Sharp.again.append(count)
+            AGAIN.append(count)
         return super().training_step(batch, batch_idx)
 
 
 class Sharp(lt.SAMMixin, Counting):
-    again: list[int] = []  # noqa: RUF012  # outside of the module's state, which the second run does not change
+    """The same under SAM."""
+
+
+AGAIN: list[int] = []  # the counts of second runs, outside of the module's state, which they do not change
 
 
 def test_the_second_run_holds_one_copy_of_the_weights_and_no_gradients_of_the_first() -> None:
-    module, Sharp.again = build(Sharp), []
+    module = build(Sharp)
+    AGAIN.clear()
     gc.collect()  # what other tests have left
     fit(module, max_epochs=1)
     first = [count for _, count in module.alive]
-    assert len(first) == len(Sharp.again) == 6
+    assert len(first) == len(AGAIN) == 6
     # from the second step on the first run has the .grad of the step before, which is gone in the second run
-    assert [again - count for again, count in zip(Sharp.again, first, strict=True)] == [1, 0, 0, 0, 0, 0]
+    assert [again - count for again, count in zip(AGAIN, first, strict=True)] == [1, 0, 0, 0, 0, 0]
 
 
 def test_the_state_of_a_run_that_fails_is_put_back() -> None:
