@@ -243,7 +243,7 @@ strategies = set(pl.strategies.StrategyRegistry.available_strategies())
 modules = set(sys.modules)
 import lightning_tricks
 added = sorted(set(pl.strategies.StrategyRegistry.available_strategies()) - strategies)
-print(json.dumps({"strategies": added, "modules": sorted({m.split(".")[0] for m in set(sys.modules) - modules})}))
+print(json.dumps({"strategies": added, "modules": sorted(set(sys.modules) - modules)}))
 """
 
 
@@ -251,5 +251,7 @@ def test_importing_registers_the_presets_and_loads_nothing_heavy() -> None:
     run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True, cwd=ROOT)
     added = json.loads(run.stdout)
     assert added["strategies"] == sorted(row["name"] for row in lt.presets())
-    assert not set(added["modules"]) & HEAVY
-    assert set(added["modules"]) <= {*sys.stdlib_module_names, "lightning_tricks", "lightning", "torch", "torchmetrics"}
+    packages = {name.split(".")[0] for name in added["modules"]}
+    assert not packages & HEAVY
+    assert "torch.distributed.checkpoint" not in added["modules"], "it takes a tenth of a second"
+    assert packages <= {*sys.stdlib_module_names, "lightning_tricks", "lightning", "torch", "torchmetrics"}

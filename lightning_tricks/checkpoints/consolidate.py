@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_tricks.checkpoints.files import PathLike, check_output, path_of, save
-from lightning_tricks.checkpoints.folders import lazy_weights
 from lightning_tricks.checkpoints.stream import LazyTensor
 
 __all__ = ["consolidate"]
@@ -57,6 +56,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         raise NotADirectoryError(f"{source} is one file already: take its weights with lightning-tricks export.")
     if not source.is_dir():
         raise FileNotFoundError(f"There is no folder {source}.")
+    from lightning_tricks.checkpoints.folders import lazy_weights
+
     state = lazy_weights(source)
     save(state, target, force=force)
     return sum(isinstance(value, Tensor | LazyTensor) for value in state.values())

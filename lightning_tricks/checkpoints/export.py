@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, path_of, save, weights_in
-from lightning_tricks.checkpoints.folders import lazy_weights, sharded_averages
 from lightning_tricks.core.checks import check_choice, check_type, some
 
 __all__ = ["export_weights"]
@@ -72,6 +71,8 @@ def export_weights(
     check_type("callback", callback, str, NoneType)
     if source.is_dir():
         _require_in_state_dict(source, which, callback)
+        from lightning_tricks.checkpoints.folders import lazy_weights
+
         weights = lazy_weights(source)
     else:
         loaded = load(source)
@@ -84,6 +85,8 @@ def export_weights(
 
 def _require_in_state_dict(folder: Path, which: str, callback: str | None) -> None:
     """Raise unless the state_dict of a sharded checkpoint holds the requested weights."""
+    from lightning_tricks.checkpoints.folders import sharded_averages
+
     averages = sharded_averages(folder)
     if which == "raw":
         raise ValueError(

@@ -15,7 +15,7 @@ from lightning_tricks.checkpoints.stream import LazyTensor, memory_mapped, write
 from lightning_tricks.core.checks import check_bool, check_type, some
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.damage import damage
-from lightning_tricks.core.safe_load.reader import unread
+from lightning_tricks.core.safe_load.files import unread
 
 PathLike = str | os.PathLike[str]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import LazyTensor
 from lightning_tricks.core.safe_load.damage import damage
-from lightning_tricks.core.safe_load.reader import load_zero_file
+from lightning_tricks.core.safe_load.files import load_zero_file
 
 MODEL, OPTIMIZER = "_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"
 PREFIX = "_forward_module."  # Lightning's name of the module in DeepSpeed's engine.

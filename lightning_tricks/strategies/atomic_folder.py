@@ -15,12 +15,11 @@ from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import saves_folder
-from lightning_tricks.core.safe_load.damage import unfinished
+from lightning_tricks.core.safe_load.damage import read_errors, unfinished
 
 _REMOVED = re.compile(r"\.[0-9a-f]{8}\.removing")
 _RENAME_EXCHANGE = 2  # A flag of renameat2.
@@ -219,7 +218,7 @@ def _require_visible(new: Path) -> None:
 def _error_of(action: Callable[[], None]) -> BaseException | None:
     try:
         action()
-    except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException.
+    except read_errors() as error:
         return error
     return None
 

@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.lightning.trainer import callbacks_of, saves_folder
-from lightning_tricks.core.safe_load.damage import damage
-from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
-from lightning_tricks.core.weights.local import LocalWeights
+from lightning_tricks.core.safe_load.damage import damage, read_errors
 from lightning_tricks.core.weights.tensors import float_buffers
 
 KINDS = ("raw", "averaged")
@@ -36,6 +30,8 @@ def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
 def save_shards(trainer: pl.Trainer, averages: Averages, key: str, filepath: str | Path) -> None:
     """Write this rank's shards into the folder that the strategy wrote."""
     if saves_folder(trainer):
+        from lightning_tricks.core.averaging.shards import write
+
         state = averages.state_dict()
         write(
             _folder(trainer, key, filepath),
@@ -75,8 +71,10 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
     folder = _folder(trainer, key, trainer.ckpt_path or "")
     parts = {**weights.trainable(), **float_buffers(averages.module)}
     try:
+        from lightning_tricks.core.averaging.shards import read
+
         return {**state, **read(folder, weights, parts, stamp=step)}
-    except (OSError, ValueError, RuntimeError, CheckpointException) as error:
+    except read_errors() as error:
         raise MisconfigurationException(
             f"The averages of this checkpoint are in shards in {folder}, which cannot be read: {error}. Resume from the"
             " folder that was saved, from an earlier one, or leave the callback out."
@@ -95,39 +93,3 @@ def require_undamaged_file(trainer: pl.Trainer) -> None:
         raise MisconfigurationException(
             f"{path} is damaged: {wrong}. What torch loads from it is not what was saved: use an earlier checkpoint."
         )
-
-
-STAMP = "stamp"
-
-
-def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
-    """Write local parts by kind and name; all ranks take part, and the metadata is written last."""
-    tensors = {
-        f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.checkpoint_tensors(parts).items()
-    }
-    dcp.save({**tensors, STAMP: torch.tensor(stamp)}, checkpoint_id=folder)
-
-
-def read(
-    folder: Path, weights: LocalWeights, parts: Mapping[str, Tensor], *, stamp: int
-) -> dict[str, dict[str, Tensor]]:
-    """Read the parts of these names that the folder has, by kind and name.
-
-    DTensors can be read by another number of ranks than wrote them.
-
-    Raises:
-        ValueError: If the folder's stamp is not ``stamp``, so that it belongs to another checkpoint.
-    """
-    reader = SafeReader(folder)
-    found: dict[str, Any] = reader.metadata.state_dict_metadata
-    keys = dict(zip(parts, weights.checkpoint_tensors(parts), strict=True))
-    kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
-    tensors = {STAMP: torch.tensor(-1)}
-    for kind, mine in kinds.items():
-        there = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
-        mine.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in there.items()})
-        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.checkpoint_tensors(mine).items()})
-    load_safely(tensors, reader)
-    if tensors[STAMP].item() != stamp:
-        raise ValueError(f"it is from step {tensors[STAMP].item()}, the checkpoint from step {stamp}")
-    return kinds

@@ -46,3 +46,10 @@ def unfinished(folder: str | os.PathLike[str]) -> str | None:
     if len(missing) == 2 and not any(path.glob("*.distcp")):
         return "it has neither .metadata (FSDP) nor latest (ZeRO)"
     return f"it has no {missing[0]}: saving was interrupted" if missing else None
+
+
+def read_errors() -> tuple[type[BaseException], ...]:
+    """The exceptions that saving or loading a checkpoint folder raises; torch's own derives from BaseException."""
+    from torch.distributed.checkpoint.api import CheckpointException  # importing it takes a tenth of a second
+
+    return Exception, CheckpointException

@@ -31,13 +31,7 @@ from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
-from lightning_tricks.strategies.fsdp2.checkpoints import (
-    full_state,
-    load_module,
-    load_optimizer,
-    read_module,
-    read_optimizer,
-)
+from lightning_tricks.strategies.fsdp2.files import full_state, load_module, load_optimizer
 from lightning_tricks.strategies.fsdp2.prepare import prepare, require_untied
 from lightning_tricks.strategies.fsdp2.root import Root
 
@@ -235,6 +229,8 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        from lightning_tricks.strategies.fsdp2.folders import read_module, read_optimizer
+
         path = Path(self.broadcast(checkpoint_path))
         self.require_complete(path)
         self._loads_file = path.is_file()

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_bool, check_type
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting, will_step
-from lightning_tricks.core.safe_load.reader import load_zero_file
+from lightning_tricks.core.safe_load.files import load_zero_file
 from lightning_tricks.core.trick import announce
 from lightning_tricks.core.weights.zero import load_full_weights
 from lightning_tricks.strategies.atomic_folder import AtomicFolders

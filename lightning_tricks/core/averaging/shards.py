@@ -1,0 +1,49 @@
+"""Averages in a checkpoint folder: the shards of every rank, written and read by torch's distributed checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
+from lightning_tricks.core.weights.local import LocalWeights
+
+STAMP = "stamp"
+
+
+def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, Tensor]], *, stamp: int) -> None:
+    """Write local parts by kind and name; all ranks take part, and the metadata is written last."""
+    tensors = {
+        f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.checkpoint_tensors(parts).items()
+    }
+    dcp.save({**tensors, STAMP: torch.tensor(stamp)}, checkpoint_id=folder)
+
+
+def read(
+    folder: Path, weights: LocalWeights, parts: Mapping[str, Tensor], *, stamp: int
+) -> dict[str, dict[str, Tensor]]:
+    """Read the parts of these names that the folder has, by kind and name.
+
+    DTensors can be read by another number of ranks than wrote them.
+
+    Raises:
+        ValueError: If the folder's stamp is not ``stamp``, so that it belongs to another checkpoint.
+    """
+    reader = SafeReader(folder)
+    found: dict[str, Any] = reader.metadata.state_dict_metadata
+    keys = dict(zip(parts, weights.checkpoint_tensors(parts), strict=True))
+    kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
+    tensors = {STAMP: torch.tensor(-1)}
+    for kind, mine in kinds.items():
+        there = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
+        mine.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in there.items()})
+        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.checkpoint_tensors(mine).items()})
+    load_safely(tensors, reader)
+    if tensors[STAMP].item() != stamp:
+        raise ValueError(f"it is from step {tensors[STAMP].item()}, the checkpoint from step {stamp}")
+    return kinds
