@@ -75,15 +75,15 @@ def curves_of(scheduler: LRScheduler, steps: int) -> tuple[list[list[float]], li
     >>> curves_of(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5), steps=3)
     ([[1.0, 0.5, 0.25]], [[0.9, 0.9, 0.9]])
     """
-    twin = _without_weights(scheduler)
-    groups = twin.optimizer.param_groups
+    copied = _without_weights(scheduler)
+    groups = copied.optimizer.param_groups
     rates: list[list[float]] = [[] for _ in groups]
     momenta: list[list[float]] = [[] for _ in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the optimizer has not stepped, which it never does here
         for step in range(steps):
             if step:
-                twin.step()
+                copied.step()
             for group, its_rates, its_momenta in zip(groups, rates, momenta, strict=True):
                 its_rates.append(float(group["lr"]))
                 momentum = group["betas"][0] if "betas" in group else group.get("momentum")

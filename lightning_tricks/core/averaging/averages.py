@@ -43,7 +43,7 @@ class Averages:
         self._offload: Offload | None = None
         # While the averaged weights are shown: the exchange to undo, and the raw values that no average can hold.
         self._shown: tuple[Exchange, list[Tensor]] | None = None
-        self._left: list[int] = []
+        self._checksums: list[int] = []
         self.busy = False  # while weights are exchanged, so that nothing may be saved
 
     @property
@@ -175,28 +175,28 @@ class Averages:
 
     def _change_places(self, which: Which) -> None:
         if which == "averaged" and self._shown is None and self.updates:
-            alike, other = self._split()
-            exchange = Exchange(list(alike), list(alike.values()))
-            self._shown = exchange, [tensor.detach().clone() for tensor in self._without_place(other)]
-            exchange.run(list(alike.values()), self.tensors)
-            copy_(list(other.values()), [self.tensors[name] for name in other])
+            exchanged, copied = self._split()
+            exchange = Exchange(list(exchanged), list(exchanged.values()))
+            self._shown = exchange, [tensor.detach().clone() for tensor in self._without_average(copied)]
+            exchange.run(list(exchanged.values()), self.tensors)
+            copy_(list(copied.values()), [self.tensors[name] for name in copied])
             self.weights.update_model()
         elif which == "raw" and self._shown is not None:
-            (exchange, aside), (alike, other) = self._shown, self._split()
-            exchange.run(list(alike.values()), self.tensors, back=True)
-            copy_(self._without_place(other), aside)
+            (exchange, saved), (exchanged, copied) = self._shown, self._split()
+            exchange.run(list(exchanged.values()), self.tensors, back=True)
+            copy_(self._without_average(copied), saved)
             self.weights.release()
             self._shown = None
 
     def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The local weights of the same dtype as their averages, which can be exchanged, and the others."""
         parts = dict(zip(self.tensors, self.parts(), strict=True))
-        alike = {name: part for name, part in parts.items() if part.dtype == self._tensors[name].dtype}
-        return alike, {name: part for name, part in parts.items() if name not in alike}
+        exchanged = {name: part for name, part in parts.items() if part.dtype == self._tensors[name].dtype}
+        return exchanged, {name: part for name, part in parts.items() if name not in exchanged}
 
-    def _without_place(self, other: dict[str, Tensor]) -> list[Tensor]:
+    def _without_average(self, copied: dict[str, Tensor]) -> list[Tensor]:
         """The tensors whose raw values no average can hold while the averaged weights are shown."""
-        return [*other.values(), *self.weights.model_copies()]
+        return [*copied.values(), *self.weights.model_copies()]
 
     @contextmanager
     def showing(self, which: Which) -> Iterator[None]:
@@ -208,15 +208,15 @@ class Averages:
         finally:
             self.show(before)
 
-    def leave(self) -> None:
-        """Remember the values of the parameters, for ``untouched``."""
-        self._left = self._marks()
+    def remember_weights(self) -> None:
+        """Remember the values of the parameters, for ``unchanged``."""
+        self._checksums = self._current_checksums()
 
-    def untouched(self) -> bool:
-        """Whether the module has the averaged parameters, with the values that they had at ``leave``."""
-        return self.tensors.keys() <= _places(self.module).keys() and self._left == self._marks()
+    def unchanged(self) -> bool:
+        """Whether the module has the averaged parameters, with the values that they had at ``remember_weights``."""
+        return self.tensors.keys() <= _places(self.module).keys() and self._checksums == self._current_checksums()
 
-    def _marks(self) -> list[int]:
+    def _current_checksums(self) -> list[int]:
         """The checksums of the parameters; their versions would miss writes through ``.data``."""
         buffers = dict(self.module.named_buffers())
         return [checksum(p) for name, p in zip(self._tensors, self.parts(), strict=True) if name not in buffers]
@@ -226,10 +226,10 @@ class Averages:
         counts = {"steps": self.steps, "updates": self.updates}
         if self._shown is None:
             return {**counts, "raw": {}, "averaged": dict(self.tensors)}
-        alike, other = self._split()
-        raw, averaged = ({name: self._tensors[name] for name in names} for names in (alike, other))
-        aside = dict(zip(averaged, self._shown[1], strict=False))  # the rest is derived from ZeRO's master weights
-        return {**counts, "raw": {**raw, **aside}, "averaged": averaged}
+        exchanged, copied = self._split()
+        raw, averaged = ({name: self._tensors[name] for name in names} for names in (exchanged, copied))
+        saved = dict(zip(averaged, self._shown[1], strict=False))  # the rest is derived from ZeRO's master weights
+        return {**counts, "raw": {**raw, **saved}, "averaged": averaged}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:

@@ -225,7 +225,7 @@ class AveragingCallback(Trick, ABC):
     def _leave(self, which: Which) -> None:
         self._fits = False
         self._running.show(which)
-        self._running.leave()
+        self._running.remember_weights()
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
         """Update the averages by the optimizer step of this batch, if there was one."""
@@ -344,7 +344,7 @@ class AveragingCallback(Trick, ABC):
         averages = self._averages
         if averages is None or trainer is not self._last_trainer or trainer.lightning_module is not averages.module:
             return False
-        return self._fits or averages.untouched()
+        return self._fits or averages.unchanged()
 
     @property
     def _running(self) -> Averages:

@@ -39,10 +39,10 @@ def read(
     keys = dict(zip(parts, weights.checkpoint_tensors(parts), strict=True))
     kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
     tensors = {STAMP: torch.tensor(-1)}
-    for kind, mine in kinds.items():
-        there = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
-        mine.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in there.items()})
-        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.checkpoint_tensors(mine).items()})
+    for kind, values in kinds.items():
+        entries = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
+        values.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in entries.items()})
+        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.checkpoint_tensors(values).items()})
     load_safely(tensors, reader)
     if tensors[STAMP].item() != stamp:
         raise ValueError(f"it is from step {tensors[STAMP].item()}, the checkpoint from step {stamp}")

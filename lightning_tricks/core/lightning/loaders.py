@@ -121,9 +121,9 @@ def resizable(loader: Any, trick: str, otherwise: str = "") -> DataLoader[Any]:
     elif type(sampler) is not BatchSampler:
         found = f"a {kind} with {'no batch sampler' if sampler is None else type(sampler).__name__}"
     else:
-        twin = copy(loader)  # a DataLoader refuses setattr for these attributes
-        twin.__dict__.update(batch_sampler=ResizableBatches(sampler), batch_size=None, _iterator=None)
-        return twin
+        resizable = copy(loader)  # a DataLoader refuses setattr for these attributes
+        resizable.__dict__.update(batch_sampler=ResizableBatches(sampler), batch_size=None, _iterator=None)
+        return resizable
     raise MisconfigurationException(
         f"{trick} needs a DataLoader whose batch sampler is torch's BatchSampler, to resize its batches, got {found}."
         f" Use DataLoader(dataset, batch_size=..., sampler=...){otherwise}."

@@ -24,39 +24,39 @@ from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 
 
-class Kept:
+class ObjectState:
     """Keeps the state of Lightning's objects, optimizers, loaders and random generators, and of objects inside them."""
 
     def __init__(self) -> None:
         self._restore: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}
 
-    def note(self, value: Any, *, closely: bool = False, whatever: bool = False, without: Sequence[Any] = ()) -> None:
+    def note(self, value: Any, *, deep: bool = False, any_class: bool = False, without: Sequence[Any] = ()) -> None:
         """Remember a value and its contents.
 
         Args:
             value: Any object.
-            closely: Whether to copy tensors, arrays and long containers, too.
-            whatever: Whether to remember the attributes of an object of any class.
+            deep: Whether to copy tensors, arrays and long containers, too.
+            any_class: Whether to remember the attributes of an object of any class.
             without: Objects to leave out.
         """
         self._seen |= {id(item): item for item in without}
         if isinstance(value, _IMMUTABLE) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if restore := _restorer_of(value, closely):
+        if restore := _restorer_of(value, deep):
             self._restore.append(restore)
-        if isinstance(value, _CONTAINERS) and (closely or len(value) <= _LONG):
+        if isinstance(value, _CONTAINERS) and (deep or len(value) <= _LONG):
             inner = list(value.values() if isinstance(value, dict) else value)
             if (restore := restorer(value, type(value).__name__, strict=False)) is not None:
                 self._restore.append(restore)
             for item in inner if len(inner) <= _LONG else ():
-                self.note(item, closely=closely, whatever=whatever)
-        if _has_state(value) or (whatever and hasattr(value, "__dict__") and not isinstance(value, _LEFT)):
+                self.note(item, deep=deep, any_class=any_class)
+        if _has_state(value) or (any_class and hasattr(value, "__dict__") and not isinstance(value, _SKIPPED)):
             space = vars(value)
             self._restore.append(partial(refill, space, dict, list(space.items())))
             for attribute in list(space.values()):
-                self.note(attribute, closely=isinstance(value, _CLOSELY))
+                self.note(attribute, deep=isinstance(value, _WITH_TENSORS))
 
     def restore(self) -> None:
         """Restore everything."""
@@ -64,19 +64,19 @@ class Kept:
             restore()
 
 
-class KeptModule:
+class TrainedModuleState:
     """Keeps what a fit changes in a module: weights, gradients, buffers, attributes, submodules, hooks and sharding."""
 
-    def __init__(self, module: nn.Module, state: Kept) -> None:
-        self._held = FSDP2(module)  # reshard() and local() also work for a module that is not sharded
-        self._held.reshard()
+    def __init__(self, module: nn.Module, state: ObjectState) -> None:
+        self._shards = FSDP2(module)  # reshard() and local() also work for a module that is not sharded
+        self._shards.reshard()
         self._state, self._owners, self._weights = ModuleState(module), [], []
         for owner in module.modules():
             structure = [restorer(vars(owner)[name], name) for name in _STRUCTURE]
             self._owners.append((owner, type(owner), [restore for restore in structure if restore is not None]))
             state.note([value for name, value in vars(owner).items() if name not in _STRUCTURE])
         for weight in module.parameters():
-            part, gradient = self._held.local(weight.detach()), weight.grad
+            part, gradient = self._shards.local(weight.detach()), weight.grad
             assert part is not None, "FSDP2 has a part of every weight"
             kept = (part, part.clone(), gradient, None if gradient is None else gradient.detach().clone())
             self._weights.append((weight, weight.requires_grad, kept))
@@ -88,7 +88,7 @@ class KeptModule:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything; can be called once."""
-        self._held.reshard()
+        self._shards.reshard()
         for owner, kind, structure in self._owners:
             if type(owner) is not kind:
                 owner.__class__ = kind
@@ -100,7 +100,7 @@ class KeptModule:
             weight.requires_grad_(trains)
             if not isinstance(weight, DTensor) and not _same_memory(weight, part):
                 weight.data = part  # on its earlier device, in its earlier dtype
-            now = self._held.local(weight.detach())
+            now = self._shards.local(weight.detach())
             assert now is not None, "FSDP2 has a part of every weight"
             now.copy_(before)
             weight.grad = gradient
@@ -112,25 +112,25 @@ _STRUCTURE = frozenset(vars(nn.Module()))
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type)
 _LIGHTNING = ("lightning.pytorch.", "lightning.fabric.")
 _CONTAINERS = (list, dict, set, deque, tuple)
-_CLOSELY = (Optimizer, torch.amp.GradScaler, Sampler)
-_TORCH = (*_CLOSELY, LRScheduler, DataLoader, Dataset)
-_LEFT = (nn.Module, Callback, Logger, ClusterEnvironment, Enum, Tensor)
+_WITH_TENSORS = (Optimizer, torch.amp.GradScaler, Sampler)
+_TORCH = (*_WITH_TENSORS, LRScheduler, DataLoader, Dataset)
+_SKIPPED = (nn.Module, Callback, Logger, ClusterEnvironment, Enum, Tensor)
 _LONG = 1000  # items; longer containers are data
 
 
 def _has_state(value: Any) -> bool:
     lightnings = any(kind.__module__.startswith(_LIGHTNING) for kind in type(value).__mro__)
-    return (isinstance(value, _TORCH) or lightnings) and hasattr(value, "__dict__") and not isinstance(value, _LEFT)
+    return (isinstance(value, _TORCH) or lightnings) and hasattr(value, "__dict__") and not isinstance(value, _SKIPPED)
 
 
-def _restorer_of(value: Any, closely: bool) -> Callable[[], object] | None:
+def _restorer_of(value: Any, deep: bool) -> Callable[[], object] | None:
     """A function that restores a random generator, a tensor or an array; None for other objects."""
     numpy = sys.modules.get("numpy")
     if (generator := generator_restorer(value)) is not None:
         return generator
-    if closely and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+    if deep and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return partial(value.detach().copy_, value.detach().clone())
-    if closely and numpy and isinstance(value, numpy.ndarray):
+    if deep and numpy and isinstance(value, numpy.ndarray):
         return partial(numpy.copyto, value, value.copy())
     return None
 

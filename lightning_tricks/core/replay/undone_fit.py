@@ -24,7 +24,7 @@ from lightning_tricks.core.lightning.engine import TORCH, require_engine
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, launches_processes
-from lightning_tricks.core.replay.fit_state import Kept, KeptModule
+from lightning_tricks.core.replay.fit_state import ObjectState, TrainedModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 
 
@@ -71,7 +71,7 @@ class UndoneFit(Callback):
 
     def __init__(self) -> None:
         self.exception: BaseException | None = None
-        self._kept = Kept()
+        self._kept = ObjectState()
 
     def fit(
         self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any, beside: Sequence[Callback] = ()
@@ -115,11 +115,11 @@ class UndoneFit(Callback):
 
 
 @contextmanager
-def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any], state: Kept) -> Iterator[None]:
+def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any], state: ObjectState) -> Iterator[None]:
     """Restore what a fit changes: module, Trainer, loaders, random numbers, and the handler of Ctrl-C."""
-    state.note([trainer, data], whatever=True, without=[trainer.strategy.launcher])
+    state.note([trainer, data], any_class=True, without=[trainer.strategy.launcher])
     weights, interrupt, device = (
-        KeptModule(module, state),
+        TrainedModuleState(module, state),
         signal.getsignal(signal.SIGINT),
         trainer.strategy.root_device,
     )

@@ -200,21 +200,21 @@ def test_a_checkpoint_keeps_only_what_the_state_dict_cannot() -> None:
 
 def test_a_write_to_the_parameters_after_leaving_is_noticed_and_one_of_ours_is_not() -> None:
     averages = make(norm_net)
-    averages.leave()
+    averages.remember_weights()
     with averages.showing("averaged"):
         pass
     averages.module.train()(torch.randn(4, 3))  # moves buffers only
-    assert averages.untouched()
+    assert averages.unchanged()
     averages.module.load_state_dict(averages.module.state_dict())
-    assert averages.untouched()
+    assert averages.unchanged()
     weight = averages.module[0].weight
     for write in (lambda: weight.data.copy_(weight.flip(0).clone()), lambda: weight.data.add_(1e-6)):
-        averages.leave()
+        averages.remember_weights()
         write()
-        assert not averages.untouched()
+        assert not averages.unchanged()
     with averages.showing("averaged"):
         pass
-    assert not averages.untouched()
+    assert not averages.unchanged()
 
 
 def test_a_weight_that_is_gone_is_named() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import lightning_tricks as lt
-from lightning_tricks.core.replay.fit_state import Kept, KeptModule
+from lightning_tricks.core.replay.fit_state import ObjectState, TrainedModuleState
 from lightning_tricks.schedules.lr_finder import find_lr
 from tests.nets import Net, assert_equal, build, data, loader, spelled, trainer, weights
 
@@ -398,7 +398,7 @@ def test_containers_and_objects_are_put_back() -> None:
 
     holder = Holder()
     holder.list, holder.dict, holder.set, holder.tensor = [1, [2]], {"a": {"b": 1}}, {1}, torch.ones(2)
-    expected, inner, state = copy.deepcopy(vars(holder)), holder.list[1], Kept()
+    expected, inner, state = copy.deepcopy(vars(holder)), holder.list[1], ObjectState()
     state.note(holder)
     holder.list[1].append(3)
     holder.list.insert(0, 0)
@@ -416,7 +416,7 @@ def test_what_was_not_to_be_touched_is_not() -> None:
     class Owner(Sampler[int]):
         pass
 
-    owner, other, state = Owner(), Owner(), Kept()
+    owner, other, state = Owner(), Owner(), ObjectState()
     owner.other, other.value = other, 1
     state.note(owner, without=[other])
     other.value = 2
@@ -427,7 +427,7 @@ def test_what_was_not_to_be_touched_is_not() -> None:
 def test_a_module_gets_back_what_replaced_parts_of_it() -> None:
     module = build(Net)
     weight, norm, before = module.layers[0].weight, module.layers[1], weights(module)
-    kept = KeptModule(module, Kept())
+    kept = TrainedModuleState(module, ObjectState())
     module.layers[0].weight = nn.Parameter(torch.zeros(16, 8))
     module.layers[1] = nn.Identity()
     module.layers[4].register_parameter("extra", nn.Parameter(torch.ones(1)))
