@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
+    LambdaLR,
     LinearLR,
     MultiStepLR,
     OneCycleLR,
@@ -153,7 +154,7 @@ def schedule_interval(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
     if trainer.fast_dev_run or epochs is None or not 0 < epochs < steps:  # type: ignore[attr-defined]
         return
     for config in trainer.lr_scheduler_configs:
-        length, name = _length(config.scheduler), type(config.scheduler).__name__
+        length, name = _length(config.scheduler, steps), type(config.scheduler).__name__
         if config.frequency == 1 and config.interval == "epoch" and epochs < length <= steps:
             yield (
                 f"{name} needs {length} steps and gets {epochs}, one an epoch, as if it counted the {steps} optimizer"
@@ -166,11 +167,25 @@ def schedule_interval(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
             )
 
 
-def _length(scheduler: object) -> int:
-    """The number of steps after which a scheduler of torch changes nothing any more; 0 if it does not tell."""
+def _length(scheduler: object, steps: int) -> int:
+    """The step at which a scheduler of torch ends its warm-up or changes nothing any more; 0 if it does not tell."""
     if isinstance(scheduler, MultiStepLR):
         return max(scheduler.milestones, default=0)
+    if isinstance(scheduler, LambdaLR):  # so are the schedules of transformers
+        return max(_length_of(factor, steps) for factor in scheduler.lr_lambdas)
     return scheduler.total_iters if isinstance(scheduler, LinearLR | PolynomialLR | ConstantLR) else 0
+
+
+def _length_of(factor: Callable[[int], float], steps: int) -> int:
+    """The step of a function's maximum, or of its last change if it only falls; 0 if that is not within ``steps``."""
+    stride = steps // 1000 + 1
+    try:
+        values = [factor(step) for step in range(0, 2 * steps + stride, stride)]
+    except Exception:  # a table of the user's may end before
+        return 0
+    changes = [place for place in range(1, len(values)) if abs(values[place] - values[place - 1]) > 1e-9]
+    length = stride * (values.index(max(values)) or max(changes, default=0))
+    return length if length <= steps else 0
 
 
 def forgotten_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.doctor import lint, lint_training
@@ -144,19 +145,33 @@ COUNTS = {
     "LinearLR": lambda optimizer, length: torch_schedules.LinearLR(optimizer, 0.01, total_iters=length),
     "PolynomialLR": lambda optimizer, length: torch_schedules.PolynomialLR(optimizer, length),
     "MultiStepLR": lambda optimizer, length: torch_schedules.MultiStepLR(optimizer, [length // 2, length]),
+    "LambdaLR": lambda optimizer, length: get_linear_schedule_with_warmup(optimizer, 0, length),
 }
+
+
+EPOCHS = {"max_epochs": 8, "train": loader(160)}
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_schedule_stepped_by_the_wrong_interval(name: str) -> None:
-    settings = {"max_epochs": 8, "train": loader(160)}
     by_steps, by_epochs = (partial(COUNTS[name], length=length) for length in (120, 8))
-    said = found(scheduled(by_steps, "epoch"), **settings)["schedule-interval"]
+    said = found(scheduled(by_steps, "epoch"), **EPOCHS)["schedule-interval"]
     assert f"{name} needs 120 steps and gets 8, one an epoch" in said
     assert "interval='step'" in said
-    said = found(scheduled(by_epochs, "step"), **settings)["schedule-interval"]
+    said = found(scheduled(by_epochs, "step"), **EPOCHS)["schedule-interval"]
     assert f"{name} ends after 8 of 160 optimizer steps, as if it counted the 8 epochs" in said
-    assert found(scheduled(by_steps, "step"), **settings) == found(scheduled(by_epochs, "epoch"), **settings) == {}
+    assert found(scheduled(by_steps, "step"), **EPOCHS) == found(scheduled(by_epochs, "epoch"), **EPOCHS) == {}
+
+
+@pytest.mark.parametrize("make", [get_linear_schedule_with_warmup, get_cosine_schedule_with_warmup])
+def test_a_warm_up_of_transformers_that_is_stepped_by_epochs(make: Any) -> None:
+    said = found(scheduled(partial(make, num_warmup_steps=40, num_training_steps=160), "epoch"), **EPOCHS)
+    assert "LambdaLR needs 40 steps and gets 8" in said["schedule-interval"]
+
+
+@pytest.mark.parametrize("factor", [lambda e: 0.95**e, lambda e: 1 / (1 + e), lambda e: min(1.0, (e + 1) / 4)])
+def test_a_schedule_by_epochs_is_not_judged(factor: Any) -> None:
+    assert found(scheduled(partial(torch_schedules.LambdaLR, lr_lambda=factor), "epoch"), **EPOCHS) == {}
 
 
 def test_a_schedule_that_does_not_tell_its_length_is_not_judged() -> None:
