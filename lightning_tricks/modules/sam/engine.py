@@ -23,7 +23,7 @@ from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, repla
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
-from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, misuse
+from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, StepWatch, misuse
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 
@@ -46,9 +46,7 @@ class SAMEngine:
         self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
         self.called = False  # Whether sam_backward or sam_step was called in this fit.
         self._has_descended = False
-        self.closures, self.schedules = ClosureGuard(module), ScheduleWatch(module)
-        # The calls of sam_step since an optimizer stepped, by the optimizer's id.
-        self._calls: dict[int, int] = {}
+        self.closures, self.schedules, self.steps = ClosureGuard(module), ScheduleWatch(module), StepWatch(module)
 
     def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
         """The backward pass of automatic optimization.
@@ -106,7 +104,8 @@ class SAMEngine:
             loss = loss_of(closure())
         weights = perturbed_weights(self.module, self.sam, own if isinstance(own, list) else [own])
         try:
-            self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
+            with self.steps.adding(method):
+                self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 rule = f"the closure of {method} uses tensors of a forward pass outside of it"
@@ -128,22 +127,32 @@ class SAMEngine:
             raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
         if not isinstance(own, LightningOptimizer):
             raise TypeError(f"sam_step needs an optimizer of self.optimizers(), got {type(own).__name__}.")
-        self.schedules.check(own.optimizer)
-        calls = self._calls.get(id(own), 0) + 1
+        inner, watch = own.optimizer, self.steps
+        self.schedules.check(inner)
+        calls = watch.calls.get(inner, 0) + 1
+        if calls == 1:
+            watch.clear_spent(inner)
         ends = calls >= accumulate or self.module.trainer.is_last_batch
+
+        def share() -> Tensor:
+            loss = loss_of(closure()) / accumulate
+            watch.require_kept(inner)
+            return loss
+
         with nullcontext() if ends else self._unsynced():
-            loss = self.backward_by_hand(lambda: loss_of(closure()) / accumulate, own, "sam_step") * accumulate
+            loss = self.backward_by_hand(share, own, "sam_step") * accumulate
         assert self.norm is not None, "just measured"
         self.norm *= accumulate
-        self._calls[id(own)] = 0 if ends else calls
+        watch.calls[inner] = 0 if ends else calls
         if ends:
             if clip_norm is not None:
                 limit = float(self._scaled(torch.tensor(clip_norm, device=self.module.device)))
-                self.module.clip_gradients(own.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
-            own.step()
+                self.module.clip_gradients(inner, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+            with watch.stepping():
+                own.step()
             own.zero_grad()
-            step_schedules(self.module.trainer, own.optimizer)
-        self.schedules.stepped(own.optimizer)
+            step_schedules(self.module.trainer, inner)
+        self.schedules.stepped(inner)
         return loss
 
     def _run_twice(
