@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_bool, check_choice
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.optimizer_groups import Made, recorded_groups, restore_groups
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.schedules import (
@@ -63,7 +64,7 @@ def _swa_tail(
     """``swa_tail`` behind the curve of a name, with the settings of that curve."""
     in_steps = isinstance(start, int) and isinstance(anneal, int)
     if total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps:
-        total_steps = count_steps(module)  # The curve before the tail does not need T.
+        total_steps = count_steps(module, "swa_tail")  # The curve before the tail does not need T.
     before = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
     return swa_tail(before, start=start, swa_lr=swa_lr, anneal=anneal)
 
@@ -217,7 +218,11 @@ class LRSchedule(Trick):
         for other in {id(s): s for s in (*others, *kept) if s.optimizer is optimizer}.values():
             self._wrap(other, "step", partial(self._refuse_step, pl_module, other))
         total = {} if self.total_steps is None else {"total_steps": self.total_steps}
-        config = _FACTORIES[self.curve](optimizer, pl_module, **total, **self.settings)["lr_scheduler"]
+        try:
+            schedule = _FACTORIES[self.curve](optimizer, pl_module, **total, **self.settings)
+        except UnknownTotalSteps as error:
+            raise UnknownTotalSteps(f"LRSchedule({self.curve!r}): {error.reason}") from error
+        config: Any = schedule["lr_scheduler"]
         self._scheduler = config["scheduler"]
         needs_metric = isinstance(self._scheduler, PlateauLR)
         trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**config, reduce_on_plateau=needs_metric))

@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any, Literal, SupportsFloat, final
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
@@ -157,12 +158,12 @@ def reduce_on_plateau(
     check_arguments(optimizer, module)
     settings: dict[str, Any] = {"mode": mode, "factor": factor, "patience": patience, "threshold": threshold}
     check_settings({**settings, "monitor": monitor, "warmup": warmup, "floor": floor})
-    steps = whole_steps(warmup, count_steps(module) if isinstance(warmup, float) and warmup else 1)
+    steps = whole_steps(warmup, count_steps(module, "reduce_on_plateau") if isinstance(warmup, float) and warmup else 1)
     announce_schedule(module)
     plain = {name: float(value) if isinstance(value, float) else value for name, value in settings.items()}  # no NumPy
     scheduler = PlateauLR(optimizer, warmup=steps, floor=float(floor), **plain)
     every = getattr(trainer_of(module), "check_val_every_n_epoch", None) or 1  # None: validation by batches
-    config = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
+    config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
     if module is None or module.automatic_optimization:
         config["monitor"] = monitor
     return {"optimizer": optimizer, "lr_scheduler": config}

@@ -556,3 +556,23 @@ def test_beside_callbacks_that_touch_learning_rates_or_groups(tmp_path, other, c
         logger=CSVLogger(tmp_path),
     )
     assert run.global_step > 0
+
+
+# -- a length that is not known ---------------------------------------------------------------------------------------
+
+
+def test_a_length_that_is_not_known_is_refused_by_name():
+    said = r"cosine needs the number of optimizer steps of {}: the training loader of {} can change its length, with"
+    reloads = {"reload_dataloaders_every_n_epochs": 1}
+    with pytest.raises(schedules.UnknownTotalSteps) as caught:
+        fit(build(WithFactory, name="cosine"), **reloads)
+    assert str(caught.value).startswith(said.format("WithFactory", "DataLoader"))
+
+    class Loads(PlainNet):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    with pytest.raises(schedules.UnknownTotalSteps) as caught:
+        trainer(callbacks=[LRSchedule("cosine")], limit_val_batches=0, **reloads).fit(build(Loads))
+    assert str(caught.value).startswith("LRSchedule('cosine'): " + said.format("Loads", "Loads"))
+    assert str(caught.value).endswith("reload_dataloaders_every_n_epochs=1; pass total_steps=...")
