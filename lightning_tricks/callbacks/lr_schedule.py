@@ -162,6 +162,7 @@ class LRSchedule(Trick):
         self.replace = replace
         self._made: Made = []
         self._scheduler: Any = None  # in a fit, the one that this callback has made
+        self._taken = 0  # the steps of that, by Lightning
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -213,6 +214,11 @@ class LRSchedule(Trick):
         super().on_fit_start(trainer, pl_module)
         # after configure_optimizers and before the checkpoint's schedules are restored
         (optimizer,) = trainer.optimizers
+        if not optimizer.param_groups:  # Lightning's stand-in
+            raise MisconfigurationException(
+                f"LRSchedule({self.curve!r}) needs the optimizer of {type(pl_module).__name__}.configure_optimizers,"
+                " which has returned none: return the one that trains."
+            )
         others = self._drop_schedules(trainer, optimizer) if self.replace else []
         kept = [value for value in vars(pl_module).values() if isinstance(value, LRScheduler)]
         for other in {id(s): s for s in (*others, *kept) if s.optimizer is optimizer}.values():
@@ -236,17 +242,27 @@ class LRSchedule(Trick):
         if trainer.ckpt_path and getattr(scheduler, count) == 0:
             rates = [group["lr"] for group in scheduler.optimizer.param_groups]  # those of the checkpoint
             scheduler.load_state_dict({**scheduler.state_dict(), count: trainer.global_step, "_last_lr": rates})
+        self._taken = scheduler.last_epoch
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if optimizer is not self._scheduler.optimizer:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__} has made its optimizers anew, and LRSchedule({self.curve!r}) schedules the"
+                f" earlier one: return {self._as_call('self')} from configure_optimizers in place of the callback."
+            )
         self._require_own_rates(trainer)
 
     def _step(self, trainer: pl.Trainer, original: Callable[..., None], scheduler: Any, metric: Any) -> None:
         """Step a scheduler as Lightning does, not as the module may do with its own."""
-        self._require_own_rates(trainer)  # a rate that was written after on_before_optimizer_step would be lost
+        own = scheduler is self._scheduler  # and not that of a LearningRateFinder
+        if own:
+            self._require_own_rates(trainer)  # a rate that was written after on_before_optimizer_step would be lost
         pl.LightningModule.lr_scheduler_step(trainer.lightning_module, scheduler, metric)
+        if own:
+            self._taken = scheduler.last_epoch
 
     def _require_own_rates(self, trainer: pl.Trainer) -> None:
         """Raise if something else has set a learning rate since the schedule did.
@@ -256,6 +272,12 @@ class LRSchedule(Trick):
         """
         if all(config.scheduler is not self._scheduler for config in trainer.lr_scheduler_configs):
             return  # Lightning's StochasticWeightAveraging has taken its place
+        if self._scheduler.last_epoch > self._taken:
+            raise MisconfigurationException(
+                f"{type(trainer.lightning_module).__name__} steps the schedule of LRSchedule({self.curve!r}) itself,"
+                " which Lightning steps: leave the lines out that step self.lr_schedulers()."
+            )
+        self._taken = self._scheduler.last_epoch  # RewindOnSpike may have put it back
         own = self._scheduler.get_last_lr()  # none for groups that have joined since
         for number, (group, lr) in enumerate(zip(self._scheduler.optimizer.param_groups, own, strict=False)):
             if not _is_same(group["lr"], lr):

@@ -22,7 +22,14 @@ from lightning_tricks.schedules.factories import (
     count_steps,
     whole_steps,
 )
-from lightning_tricks.schedules.scheduler import CONFLICTS, base_lr, check_state, set_lr, warn_of_other_settings
+from lightning_tricks.schedules.scheduler import (
+    CONFLICTS,
+    base_lr,
+    check_state,
+    has_hooks,
+    set_lr,
+    warn_of_other_settings,
+)
 
 __all__ = ["PlateauLR", "reduce_on_plateau"]
 
@@ -56,6 +63,11 @@ class PlateauLR(ReduceLROnPlateau):
     def __init__(self, optimizer: Optimizer, *, warmup: float = 0, floor: float = 0.0, **settings: Any) -> None:
         check_range("warmup", warmup, 0.0)
         check_range("floor", floor, 0.0, 1.0)
+        if warmup and not has_hooks(optimizer):
+            raise ValueError(
+                f"warmup must be 0 for {type(optimizer).__name__}, which does not call Optimizer.__init__ and has no"
+                f" step hooks to follow, got {warmup}."
+            )
         super().__init__(optimizer, min_lr=0.0, **settings)
         self.warmup, self.floor, self.steps = warmup, floor, 0
         self._begun = False
@@ -92,8 +104,9 @@ class PlateauLR(ReduceLROnPlateau):
         self._follow_the_optimizer()  # a copied optimizer comes without its hooks
 
     def _follow_the_optimizer(self) -> None:
-        self.optimizer.register_step_pre_hook(self._begin)
-        self.optimizer.register_step_post_hook(self._end)
+        if has_hooks(self.optimizer):
+            self.optimizer.register_step_pre_hook(self._begin)
+            self.optimizer.register_step_post_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
         self._begun = True

@@ -532,6 +532,80 @@ def test_a_schedule_that_the_module_steps_by_hand_is_refused(name, returns):
     assert module.trainer.global_step == 1
 
 
+class StepsOurs(PlainNet):
+    """Steps whatever schedule Lightning has."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        schedule = self.lr_schedulers()
+        schedule.step(*([1.0] if isinstance(schedule, schedules.PlateauLR) else []))
+
+
+class MakesAnew(PlainNet):
+    """Makes its optimizers anew in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class OwnOptimizer(PlainNet):
+    """Steps an optimizer that Lightning does not know."""
+
+    def configure_optimizers(self) -> None:
+        self.mine = super().configure_optimizers()
+
+    def on_after_backward(self) -> None:
+        self.mine.step()
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("curve", ["cosine", "reduce_on_plateau"])
+@pytest.mark.parametrize(
+    ("kind", "message", "step"),
+    [
+        (StepsOurs, "StepsOurs steps the schedule of {} itself, which Lightning steps", 1),
+        (MakesAnew, "MakesAnew has made its optimizers anew, and {} schedules the earlier one", 6),
+        (OwnOptimizer, r"{} needs the optimizer of OwnOptimizer.configure_optimizers, which has returned none", 0),
+    ],
+)
+def test_a_schedule_that_would_do_something_else_is_refused(kind, message, step, curve):
+    module = build(kind)
+    with pytest.raises(MisconfigurationException, match=message.format(rf"LRSchedule\('{curve}'\)")):
+        fit(module, callbacks=[LRSchedule(curve)])
+    assert module.trainer.global_step == step
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Does not call Optimizer.__init__, as many wrappers of optimizers."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Wrapped(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return Wrapper(super().configure_optimizers())
+
+
+def test_an_optimizer_without_hooks_is_scheduled():
+    one, other = build(Wrapped), build(PlainNet)
+    fit(one, callbacks=[LRSchedule("cosine", warmup=3)]), fit(other, callbacks=[LRSchedule("cosine", warmup=3)])
+    assert_equal(weights(one), weights(other))
+    plateau = {"curve": "reduce_on_plateau", "monitor": "train_loss", "patience": 0, "threshold": 0.9}
+    one, other = build(Wrapped), build(PlainNet)
+    fit(one, callbacks=[LRSchedule(**plateau)]), fit(other, callbacks=[LRSchedule(**plateau)])
+    assert_equal(weights(one), weights(other))
+    with pytest.raises(ValueError, match=r"warmup must be 0 for Wrapper, which does not call Optimizer.__init__"):
+        fit(build(Wrapped), callbacks=[LRSchedule(**plateau, warmup=2)])
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -562,7 +636,7 @@ def test_beside_callbacks_that_touch_learning_rates_or_groups(tmp_path, other, c
 
 
 def test_a_length_that_is_not_known_is_refused_by_name():
-    said = r"cosine needs the number of optimizer steps of {}: the training loader of {} can change its length, with"
+    said = "cosine needs the number of optimizer steps of {}: the training loader of {} is reloaded and can"
     reloads = {"reload_dataloaders_every_n_epochs": 1}
     with pytest.raises(schedules.UnknownTotalSteps) as caught:
         fit(build(WithFactory, name="cosine"), **reloads)
@@ -573,6 +647,6 @@ def test_a_length_that_is_not_known_is_refused_by_name():
             return loader()
 
     with pytest.raises(schedules.UnknownTotalSteps) as caught:
-        trainer(callbacks=[LRSchedule("cosine")], limit_val_batches=0, **reloads).fit(build(Loads))
+        trainer(callbacks=[LRSchedule("cosine")], **reloads).fit(build(Loads), val_dataloaders=loader())
     assert str(caught.value).startswith("LRSchedule('cosine'): " + said.format("Loads", "Loads"))
     assert str(caught.value).endswith("reload_dataloaders_every_n_epochs=1; pass total_steps=...")

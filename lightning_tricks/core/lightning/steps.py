@@ -80,9 +80,9 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
             raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever")
         steps = trainer.max_steps if trainer.limit_train_batches else 0
     elif trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         raise UnknownTotalSteps(
-            f"{_loader_name(trainer)} can change its length, with reload_dataloaders_every_n_epochs={every}"
+            f"{_loader_name(trainer)} is reloaded and can change its length, by reload_dataloaders_every_n_epochs="
+            f"{trainer.reload_dataloaders_every_n_epochs}"  # type: ignore[attr-defined]
         )
     elif (batches := train_batches_of_sizes(trainer, {size for _, size in epochs})) is None:
         raise UnknownTotalSteps(

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import LBFGS
 
 from lightning_tricks.core.batches.cutting import count_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
@@ -128,6 +129,10 @@ class SAMEngine:
         if not isinstance(own, LightningOptimizer):
             raise TypeError(f"sam_step needs an optimizer of self.optimizers(), got {type(own).__name__}.")
         inner, watch = own.optimizer, self.steps
+        if isinstance(inner, LBFGS):
+            raise misuse(
+                self.module, "sam_step steps once, and LBFGS calls a closure: call sam_backward there", "lbfgs"
+            )
         self.schedules.check(inner)
         calls = watch.calls.get(inner, 0) + 1
         if calls == 1:
@@ -160,6 +165,11 @@ class SAMEngine:
     ) -> Tensor:
         """Perturb by the gradient of the loss, run the step again and descend from its loss; returns the norm."""
         moved, gradients = self._gradients(loss, list(weights))
+        if not moved and self.sam.parameters is None:
+            raise MisconfigurationException(
+                f"The loss of {type(self.module).__name__} depends on no weight that SAM perturbs: pass the optimizer"
+                " of the weights that it trains as optimizer=."
+            )
         parts = [part for part in map(self.weights.local, moved) if part is not None]
         with torch.no_grad():
             before = [part.clone() for part in parts]

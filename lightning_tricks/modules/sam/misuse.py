@@ -31,6 +31,13 @@ _RIGHT = {
         loss = self.sam_backward(lambda: self.loss(batch))  # in place of manual_backward; called twice
         optimizer.step()
         self.lr_schedulers().step()""",
+    "lbfgs": """
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        def closure():  # called several times
+            optimizer.zero_grad()
+            return self.sam_backward(lambda: self.loss(batch))
+        optimizer.step(closure)""",
 }
 
 

@@ -320,3 +320,66 @@ def test_a_schedule_stepped_by_hand_is_refused_before_the_next_step(where: str) 
     with pytest.raises(MisconfigurationException, match="LambdaLR is stepped by hand beside sam_step"):
         fit(module)
     assert module.trainer.global_step == (12 if where == "in the last batch" else 1)
+
+
+class LBFGS(ByHand):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            return self.sam_backward(partial(self.closure, batch))
+
+        if self.method == "sam_step":
+            self.sam_step(partial(self.closure, batch))
+        else:
+            optimizer.step(closure)
+
+
+def test_lbfgs_is_refused_by_sam_step_and_right_by_sam_backward() -> None:
+    module = build(LBFGS)
+    with pytest.raises(MisconfigurationException, match=r"(?s)LBFGS: sam_step steps once.*optimizer\.step\(closure\)"):
+        fit(module)
+    module.method = "sam_backward"
+    before = weights(module)
+    fit(module)
+    assert not torch.equal(before["layers.0.weight"], module.layers[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("automatic", [True, False])
+def test_an_optimizer_that_lightning_does_not_know_is_refused(automatic: bool) -> None:
+    class Own(lt.SAMMixin, PlainNet):
+        automatic_optimization = automatic
+
+        def configure_optimizers(self) -> None:
+            self.mine = super().configure_optimizers()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = partial(PlainNet.training_step, self, batch, batch_idx)
+            return loss() if automatic else self.sam_backward(loss)
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            self.mine.step()
+
+    module = build(Own)
+    with pytest.raises(
+        MisconfigurationException, match="SAM perturbs the weights that Own's optimizer trains, and fou"
+    ):
+        fit(module)
+
+
+def test_a_loss_of_other_weights_is_refused() -> None:
+    class Parts(ByHand):
+        def configure_optimizers(self) -> Any:
+            self.first, self.last = (torch.optim.SGD(self.layers[i].parameters(), 0.1) for i in (0, 2))
+            return self.first, self.last
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.sam_step(lambda: self.layers[0](batch[0]).square().mean(), self.optimizers()[1])
+
+    with pytest.raises(MisconfigurationException, match="The loss of Parts depends on no weight that SAM perturbs"):
+        fit(build(Parts))
