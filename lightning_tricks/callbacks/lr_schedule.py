@@ -37,6 +37,7 @@ from lightning_tricks.schedules import (
     wsd,
 )
 from lightning_tricks.schedules.factories import Schedule, check_settings, count_steps
+from lightning_tricks.schedules.scaling import is_scaled
 from lightning_tricks.schedules.scheduler import CONFLICTS
 
 __all__ = ["LRSchedule"]
@@ -253,7 +254,8 @@ class LRSchedule(Trick):
                 f"{type(pl_module).__name__} has made its optimizers anew, and LRSchedule({self.curve!r}) schedules the"
                 f" earlier one: return {self._as_call('self')} from configure_optimizers in place of the callback."
             )
-        self._require_own_rates(trainer)
+        if not is_scaled(optimizer):
+            self._require_own_rates(trainer)
 
     def _step(self, trainer: pl.Trainer, original: Callable[..., None], scheduler: Any, metric: Any) -> None:
         """Step a scheduler as Lightning does, not as the module may do with its own."""

@@ -632,6 +632,28 @@ def test_beside_callbacks_that_touch_learning_rates_or_groups(tmp_path, other, c
     assert run.global_step > 0
 
 
+def test_beside_a_batch_size_that_scales_the_learning_rate():
+    grows = lightning_tricks.BatchSizeWarmup(initial=2, final=8, lr_rule="linear")
+    run = fit(build(PlainNet), callbacks=[LRSchedule("cosine", warmup=3), grows], log_every_n_steps=1)
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == run.global_step > 12
+
+
+@pytest.mark.parametrize("curve", ["cosine", "reduce_on_plateau"])
+def test_beside_a_rewind_that_scales_the_learning_rate(curve):
+    class Spike(PlainNet):
+        batches = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batches += 1
+            return super().training_step(batch, batch_idx) * (float("nan") if self.batches == 9 else 1.0)
+
+    rewind = lightning_tricks.RewindOnSpike(every_n_steps=2, lr_factor=0.5, lr_steps=3)
+    settings = {"monitor": "train_loss"} if curve == "reduce_on_plateau" else {}
+    run = fit(build(Spike), callbacks=[LRSchedule(curve, warmup=4, **settings), rewind], max_epochs=4)
+    scheduler = run.lr_scheduler_configs[0].scheduler
+    assert (scheduler.steps if curve == "reduce_on_plateau" else scheduler.last_epoch) == run.global_step == 23
+
+
 # -- a length that is not known ---------------------------------------------------------------------------------------
 
 
