@@ -163,7 +163,7 @@ class LRSchedule(Trick):
         self.replace = replace
         self._made: Made = []
         self._scheduler: Any = None  # in a fit, the one that this callback has made
-        self._taken = 0  # the steps of that, by Lightning
+        self._taken = 0  # the steps of that scheduler that Lightning has taken
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -231,6 +231,7 @@ class LRSchedule(Trick):
             raise UnknownTotalSteps(f"LRSchedule({self.curve!r}): {error.reason}") from error
         config: Any = schedule["lr_scheduler"]
         self._scheduler = config["scheduler"]
+        self._undo.callback(setattr, self, "_scheduler", None)
         needs_metric = isinstance(self._scheduler, PlateauLR)
         trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**config, reduce_on_plateau=needs_metric))
 
@@ -238,7 +239,7 @@ class LRSchedule(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         # resumed from a checkpoint without a schedule: nothing was restored, the steps were taken all the same
-        scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
+        scheduler = self._scheduler
         count = "steps" if isinstance(scheduler, PlateauLR) else "last_epoch"
         if trainer.ckpt_path and getattr(scheduler, count) == 0:
             rates = [group["lr"] for group in scheduler.optimizer.param_groups]  # those of the checkpoint

@@ -233,8 +233,9 @@ class AveragingCallback(Trick, ABC):
     def _require_counted_steps(self, trainer: pl.Trainer) -> None:
         """Raise if ``start`` will not come, since the steps so far are not counted by Lightning."""
         module = trainer.lightning_module
-        past = self._observer.known or trainer.is_last_batch  # until then, Lightning's optimizers may accumulate
-        if not trainer.optimizers or (past and not module.automatic_optimization):
+        knows = any(optimizer.param_groups for optimizer in trainer.optimizers)  # Lightning's stand-in has none
+        past = self._observer.known or trainer.is_last_batch or not knows  # else Lightning's may accumulate
+        if past and not module.automatic_optimization:
             raise MisconfigurationException(
                 f"{type(self).__name__}(start={self.start}) waits for optimizer steps that Lightning counts, and"
                 f" {type(module).__name__} steps an optimizer past it: step what self.optimizers() returns, or pass"

@@ -24,7 +24,7 @@ from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, repla
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
-from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, StepWatch, misuse
+from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, StepWatch, misuse, weights_of
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 
@@ -62,7 +62,7 @@ class SAMEngine:
             descend(loss)  # a step without a perturbation
             return
         self.weights.reshard()  # so that the module's parameters are the optimizer's
-        weights = perturbed_weights(self.module, self.sam, [self.module.optimizers()])
+        weights = self._perturbed([self.module.optimizers()])
         if self.sam.micro_batch_size is None:
             self._run_twice(loss, first, weights, lambda again: descend(self._scaled(again)))
         else:
@@ -103,7 +103,7 @@ class SAMEngine:
         step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
         with self.closures.watching(method):
             loss = loss_of(closure())
-        weights = perturbed_weights(self.module, self.sam, own if isinstance(own, list) else [own])
+        weights = self._perturbed(own if isinstance(own, list) else [own])
         try:
             with self.steps.adding(method):
                 self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
@@ -130,9 +130,8 @@ class SAMEngine:
             raise TypeError(f"sam_step needs an optimizer of self.optimizers(), got {type(own).__name__}.")
         inner, watch = own.optimizer, self.steps
         if isinstance(inner, LBFGS):
-            raise misuse(
-                self.module, "sam_step steps once, and LBFGS calls a closure: call sam_backward there", "lbfgs"
-            )
+            rule = "sam_step steps once, and LBFGS calls a closure: call sam_backward there"
+            raise misuse(self.module, rule, "lbfgs")
         self.schedules.check(inner)
         calls = watch.calls.get(inner, 0) + 1
         if calls == 1:
@@ -165,7 +164,7 @@ class SAMEngine:
     ) -> Tensor:
         """Perturb by the gradient of the loss, run the step again and descend from its loss; returns the norm."""
         moved, gradients = self._gradients(loss, list(weights))
-        if not moved and self.sam.parameters is None:
+        if not moved and self.sam.parameters is None and not self.module.automatic_optimization:
             raise MisconfigurationException(
                 f"The loss of {type(self.module).__name__} depends on no weight that SAM perturbs: pass the optimizer"
                 " of the weights that it trains as optimizer=."
@@ -205,6 +204,16 @@ class SAMEngine:
                 " on_after_backward or on_train_batch_end."
             )
         self._has_descended = True
+
+    def _perturbed(self, optimizers: list[Any]) -> dict[Tensor, str]:
+        """The weights that are perturbed, of those that optimizers train."""
+        if any(weight.requires_grad for optimizer in optimizers for weight in weights_of(optimizer)):
+            return perturbed_weights(self.module, self.sam, optimizers)
+        raise MisconfigurationException(
+            f"SAM perturbs the weights that {type(self.module).__name__}'s optimizer trains, and found none: return the"
+            " optimizer from configure_optimizers, or pass the one of weights that are not frozen (by toggle_optimizer,"
+            " say) as optimizer=."
+        )
 
     def _gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""

@@ -106,9 +106,7 @@ class StepWatch:
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
         self.calls: dict[Optimizer, int] = {}  # the calls of sam_step since it last stepped an optimizer
-        self._methods: dict[
-            Tensor, str
-        ] = {}  # of weights that have not been stepped since, the method of their gradient
+        self._methods: dict[Tensor, str] = {}  # of weights with a gradient that is not stepped, the method it is of
         # Of weights that were stepped by hand, the gradient of that step, which is still there, and its version.
         self._spent: dict[Tensor, tuple[ref[Tensor], int]] = {}
         self._steps = False  # whether sam_step steps an optimizer now
@@ -144,7 +142,7 @@ class StepWatch:
         Raises:
             MisconfigurationException: If they were.
         """
-        kept = [weight.grad is not None for weight in _weights(optimizer) if self._methods.get(weight) == "sam_step"]
+        kept = [weight.grad is not None for weight in weights_of(optimizer) if self._methods.get(weight) == "sam_step"]
         if self.calls.get(optimizer) and not all(kept):
             rule = f"the gradients that sam_step accumulates for {type(optimizer).__name__} are cleared: leave that out"
             raise misuse(self.module, rule, "sam_step")
@@ -160,23 +158,24 @@ class StepWatch:
             if self.calls[optimizer]:
                 rule = f"{name} is stepped by hand while sam_step accumulates for it, and steps it: leave that out"
                 raise misuse(self.module, rule, "sam_step")
-            if not any(map(_has_gradient, _weights(optimizer))):
+            if not any(map(_has_gradient, weights_of(optimizer))):
                 rule = f"{name} is stepped by hand after sam_step, which has stepped it: leave that out"
                 raise misuse(self.module, rule, "sam_step")
-        for weight in _weights(optimizer):
+        for weight in weights_of(optimizer):
             self._methods.pop(weight, None)
             if weight.grad is not None and not self._steps:
                 self._spent[weight] = ref(weight.grad), weight.grad._version
 
     def clear_spent(self, optimizer: Optimizer) -> None:
         """Clear the gradients of the last step by hand, as the ``zero_grad`` at the start of the next one would."""
-        for weight in _weights(optimizer):
+        for weight in weights_of(optimizer):
             spent, version = self._spent.pop(weight, (None, 0))
             if spent is not None and weight.grad is spent() and weight.grad is not None:
                 weight.grad = None if weight.grad._version == version else weight.grad
 
 
-def _weights(optimizer: Optimizer) -> list[Tensor]:
+def weights_of(optimizer: Optimizer) -> list[Tensor]:
+    """The weights in all groups of an optimizer."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks.core.checks import check_bool, check_count, check_range
@@ -153,20 +152,10 @@ def asam_perturb_(
 
 
 def perturbed_weights(module: nn.Module, sam: SAM, optimizers: Sequence[Any]) -> dict[Tensor, str]:
-    """The weights that are perturbed with their names, which are looked up only where settings need them.
-
-    Raises:
-        MisconfigurationException: If the optimizers train none.
-    """
+    """The weights that are perturbed with their names, which are looked up only where settings need them."""
     trained = [
         w for optimizer in optimizers for group in optimizer.param_groups for w in group["params"] if w.requires_grad
     ]
-    if not trained:
-        raise MisconfigurationException(
-            f"SAM perturbs the weights that {type(module).__name__}'s optimizer trains, and found none: return the"
-            " optimizer from configure_optimizers, or pass the one of weights that are not frozen (by toggle_optimizer,"
-            " say) as optimizer=."
-        )
     if not sam.adaptive and sam.parameters is None:
         return dict.fromkeys(trained, "")
     names = {weight: name for name, weight in module.named_parameters()}
