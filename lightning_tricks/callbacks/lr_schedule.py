@@ -121,6 +121,11 @@ class LRSchedule(Trick):
         *CONFLICTS,
         Conflict(("LRSchedule",), "both would set the learning rate", "Leave one of them out"),
         Conflict(
+            ("BackboneFinetuning",),
+            "it sets the learning rate of the backbone in every epoch, and the schedule in every step",
+            "Use GradualUnfreeze(lr_factor=...), which keeps to the schedule",
+        ),
+        Conflict(
             ("schedule from configure_optimizers",),
             "both set the learning rate",
             "Leave one of them out, or pass LRSchedule(replace=True) to take the place of the module's",

@@ -268,8 +268,32 @@ class Decorated(PlainAtFirst):
             PlainAtFirst.training_step(self, batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [Adversarial, Chained, PlainAtFirst, Decorated])
-def test_right_steps_by_hand_are_not_refused(kind: type[ByHand]) -> None:
+class Helper:
+    def __call__(self, module: Any, batch: Any) -> None:
+        module.sam_step(lambda: module.loss(batch))
+
+
+class HoldsAHelper(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(0.1)
+    automatic_optimization = False
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.helper = Helper()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch > 0:
+            return self.helper(self, batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        return self.optimizers().step()
+
+    def loss(self, batch: Any) -> Tensor:
+        return PlainNet.training_step(self, batch, 0)
+
+
+@pytest.mark.parametrize("kind", [Adversarial, Chained, PlainAtFirst, Decorated, HoldsAHelper])
+def test_right_steps_by_hand_are_not_refused(kind: type[PlainNet]) -> None:
     run = fit(build(kind))
     assert run.global_step == 12
 

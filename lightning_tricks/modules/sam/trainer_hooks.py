@@ -122,7 +122,7 @@ class SAMHooks(Trick):
             self._check_step(self._engine, pl_module, optimizer)
 
     def _check_step(self, engine: SAMEngine, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        if not engine.called and not _calls_sam(type(pl_module)):
+        if not engine.called and not _calls_sam(pl_module):
             raise _never_called(pl_module)
         engine.steps.before_step(optimizer)
 
@@ -161,9 +161,11 @@ class MixinHooks(SAMHooks):
         self._undo.callback(setattr, pl_module, "_sam", None)
 
 
-def _calls_sam(kind: type) -> bool:
-    """Whether the code of a class, or a function that it calls, calls SAM, which may happen in a later epoch."""
-    functions = [value for owner in kind.__mro__ for value in vars(owner).values() if inspect.isfunction(value)]
+def _calls_sam(module: pl.LightningModule) -> bool:
+    """Whether code of a module, of what it holds, or a function that they call, calls SAM, maybe in a later epoch."""
+    kinds = {owner for held in (module, *vars(module).values(), *module.modules()) for owner in type(held).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("builtins", "lightning", "torch")]
+    functions = [value for kind in own for value in vars(kind).values() if inspect.isfunction(value)]
     functions = [inspect.unwrap(function) for function in functions]
     called = [function.__globals__.get(name) for function in functions for name in _names(function.__code__)]
     functions += [function for function in called if inspect.isfunction(function)]
