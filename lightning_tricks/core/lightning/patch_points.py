@@ -213,6 +213,13 @@ WRAPPED = (
         "the only sign that an optimizer without torch's hooks stepped",
     ),
     WrappedMethod(
+        "torch.optim.lr_scheduler.LRScheduler",
+        "step",
+        "epoch",
+        "LRSchedule",
+        "a schedule that the module steps itself, which no hook tells",
+    ),
+    WrappedMethod(
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
         "save",
         "state_dict, path",
