@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -630,11 +630,6 @@ def test_beside_callbacks_that_touch_learning_rates_or_groups(tmp_path, other, c
         logger=CSVLogger(tmp_path),
     )
     assert run.global_step > 0
-
-
-def test_backbone_finetuning_is_refused_before_training():
-    with pytest.raises(MisconfigurationException, match=r"BackboneFinetuning: it sets .* Use GradualUnfreeze"):
-        fit(build(PlainNet), callbacks=[LRSchedule(), BackboneFinetuning(1, verbose=False)])
 
 
 def test_beside_a_batch_size_that_scales_the_learning_rate():
