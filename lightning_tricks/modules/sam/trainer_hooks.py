@@ -164,7 +164,7 @@ class MixinHooks(SAMHooks):
 def _calls_sam(module: pl.LightningModule) -> bool:
     """Whether code of a module, of what it holds, or a function that they call, calls SAM, maybe in a later epoch."""
     kinds = {owner for held in (module, *vars(module).values(), *module.modules()) for owner in type(held).__mro__}
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("builtins", "lightning", "torch")]
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lightning", "torch")]
     functions = [value for kind in own for value in vars(kind).values() if inspect.isfunction(value)]
     functions = [inspect.unwrap(function) for function in functions]
     called = [function.__globals__.get(name) for function in functions for name in _names(function.__code__)]
