@@ -10,12 +10,15 @@ from typing import Any, final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_choice
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.optimizer_groups import Made, recorded_groups, restore_groups
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.schedules import (
@@ -34,6 +37,7 @@ from lightning_tricks.schedules import (
     wsd,
 )
 from lightning_tricks.schedules.factories import Schedule, check_settings, count_steps
+from lightning_tricks.schedules.scaling import is_scaled
 from lightning_tricks.schedules.scheduler import CONFLICTS
 
 __all__ = ["LRSchedule"]
@@ -61,7 +65,7 @@ def _swa_tail(
     """``swa_tail`` behind the curve of a name, with the settings of that curve."""
     in_steps = isinstance(start, int) and isinstance(anneal, int)
     if total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps:
-        total_steps = count_steps(module)  # The curve before the tail does not need T.
+        total_steps = count_steps(module, "swa_tail")  # The curve before the tail does not need T.
     before = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
     return swa_tail(before, start=start, swa_lr=swa_lr, anneal=anneal)
 
@@ -103,7 +107,9 @@ class LRSchedule(Trick):
         TypeError: For an option that the curve does not have, or one that it lacks.
         MisconfigurationException: When training starts, with a second LRSchedule, if the module returns a schedule of
             its own without ``replace=True`` or uses manual optimization, under DeepSpeed, or where a schedule cannot be
-            replaced because its optimizer was made outside of ``configure_optimizers``.
+            replaced because its optimizer was made outside of ``configure_optimizers``. While training, before the
+            first optimizer step with a learning rate that something else has set: the module or a callback, by hand
+            or by a schedule that it steps itself.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -114,6 +120,11 @@ class LRSchedule(Trick):
     conflicts = (
         *CONFLICTS,
         Conflict(("LRSchedule",), "both would set the learning rate", "Leave one of them out"),
+        Conflict(
+            ("BackboneFinetuning",),
+            "it sets the learning rate of the backbone in every epoch, and the schedule in every step",
+            "Use GradualUnfreeze(lr_factor=...), which keeps to the schedule",
+        ),
         Conflict(
             ("schedule from configure_optimizers",),
             "both set the learning rate",
@@ -156,6 +167,8 @@ class LRSchedule(Trick):
         self.settings = given
         self.replace = replace
         self._made: Made = []
+        self._scheduler: Any = None  # in a fit, the one that this callback has made
+        self._taken = 0  # the steps of that scheduler that Lightning has taken
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -178,7 +191,7 @@ class LRSchedule(Trick):
         if self.replace:
             self._wrap(pl_module, "configure_optimizers", self._configure)
         # A module that ships another kind of scheduler may step it in its own way.
-        self._wrap(pl_module, "lr_scheduler_step", partial(_step, pl_module))
+        self._wrap(pl_module, "lr_scheduler_step", partial(self._step, trainer))
 
     def _configure(self, original: Callable[[], Any]) -> Any:
         """Call the module's ``configure_optimizers`` and undo what its schedule has done to the optimizer."""
@@ -187,8 +200,8 @@ class LRSchedule(Trick):
         restore_groups(self._made)
         return configured
 
-    def _drop_schedules(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Leave out the schedules that the module has returned."""
+    def _drop_schedules(self, trainer: pl.Trainer, optimizer: Optimizer) -> list[Any]:
+        """Leave out the schedules that the module has returned, and return them."""
         configs = trainer.strategy.lr_scheduler_configs
         made = [id(group) for group, _ in self._made]
         if configs and not all(id(group) in made for group in optimizer.param_groups):
@@ -197,29 +210,99 @@ class LRSchedule(Trick):
                 f" {type(configs[0].scheduler).__name__} may have changed it, got an optimizer made outside of"
                 f" {type(trainer.lightning_module).__name__}.configure_optimizers: make it there."
             )
+        dropped = [config.scheduler for config in configs]
         configs.clear()
         self._made = []
+        return dropped
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         # after configure_optimizers and before the checkpoint's schedules are restored
         (optimizer,) = trainer.optimizers
-        if self.replace:
-            self._drop_schedules(trainer, optimizer)
+        if not optimizer.param_groups:  # Lightning's stand-in
+            raise MisconfigurationException(
+                f"LRSchedule({self.curve!r}) needs the optimizer of {type(pl_module).__name__}.configure_optimizers,"
+                " which has returned none: return the one that trains."
+            )
+        others = self._drop_schedules(trainer, optimizer) if self.replace else []
+        kept = [value for value in vars(pl_module).values() if isinstance(value, LRScheduler)]
+        for other in {id(s): s for s in (*others, *kept) if s.optimizer is optimizer}.values():
+            self._wrap(other, "step", partial(self._refuse_step, pl_module, other))
         total = {} if self.total_steps is None else {"total_steps": self.total_steps}
-        config = _FACTORIES[self.curve](optimizer, pl_module, **total, **self.settings)["lr_scheduler"]
-        needs_metric = isinstance(config["scheduler"], PlateauLR)
+        try:
+            schedule = _FACTORIES[self.curve](optimizer, pl_module, **total, **self.settings)
+        except UnknownTotalSteps as error:
+            raise UnknownTotalSteps(f"LRSchedule({self.curve!r}): {error.reason}") from error
+        config: Any = schedule["lr_scheduler"]
+        self._scheduler = config["scheduler"]
+        self._undo.callback(setattr, self, "_scheduler", None)
+        needs_metric = isinstance(self._scheduler, PlateauLR)
         trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**config, reduce_on_plateau=needs_metric))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         # resumed from a checkpoint without a schedule: nothing was restored, the steps were taken all the same
-        scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
+        scheduler = self._scheduler
         count = "steps" if isinstance(scheduler, PlateauLR) else "last_epoch"
         if trainer.ckpt_path and getattr(scheduler, count) == 0:
-            scheduler.load_state_dict({**scheduler.state_dict(), count: trainer.global_step})
+            rates = [group["lr"] for group in scheduler.optimizer.param_groups]  # those of the checkpoint
+            scheduler.load_state_dict({**scheduler.state_dict(), count: trainer.global_step, "_last_lr": rates})
+        self._taken = scheduler.last_epoch
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if optimizer is not self._scheduler.optimizer:
+            raise MisconfigurationException(
+                f"{type(pl_module).__name__} has made its optimizers anew, and LRSchedule({self.curve!r}) schedules the"
+                f" earlier one: return {self._as_call('self')} from configure_optimizers in place of the callback."
+            )
+        if not is_scaled(optimizer):
+            self._require_own_rates(trainer)
+
+    def _step(self, trainer: pl.Trainer, original: Callable[..., None], scheduler: Any, metric: Any) -> None:
+        """Step a scheduler as Lightning does, not as the module may do with its own."""
+        own = scheduler is self._scheduler  # and not that of a LearningRateFinder
+        if own:
+            self._require_own_rates(trainer)  # a rate that was written after on_before_optimizer_step would be lost
+        pl.LightningModule.lr_scheduler_step(trainer.lightning_module, scheduler, metric)
+        if own:
+            self._taken = scheduler.last_epoch
+
+    def _require_own_rates(self, trainer: pl.Trainer) -> None:
+        """Raise if something else has set a learning rate since the schedule did.
+
+        Raises:
+            MisconfigurationException: If it has.
+        """
+        if all(config.scheduler is not self._scheduler for config in trainer.lr_scheduler_configs):
+            return  # Lightning's StochasticWeightAveraging has taken its place
+        if self._scheduler.last_epoch > self._taken:
+            raise MisconfigurationException(
+                f"{type(trainer.lightning_module).__name__} steps the schedule of LRSchedule({self.curve!r}) itself,"
+                " which Lightning steps: leave the lines out that step self.lr_schedulers()."
+            )
+        self._taken = self._scheduler.last_epoch  # RewindOnSpike may have put it back
+        own = self._scheduler.get_last_lr()  # none for groups that have joined since
+        for number, (group, lr) in enumerate(zip(self._scheduler.optimizer.param_groups, own, strict=False)):
+            if not _is_same(group["lr"], lr):
+                raise MisconfigurationException(
+                    f"LRSchedule({self.curve!r}) has set the learning rate of parameter group {number} to"
+                    f" {float(lr):g}, and {type(trainer.lightning_module).__name__} or a callback has set it to"
+                    f" {float(group['lr']):g} since: only one of them can. Leave LRSchedule out, or the lines that"
+                    " write param_groups[...]['lr'] or step a schedule by hand."
+                )
+
+    def _refuse_step(self, pl_module: pl.LightningModule, scheduler: Any, *_: Any, **__: Any) -> None:
+        """Raise where the module steps a schedule of its own."""
+        raise MisconfigurationException(
+            f"{type(pl_module).__name__} steps {type(scheduler).__name__} itself beside LRSchedule({self.curve!r}):"
+            " only one of them can set the learning rate. Leave LRSchedule out, or the lines that step the schedule by"
+            " hand."
+        )
 
     def _as_call(self, length: str) -> str:
         """The call that makes the same schedule in ``configure_optimizers``, for error messages."""
@@ -229,6 +312,8 @@ class LRSchedule(Trick):
         return f"lightning_tricks.swa_tail({before}, swa_lr={self.settings['swa_lr']})"
 
 
-def _step(module: pl.LightningModule, original: Callable[..., None], scheduler: Any, metric: Any) -> None:
-    """Step a scheduler as Lightning does, not as the module may do with its own."""
-    pl.LightningModule.lr_scheduler_step(module, scheduler, metric)
+def _is_same(now: float | Tensor, lr: float | Tensor) -> bool:
+    """Whether a group still has a learning rate; of a Tensor on a GPU, which is slow to read, only the kind is."""
+    if isinstance(now, Tensor) and isinstance(lr, Tensor) and now.device.type != "cpu":
+        return True
+    return float(now) == float(lr)

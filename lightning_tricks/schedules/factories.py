@@ -24,6 +24,7 @@ from itertools import chain, pairwise
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import (
@@ -56,7 +57,7 @@ __all__ = [
     "wsd",
 ]
 
-Schedule = dict[str, Any]
+Schedule = OptimizerLRSchedulerConfig
 Duration = int | float  # optimizer steps, or a fraction of training
 
 
@@ -573,16 +574,29 @@ def _in_steps(settings: Mapping[str, Any], total_steps: int, is_trial: bool) -> 
     return steps
 
 
-def count_steps(module: pl.LightningModule | None) -> int:
-    """The number of optimizer steps of the fit that a module is in."""
+def count_steps(module: pl.LightningModule | None, schedule: str) -> int:
+    """The number of optimizer steps of the fit that a module is in.
+
+    Args:
+        module: The module, if one was given.
+        schedule: The name of the factory that needs the number, for the error message.
+
+    Raises:
+        UnknownTotalSteps: If it cannot be counted.
+    """
+    needs = f"{schedule} needs the number of optimizer steps"
     if module is None:
-        raise UnknownTotalSteps("neither module nor total_steps was given: pass the module (self) to count them")
+        raise UnknownTotalSteps(f"{needs}, and neither module nor total_steps was given: pass the module (self)")
+    needs += f" of {type(module).__name__}"
     trainer = trainer_of(module)
     if trainer is None:
-        raise UnknownTotalSteps("the module has no Trainer yet (call this in configure_optimizers)")
+        raise UnknownTotalSteps(f"{needs}, which has no Trainer yet (call this in configure_optimizers)")
     # a Trainer that fits a second time goes on counting, but this schedule starts anew; a resumed one is restored
     taken = 0 if trainer.ckpt_path else trainer.global_step
-    return max(1, optimizer_steps(trainer) - taken)
+    try:
+        return max(1, optimizer_steps(trainer) - taken)
+    except UnknownTotalSteps as error:
+        raise UnknownTotalSteps(f"{needs}: {error.reason}") from error
 
 
 # -- schedulers -------------------------------------------------------------------------------------------------------
@@ -609,7 +623,7 @@ def _schedule(
     optional = {"total_steps": total_steps, "momentum": momentum}
     check_settings({**settings, **{name: value for name, value in optional.items() if value is not None}})
     endless = endless and total_steps is None and isinstance(settings["warmup"], int)
-    total = max(1, settings["warmup"]) if endless else total_steps or count_steps(module)
+    total = max(1, settings["warmup"]) if endless else total_steps or count_steps(module, curve.__name__)
     steps = _in_steps(settings, total, is_trial=total_steps is None and _is_trial(module))
     cycled = None
     if momentum is not None:
@@ -628,5 +642,5 @@ def _is_trial(module: pl.LightningModule | None) -> bool:
 
 def _dictionary(scheduler: CurveLR) -> Schedule:
     """The dictionary for ``configure_optimizers`` of a scheduler that steps with the optimizer."""
-    config = {"scheduler": scheduler, "interval": "step", "frequency": 1}
+    config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": "step", "frequency": 1}
     return {"optimizer": scheduler.optimizer, "lr_scheduler": config}

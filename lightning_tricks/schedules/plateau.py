@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any, Literal, SupportsFloat, final
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
@@ -21,7 +22,14 @@ from lightning_tricks.schedules.factories import (
     count_steps,
     whole_steps,
 )
-from lightning_tricks.schedules.scheduler import CONFLICTS, base_lr, check_state, set_lr, warn_of_other_settings
+from lightning_tricks.schedules.scheduler import (
+    CONFLICTS,
+    base_lr,
+    check_state,
+    has_hooks,
+    set_lr,
+    warn_of_other_settings,
+)
 
 __all__ = ["PlateauLR", "reduce_on_plateau"]
 
@@ -55,6 +63,11 @@ class PlateauLR(ReduceLROnPlateau):
     def __init__(self, optimizer: Optimizer, *, warmup: float = 0, floor: float = 0.0, **settings: Any) -> None:
         check_range("warmup", warmup, 0.0)
         check_range("floor", floor, 0.0, 1.0)
+        if warmup and not has_hooks(optimizer):
+            raise ValueError(
+                f"warmup must be 0 for {type(optimizer).__name__}, which does not call Optimizer.__init__ and has no"
+                f" step hooks to follow, got {warmup}."
+            )
         super().__init__(optimizer, min_lr=0.0, **settings)
         self.warmup, self.floor, self.steps = warmup, floor, 0
         self._begun = False
@@ -91,8 +104,9 @@ class PlateauLR(ReduceLROnPlateau):
         self._follow_the_optimizer()  # a copied optimizer comes without its hooks
 
     def _follow_the_optimizer(self) -> None:
-        self.optimizer.register_step_pre_hook(self._begin)
-        self.optimizer.register_step_post_hook(self._end)
+        if has_hooks(self.optimizer):
+            self.optimizer.register_step_pre_hook(self._begin)
+            self.optimizer.register_step_post_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
         self._begun = True
@@ -157,12 +171,12 @@ def reduce_on_plateau(
     check_arguments(optimizer, module)
     settings: dict[str, Any] = {"mode": mode, "factor": factor, "patience": patience, "threshold": threshold}
     check_settings({**settings, "monitor": monitor, "warmup": warmup, "floor": floor})
-    steps = whole_steps(warmup, count_steps(module) if isinstance(warmup, float) and warmup else 1)
+    steps = whole_steps(warmup, count_steps(module, "reduce_on_plateau") if isinstance(warmup, float) and warmup else 1)
     announce_schedule(module)
     plain = {name: float(value) if isinstance(value, float) else value for name, value in settings.items()}  # no NumPy
     scheduler = PlateauLR(optimizer, warmup=steps, floor=float(floor), **plain)
     every = getattr(trainer_of(module), "check_val_every_n_epoch", None) or 1  # None: validation by batches
-    config = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
+    config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
     if module is None or module.automatic_optimization:
         config["monitor"] = monitor
     return {"optimizer": optimizer, "lr_scheduler": config}

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -110,6 +111,9 @@ def scale_adam(
     return {"lr": lr * math.sqrt(k), "betas": (first, second), "eps": eps / math.sqrt(k)}
 
 
+_SCALED: WeakSet[Optimizer] = WeakSet()
+
+
 @contextmanager
 def scaled_lrs(optimizer: Optimizer, factor: float, trick: str) -> Iterator[None]:
     """Multiply the learning rates of all groups inside the block, in which the optimizer steps.
@@ -121,6 +125,7 @@ def scaled_lrs(optimizer: Optimizer, factor: float, trick: str) -> Iterator[None
     before = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
     for group in groups:
         set_lr(group, group["lr"] * factor)
+    _SCALED.add(optimizer)
     scaled = [group["lr"] for group in groups]
     try:
         yield
@@ -130,8 +135,14 @@ def scaled_lrs(optimizer: Optimizer, factor: float, trick: str) -> Iterator[None
                 " on_before_optimizer_step): set it in on_train_batch_start."
             )
     finally:
+        _SCALED.discard(optimizer)
         for group, lr in zip(groups, before, strict=True):
             set_lr(group, lr)
+
+
+def is_scaled(optimizer: Optimizer) -> bool:
+    """Whether a trick has scaled the learning rates of an optimizer for the step that it makes now."""
+    return optimizer in _SCALED
 
 
 def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:

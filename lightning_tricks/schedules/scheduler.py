@@ -85,11 +85,15 @@ class CurveLR(LRScheduler):
         self.settings = _plain(curve) | ({} if momentum is None else {"momentum": _plain(momentum)})
         self.replaced = False  # whether another scheduler follows its curve in its place
         super().__init__(optimizer, last_epoch)
-        optimizer.register_step_pre_hook(self._let_in)
+        self._follow_the_optimizer()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.optimizer.register_step_pre_hook(self._let_in)  # a copied optimizer comes without its hooks
+        self._follow_the_optimizer()  # a copied optimizer comes without its hooks
+
+    def _follow_the_optimizer(self) -> None:
+        if has_hooks(self.optimizer):  # else groups that join wait for the next step of the schedule
+            self.optimizer.register_step_pre_hook(self._let_in)
 
     def _let_in(self, *_: Any) -> None:
         """Give groups that have joined since the last step their learning rate in this one."""
@@ -124,6 +128,11 @@ class CurveLR(LRScheduler):
         self.last_epoch, self._step_count = state_dict["last_epoch"] - 1, 0
         self.step()  # sets the groups' learning rates; at count 0 torch does not ask for an optimizer step before it
         self._step_count = self.last_epoch + 1
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer calls step hooks; wrappers that do not call ``Optimizer.__init__`` have none."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def base_lr(group: dict[str, Any]) -> float | Tensor:

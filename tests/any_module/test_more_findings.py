@@ -347,8 +347,32 @@ class Decorated(PlainAtFirst):
             PlainAtFirst.training_step(self, batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [Adversarial, Chained, PlainAtFirst, Decorated])
-def test_right_steps_by_hand_are_not_refused(kind: type[ByHand]) -> None:
+class Helper:
+    def __call__(self, module: Any, batch: Any) -> None:
+        module.sam_step(lambda: module.loss(batch))
+
+
+class HoldsAHelper(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(0.1)
+    automatic_optimization = False
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.helper = Helper()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch > 0:
+            return self.helper(self, batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        return self.optimizers().step()
+
+    def loss(self, batch: Any) -> Tensor:
+        return PlainNet.training_step(self, batch, 0)
+
+
+@pytest.mark.parametrize("kind", [Adversarial, Chained, PlainAtFirst, Decorated, HoldsAHelper])
+def test_right_steps_by_hand_are_not_refused(kind: type[PlainNet]) -> None:
     run = fit(build(kind))
     assert run.global_step == 12
 
@@ -407,3 +431,70 @@ def test_random_generators_of_a_module_are_restored(name: str) -> None:
     pl.seed_everything(1, verbose=False)
     fit(tricked, callbacks=[lt.SAMCallback(rho=0.0)] if name == "SAMCallback" else [])
     assert_equal(weights(tricked), weights(plain))
+
+
+class OwnOptimizerMade(PlainNet):
+    """Steps an optimizer that Lightning does not know, as ``made`` says."""
+
+    automatic_optimization = False
+    made = "in __init__"
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.mine = [super().configure_optimizers()]
+
+    def configure_optimizers(self) -> Any:
+        if self.made == "in configure_optimizers":
+            self.mine = [super().configure_optimizers()]
+        if self.made == "beside another":
+            return torch.optim.SGD([self.layers[0].bias], lr=0.0)
+        return self.mine if self.made == "and returned" else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.made == "in training_step" and self.current_epoch == batch_idx == 0:
+            self.mine = [super().configure_optimizers()]
+        self.mine[0].zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.mine[0].step()
+
+
+MADE = ["in __init__", "in configure_optimizers", "in training_step", "beside another", "and returned"]
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("made", MADE)
+def test_averages_count_the_steps_of_an_optimizer_that_lightning_does_not_know(made: str) -> None:
+    ema, known = lt.EMA(0.9), lt.EMA(0.9)
+    module = build(OwnOptimizerMade)
+    module.made = made
+    fit(module, callbacks=[ema])
+    fit(build(PlainNet), callbacks=[known])
+    assert ema._running.updates == 12
+    assert_equal(ema.averaged_state_dict(), known.averaged_state_dict())
+    swa, module = lt.SWA(start=0), build(OwnOptimizerMade)
+    module.made = made
+    fit(module, callbacks=[swa])
+    assert swa._running.updates > 0
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("made", MADE)
+def test_averages_that_start_after_steps_that_lightning_does_not_count_are_refused(made: str) -> None:
+    module = build(OwnOptimizerMade)
+    module.made = made
+    with pytest.raises(MisconfigurationException, match=r"EMA\(start=3\) waits .* OwnOptimizerMade steps an optimizer"):
+        fit(module, callbacks=[lt.EMA(0.9, start=3)], max_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_averages_do_not_count_steps_on_other_tensors() -> None:
+    class Attack(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            moved = torch.zeros(8, requires_grad=True)
+            moved.grad = torch.ones(8)
+            torch.optim.SGD([moved], lr=0.1).step()
+            return super().training_step(batch, batch_idx)
+
+    ema = lt.EMA(0.9)
+    fit(build(Attack), callbacks=[ema], accumulate_grad_batches=3)
+    assert ema._running.updates == 4

@@ -10,7 +10,8 @@ from math import cos, pi
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import LearningRateMonitor
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_tricks
 from lightning_tricks import LRSchedule, schedules
 from lightning_tricks.callbacks import lr_schedule
-from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, PlainNet, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones
 from tests.schedules.test_plateau import SCRIPT, expected
@@ -443,3 +444,231 @@ def test_a_schedule_added_on_resume_stands_where_training_stands(tmp_path: Any) 
     run = fit(build(), callbacks=[LRSchedule("linear")], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert run.lr_scheduler_configs[0].scheduler.last_epoch == 24
     assert run.optimizers[0].param_groups[0]["lr"] == 0
+
+
+# -- learning rates that something else sets --------------------------------------------------------------------------
+
+
+class SetsRates(PlainNet):
+    """Writes the learning rate itself, from one of its hooks."""
+
+    where = "training_step"
+
+    def _write(self, where: str) -> None:
+        if where == self.where and self.global_step == 2:
+            for group in self.optimizers().param_groups:
+                group["lr"] = 0.05
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._write("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._write("on_train_batch_start")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._write("on_before_optimizer_step")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        self._write("optimizer_step")
+        optimizer.step(closure=closure)
+        if self.where == "after":
+            optimizer.param_groups[0]["lr"] = 0.05
+
+
+@pytest.mark.parametrize("curve", ["cosine", "reduce_on_plateau"])
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [
+        ("training_step", 2),
+        ("on_train_batch_start", 2),
+        ("optimizer_step", 2),
+        ("on_before_optimizer_step", 3),
+        ("after", 1),
+    ],
+)
+def test_a_learning_rate_that_the_module_writes_is_refused(curve, where, step):
+    module = build(SetsRates)
+    module.where = where
+    message = rf"LRSchedule\('{curve}'\) has set .* group 0 to 0\.\S+, and SetsRates or a callback has set it to 0.05"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, callbacks=[LRSchedule(curve)])
+    assert module.trainer.global_step == step
+
+
+class TensorRate(SetsRates):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.1))
+
+
+def test_a_learning_rate_that_is_a_tensor_is_compared_too():
+    with pytest.raises(MisconfigurationException, match="TensorRate or a callback has set"):
+        fit(build(TensorRate), callbacks=[LRSchedule("cosine")])
+    module = build(TensorRate)
+    module.where = ""
+    fit(module, callbacks=[LRSchedule("cosine", warmup=2)])
+
+
+class StepsByHand(PlainNet):
+    """Keeps a schedule to itself and steps it in every batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.schedule = self.make(optimizer)
+        return ([optimizer], [self.schedule]) if self.returns else optimizer
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.schedule.step()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("name", ["OneCycleLR", "StepLR"])
+def test_a_schedule_that_the_module_steps_by_hand_is_refused(name, returns):
+    settings = {"max_lr": 1.0, "total_steps": 12} if name == "OneCycleLR" else {"step_size": 1}
+    module = build(StepsByHand)
+    module.make, module.returns = partial(getattr(torch.optim.lr_scheduler, name), **settings), returns
+    with pytest.raises(MisconfigurationException, match=rf"StepsByHand steps {name} itself beside LRSchedule\('wsd'\)"):
+        fit(module, callbacks=[LRSchedule("wsd", replace=returns)])
+    assert module.trainer.global_step == 1
+
+
+class StepsOurs(PlainNet):
+    """Steps whatever schedule Lightning has."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        schedule = self.lr_schedulers()
+        schedule.step(*([1.0] if isinstance(schedule, schedules.PlateauLR) else []))
+
+
+class MakesAnew(PlainNet):
+    """Makes its optimizers anew in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class OwnOptimizer(PlainNet):
+    """Steps an optimizer that Lightning does not know."""
+
+    def configure_optimizers(self) -> None:
+        self.mine = super().configure_optimizers()
+
+    def on_after_backward(self) -> None:
+        self.mine.step()
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("curve", ["cosine", "reduce_on_plateau"])
+@pytest.mark.parametrize(
+    ("kind", "message", "step"),
+    [
+        (StepsOurs, "StepsOurs steps the schedule of {} itself, which Lightning steps", 1),
+        (MakesAnew, "MakesAnew has made its optimizers anew, and {} schedules the earlier one", 6),
+        (OwnOptimizer, r"{} needs the optimizer of OwnOptimizer.configure_optimizers, which has returned none", 0),
+    ],
+)
+def test_a_schedule_that_would_do_something_else_is_refused(kind, message, step, curve):
+    module = build(kind)
+    with pytest.raises(MisconfigurationException, match=message.format(rf"LRSchedule\('{curve}'\)")):
+        fit(module, callbacks=[LRSchedule(curve)])
+    assert module.trainer.global_step == step
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Does not call Optimizer.__init__, as many wrappers of optimizers."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Wrapped(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return Wrapper(super().configure_optimizers())
+
+
+def test_an_optimizer_without_hooks_is_scheduled():
+    one, other = build(Wrapped), build(PlainNet)
+    fit(one, callbacks=[LRSchedule("cosine", warmup=3)]), fit(other, callbacks=[LRSchedule("cosine", warmup=3)])
+    assert_equal(weights(one), weights(other))
+    plateau = {"curve": "reduce_on_plateau", "monitor": "train_loss", "patience": 0, "threshold": 0.9}
+    one, other = build(Wrapped), build(PlainNet)
+    fit(one, callbacks=[LRSchedule(**plateau)]), fit(other, callbacks=[LRSchedule(**plateau)])
+    assert_equal(weights(one), weights(other))
+    with pytest.raises(ValueError, match=r"warmup must be 0 for Wrapper, which does not call Optimizer.__init__"):
+        fit(build(Wrapped), callbacks=[LRSchedule(**plateau, warmup=2)])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: LearningRateFinder(num_training_steps=5),
+        lambda: lightning_tricks.GradualUnfreeze(at=[3], parameters=[r"^layers\.0"], lr_factor=0.5),
+        lambda: lightning_tricks.BatchSizeWarmup(initial=2, final=8),
+        lambda: lightning_tricks.RewindOnSpike(),
+        lambda: lightning_tricks.SWA(start=0.5),
+        lambda: LearningRateMonitor(),
+    ],
+)
+@pytest.mark.parametrize("curve", ["cosine", "reduce_on_plateau"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.filterwarnings("ignore:.*")
+def test_beside_callbacks_that_touch_learning_rates_or_groups(tmp_path, other, curve, first):
+    settings = {"monitor": "train_loss", "patience": 0, "threshold": 0.9} if curve == "reduce_on_plateau" else {}
+    callbacks = [LRSchedule(curve, warmup=3, **settings), other()]
+    run = fit(
+        build(PlainNet),
+        callbacks=callbacks if first else callbacks[::-1],
+        default_root_dir=tmp_path,
+        logger=CSVLogger(tmp_path),
+    )
+    assert run.global_step > 0
+
+
+def test_beside_a_batch_size_that_scales_the_learning_rate():
+    grows = lightning_tricks.BatchSizeWarmup(initial=2, final=8, lr_rule="linear")
+    run = fit(build(PlainNet), callbacks=[LRSchedule("cosine", warmup=3), grows], log_every_n_steps=1)
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == run.global_step == 4
+
+
+@pytest.mark.parametrize("curve", ["cosine", "reduce_on_plateau"])
+def test_beside_a_rewind_that_scales_the_learning_rate(curve):
+    class Spike(PlainNet):
+        batches = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batches += 1
+            return super().training_step(batch, batch_idx) * (float("nan") if self.batches == 9 else 1.0)
+
+    rewind = lightning_tricks.RewindOnSpike(every_n_steps=2, lr_factor=0.5, lr_steps=3)
+    settings = {"monitor": "train_loss"} if curve == "reduce_on_plateau" else {}
+    run = fit(build(Spike), callbacks=[LRSchedule(curve, warmup=4, **settings), rewind], max_epochs=4)
+    scheduler = run.lr_scheduler_configs[0].scheduler
+    assert (scheduler.steps if curve == "reduce_on_plateau" else scheduler.last_epoch) == run.global_step == 23
+
+
+# -- a length that is not known ---------------------------------------------------------------------------------------
+
+
+def test_a_length_that_is_not_known_is_refused_by_name():
+    said = "cosine needs the number of optimizer steps of {}: the training loader of {} is reloaded and can"
+    reloads = {"reload_dataloaders_every_n_epochs": 1}
+    with pytest.raises(schedules.UnknownTotalSteps) as caught:
+        fit(build(WithFactory, name="cosine"), **reloads)
+    assert str(caught.value).startswith(said.format("WithFactory", "DataLoader"))
+
+    class Loads(PlainNet):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    with pytest.raises(schedules.UnknownTotalSteps) as caught:
+        trainer(callbacks=[LRSchedule("cosine")], **reloads).fit(build(Loads), val_dataloaders=loader())
+    assert str(caught.value).startswith("LRSchedule('cosine'): " + said.format("Loads", "Loads"))
+    assert str(caught.value).endswith("reload_dataloaders_every_n_epochs=1; pass total_steps=...")

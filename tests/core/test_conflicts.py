@@ -115,6 +115,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.SWA,), Cosine), Run((lt.SkipNonFinite, lightnings_swa))],
     ),
     "LRSchedule-LRSchedule": ([Run((lt.LRSchedule, partial(lt.LRSchedule, "cosine")))], [Run((lt.LRSchedule,))]),
+    "LRSchedule-BackboneFinetuning": (
+        [Run((lt.LRSchedule, backbone), Backbone)],
+        [Run((lt.LRSchedule, unfreeze)), Run((lt.EMA, backbone), Backbone)],
+    ),
     "LRSchedule-schedule from configure_optimizers": (
         [Run((lt.LRSchedule,), Stepped), Run((lt.LRSchedule,), Cosine), Run((lt.LRSchedule,), Plateau)],
         [Run((lt.EMA,), Stepped), Run((partial(lt.LRSchedule, replace=True),), Stepped)],

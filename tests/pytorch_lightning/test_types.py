@@ -24,7 +24,7 @@ class Net(lt.SAMMixin, pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         lt.optimizer_steps(self.trainer)
-        return lt.cosine(torch.optim.SGD(self.parameters(), lr=0.1), self, warmup=0.1)  # type: ignore[return-value]
+        return lt.cosine(torch.optim.SGD(self.parameters(), lr=0.1), self, warmup=0.1)
 
 ema = lt.EMA(decay=0.9)
 trainer = pl.Trainer(callbacks=[ema, lt.Mixup(alpha=0.2)], strategy=lt.DDPPreset(find_unused_parameters=True))

@@ -86,6 +86,7 @@ class AveragingCallback(Trick, ABC):
         self._fits = False  # whether a fit runs that this callback was set up for
         self._goes_on = False  # whether that fit continues the averages of the last one
         self._foreign = False  # whether the checkpoint that is being saved is of another module
+        self._first_step = 0  # the number of optimizer steps before the fit
         self._awaits_weights = False  # whether lazy layers had no weights when averaging began
         self._finished = False  # whether the averages are complete, with no optimizer step since
         self._raw_names: set[str] = set()  # the names of the raw weights' metrics
@@ -132,7 +133,7 @@ class AveragingCallback(Trick, ABC):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._finished = False
+        self._finished, self._first_step = False, trainer.global_step
         if self._running.tracks:
             self._track(joined=self._running.tensors)  # no other weights join in the middle of an epoch
         elif trainer.global_step >= self._steps["start"]:
@@ -156,8 +157,10 @@ class AveragingCallback(Trick, ABC):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._catch_up(trainer)
+        stepped = self._catch_up(trainer)
         if not self._running.tracks:
+            if stepped and trainer.global_step == self._first_step:
+                self._require_counted_steps(trainer)
             return
         if is_last_step(trainer):  # before the last validation and the last checkpoint
             self._finish_once(trainer)
@@ -227,10 +230,22 @@ class AveragingCallback(Trick, ABC):
         self._running.show(which)
         self._running.remember_weights()
 
-    def _catch_up(self, trainer: pl.Trainer) -> None:
-        """Update the averages by the optimizer step of this batch, if there was one."""
+    def _require_counted_steps(self, trainer: pl.Trainer) -> None:
+        """Raise if ``start`` will not come, since the steps so far are not counted by Lightning."""
+        module = trainer.lightning_module
+        knows = any(optimizer.param_groups for optimizer in trainer.optimizers)  # Lightning's stand-in has none
+        past = self._observer.known or trainer.is_last_batch or not knows  # else Lightning's may accumulate
+        if past and not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(start={self.start}) waits for optimizer steps that Lightning counts, and"
+                f" {type(module).__name__} steps an optimizer past it: step what self.optimizers() returns, or pass"
+                " start=0."
+            )
+
+    def _catch_up(self, trainer: pl.Trainer) -> bool:
+        """Update the averages by the optimizer step of this batch; returns whether there was one."""
         if not self._observer.stepped():
-            return
+            return False
         self._finished = False
         if self._running.tracks:
             if self._awaits_weights:
@@ -239,6 +254,7 @@ class AveragingCallback(Trick, ABC):
         elif trainer.global_step >= self._steps["start"]:
             self._track()
             self._begin(trainer, self._running)
+        return True
 
     def _finish_once(self, trainer: pl.Trainer) -> None:
         """Complete the averages when training has ended; the module holds its raw weights."""

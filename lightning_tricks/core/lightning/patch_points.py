@@ -213,6 +213,13 @@ WRAPPED = (
         "the only sign that an optimizer without torch's hooks stepped",
     ),
     WrappedMethod(
+        "torch.optim.lr_scheduler.LRScheduler",
+        "step",
+        "epoch",
+        "LRSchedule",
+        "a schedule that the module steps itself, which no hook tells",
+    ),
+    WrappedMethod(
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
         "save",
         "state_dict, path",
@@ -333,7 +340,9 @@ PRIVATE = (
     PrivateName("torch.nn.Module", "_backward_pre_hooks", "Compile", "whether there are hooks"),
     PrivateName("torch.nn.Module", "_non_persistent_buffers_set", "EMA, SWA", "buffers that are not saved"),
     PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "SWA, freeze", "the base class of all BatchNorm layers"),
-    PrivateName("torch.optim.Optimizer", "_optimizer_step_post_hooks", "EMA, SWA", "whether it calls step hooks"),
+    PrivateName(
+        "torch.optim.Optimizer", "_optimizer_step_post_hooks", "EMA, SWA, schedules", "whether it calls step hooks"
+    ),
     PrivateName(
         "torch.optim.Adam",
         "_step_supports_amp_scaling",

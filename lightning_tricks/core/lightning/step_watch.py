@@ -5,42 +5,47 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_tricks.core.lightning.patching import wrap_method
 
 
 class StepObserver:
-    """Tells whether an optimizer stepped.
+    """Tells whether an optimizer of the module's parameters stepped, also one that Lightning does not know.
 
     ``global_step`` also counts steps that the GradScaler skips. An optimizer's own hook runs only for real steps.
     """
 
     def __init__(self) -> None:
+        self.known = False  # whether one of the Trainer's optimizers stepped since the start
         self._stepped = False
-        self._watched: list[Any] = []
+        self._watched: list[Any] | None = None
         self._undo = ExitStack()
 
     def start(self, trainer: pl.Trainer) -> None:
         """Watch the Trainer's optimizers from now on."""
         self.stop()
-        self._stepped = False
+        self._stepped = self.known = False
         self.follow(trainer)
 
     def follow(self, trainer: pl.Trainer) -> None:
         """Watch the Trainer's optimizers if they were replaced."""
-        if len(self._watched) == len(trainer.optimizers) and all(map(operator.is_, self._watched, trainer.optimizers)):
+        watched, now = self._watched, trainer.optimizers
+        if watched is not None and len(watched) == len(now) and all(map(operator.is_, watched, now)):
             return
         self.stop()
         self._watched = list(trainer.optimizers)
         for optimizer in self._watched:
             self._undo.callback(self._watch(optimizer))
+        unknown = partial(self._note_unknown, trainer.lightning_module, self._watched)
+        self._undo.callback(register_optimizer_step_post_hook(unknown).remove)
 
     def _watch(self, optimizer: Any) -> Callable[[], None]:
         # DeepSpeed's optimizer is not a torch Optimizer, but calls one inside when it steps.
@@ -51,12 +56,12 @@ class StepObserver:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self._stepped = True
+        self._stepped = self.known = True
         return result
 
     def stop(self) -> None:
         """Watch no optimizer any more."""
-        self._watched = []
+        self._watched = None
         self._undo.close()
 
     def stepped(self) -> bool:
@@ -67,6 +72,10 @@ class StepObserver:
     def _note(self, optimizer: Optimizer, *_: object) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step by itself
         if found_inf is None or not found_inf.item():
+            self._stepped = self.known = True
+
+    def _note_unknown(self, module: nn.Module, known: list[Any], optimizer: Optimizer, *_: object) -> None:
+        if not self._stepped and not any(optimizer is one for one in known) and holds_parameters(optimizer, module):
             self._stepped = True
 
 

@@ -80,10 +80,13 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
             raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever")
         steps = trainer.max_steps if trainer.limit_train_batches else 0
     elif trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        raise UnknownTotalSteps("loaders reloaded every n epochs can change their length")
+        raise UnknownTotalSteps(
+            f"{_loader_name(trainer)} is reloaded and can change its length, by reload_dataloaders_every_n_epochs="
+            f"{trainer.reload_dataloaders_every_n_epochs}"  # type: ignore[attr-defined]
+        )
     elif (batches := train_batches_of_sizes(trainer, {size for _, size in epochs})) is None:
         raise UnknownTotalSteps(
-            "the training loader has no length that can be relied on (none attached yet, an IterableDataset, or a"
+            f"{_loader_name(trainer)} has no length that can be relied on (none attached yet, an IterableDataset, or a"
             " length that differs between ranks)"
         )
     else:
@@ -95,6 +98,12 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
             f" max_steps={trainer.max_steps}, limit_train_batches={trainer.limit_train_batches}"
         )
     return steps
+
+
+def _loader_name(trainer: pl.Trainer) -> str:
+    """The training loader with the class that it is of, or that makes it."""
+    source = trainer.fit_loop._data_source.instance
+    return "the training loader" + ("" if source is None else f" of {type(source).__name__}")
 
 
 def steps_of(trainer: pl.Trainer, duration: int | float, trick: str, name: str) -> float:

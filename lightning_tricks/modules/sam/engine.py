@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import LBFGS
 
 from lightning_tricks.core.batches.cutting import count_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
@@ -23,7 +24,7 @@ from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, repla
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
-from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, misuse
+from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, StepWatch, misuse, weights_of
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 
@@ -46,9 +47,7 @@ class SAMEngine:
         self.perturbed: tuple[list[Tensor], list[Tensor]] | None = None  # weights moved now, and copies from before
         self.called = False  # Whether sam_backward or sam_step was called in this fit.
         self._has_descended = False
-        self.closures, self.schedules = ClosureGuard(module), ScheduleWatch(module)
-        # The calls of sam_step since an optimizer stepped, by the optimizer's id.
-        self._calls: dict[int, int] = {}
+        self.closures, self.schedules, self.steps = ClosureGuard(module), ScheduleWatch(module), StepWatch(module)
 
     def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
         """The backward pass of automatic optimization.
@@ -63,7 +62,7 @@ class SAMEngine:
             descend(loss)  # a step without a perturbation
             return
         self.weights.reshard()  # so that the module's parameters are the optimizer's
-        weights = perturbed_weights(self.module, self.sam, [self.module.optimizers()])
+        weights = self._perturbed([self.module.optimizers()])
         if self.sam.micro_batch_size is None:
             self._run_twice(loss, first, weights, lambda again: descend(self._scaled(again)))
         else:
@@ -104,9 +103,10 @@ class SAMEngine:
         step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
         with self.closures.watching(method):
             loss = loss_of(closure())
-        weights = perturbed_weights(self.module, self.sam, own if isinstance(own, list) else [own])
+        weights = self._perturbed(own if isinstance(own, list) else [own])
         try:
-            self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
+            with self.steps.adding(method):
+                self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 rule = f"the closure of {method} uses tensors of a forward pass outside of it"
@@ -128,22 +128,35 @@ class SAMEngine:
             raise ValueError(f"sam_step needs one of the {len(own)} optimizers: pass optimizer=self.optimizers()[...].")
         if not isinstance(own, LightningOptimizer):
             raise TypeError(f"sam_step needs an optimizer of self.optimizers(), got {type(own).__name__}.")
-        self.schedules.check(own.optimizer)
-        calls = self._calls.get(id(own), 0) + 1
+        inner, watch = own.optimizer, self.steps
+        if isinstance(inner, LBFGS):
+            rule = "sam_step steps once, and LBFGS calls a closure: call sam_backward there"
+            raise misuse(self.module, rule, "lbfgs")
+        self.schedules.check(inner)
+        calls = watch.calls.get(inner, 0) + 1
+        if calls == 1:
+            watch.clear_spent(inner)
         ends = calls >= accumulate or self.module.trainer.is_last_batch
+
+        def share() -> Tensor:
+            loss = loss_of(closure()) / accumulate
+            watch.require_kept(inner)
+            return loss
+
         with nullcontext() if ends else self._unsynced():
-            loss = self.backward_by_hand(lambda: loss_of(closure()) / accumulate, own, "sam_step") * accumulate
+            loss = self.backward_by_hand(share, own, "sam_step") * accumulate
         assert self.norm is not None, "just measured"
         self.norm *= accumulate
-        self._calls[id(own)] = 0 if ends else calls
+        watch.calls[inner] = 0 if ends else calls
         if ends:
             if clip_norm is not None:
                 limit = float(self._scaled(torch.tensor(clip_norm, device=self.module.device)))
-                self.module.clip_gradients(own.optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
-            own.step()
+                self.module.clip_gradients(inner, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+            with watch.stepping():
+                own.step()
             own.zero_grad()
-            step_schedules(self.module.trainer, own.optimizer)
-        self.schedules.stepped(own.optimizer)
+            step_schedules(self.module.trainer, inner)
+        self.schedules.stepped(inner)
         return loss
 
     def _run_twice(
@@ -151,6 +164,11 @@ class SAMEngine:
     ) -> Tensor:
         """Perturb by the gradient of the loss, run the step again and descend from its loss; returns the norm."""
         moved, gradients = self._gradients(loss, list(weights))
+        if not moved and self.sam.parameters is None and not self.module.automatic_optimization:
+            raise MisconfigurationException(
+                f"The loss of {type(self.module).__name__} depends on no weight that SAM perturbs: pass the optimizer"
+                " of the weights that it trains as optimizer=."
+            )
         parts = [part for part in map(self.weights.local, moved) if part is not None]
         with torch.no_grad():
             before = [part.clone() for part in parts]
@@ -187,6 +205,16 @@ class SAMEngine:
                 " on_after_backward or on_train_batch_end."
             )
         self._has_descended = True
+
+    def _perturbed(self, optimizers: list[Any]) -> dict[Tensor, str]:
+        """The weights that are perturbed, of those that optimizers train."""
+        if any(weight.requires_grad for optimizer in optimizers for weight in weights_of(optimizer)):
+            return perturbed_weights(self.module, self.sam, optimizers)
+        raise MisconfigurationException(
+            f"SAM perturbs the weights that {type(self.module).__name__}'s optimizer trains, and found none: return the"
+            " optimizer from configure_optimizers, or pass the one of weights that are not frozen (by toggle_optimizer,"
+            " say) as optimizer=."
+        )
 
     def _gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,6 +31,13 @@ _RIGHT = {
         loss = self.sam_backward(lambda: self.loss(batch))  # in place of manual_backward; called twice
         optimizer.step()
         self.lr_schedulers().step()""",
+    "lbfgs": """
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        def closure():  # called several times
+            optimizer.zero_grad()
+            return self.sam_backward(lambda: self.loss(batch))
+        optimizer.step(closure)""",
 }
 
 
@@ -88,6 +96,93 @@ def _gradients(module: nn.Module) -> dict[Tensor, tuple[int, int]]:
     }
 
 
+class StepWatch:
+    """Refuses optimizer steps and gradients that would be counted twice, or dropped, beside ``sam_step``.
+
+    Args:
+        module: The module in a fit.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self.calls: dict[Optimizer, int] = {}  # the calls of sam_step since it last stepped an optimizer
+        self._methods: dict[Tensor, str] = {}  # of weights with a gradient that is not stepped, the method it is of
+        # Of weights that were stepped by hand, the gradient of that step, which is still there, and its version.
+        self._spent: dict[Tensor, tuple[ref[Tensor], int]] = {}
+        self._steps = False  # whether sam_step steps an optimizer now
+
+    @contextmanager
+    def adding(self, method: str) -> Iterator[None]:
+        """Watch a call of ``sam_step`` or ``sam_backward`` that adds to gradients.
+
+        Raises:
+            MisconfigurationException: If it adds to gradients that the other method has left there.
+        """
+        before = _gradients(self.module)
+        others = {weight for weight, by in self._methods.items() if by != method and _has_gradient(weight)}
+        yield
+        added = [weight for weight, state in _gradients(self.module).items() if before.get(weight) != state]
+        if not others.isdisjoint(added):
+            rule = "sam_backward and sam_step before one optimizer step add both gradients: call one of them"
+            raise misuse(self.module, rule, method)
+        self._methods.update(dict.fromkeys(added, method))
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let ``sam_step`` step its optimizer."""
+        self._steps = True
+        try:
+            yield
+        finally:
+            self._steps = False
+
+    def require_kept(self, optimizer: Optimizer) -> None:
+        """Raise if the gradients of earlier calls of ``sam_step`` were cleared before the optimizer stepped.
+
+        Raises:
+            MisconfigurationException: If they were.
+        """
+        kept = [weight.grad is not None for weight in weights_of(optimizer) if self._methods.get(weight) == "sam_step"]
+        if self.calls.get(optimizer) and not all(kept):
+            rule = f"the gradients that sam_step accumulates for {type(optimizer).__name__} are cleared: leave that out"
+            raise misuse(self.module, rule, "sam_step")
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at the gradients of an optimizer that is about to step.
+
+        Raises:
+            MisconfigurationException: If ``sam_step`` accumulates for it, or has stepped it, and nothing came since.
+        """
+        if not self._steps and optimizer in self.calls:
+            name = type(optimizer).__name__
+            if self.calls[optimizer]:
+                rule = f"{name} is stepped by hand while sam_step accumulates for it, and steps it: leave that out"
+                raise misuse(self.module, rule, "sam_step")
+            if not any(map(_has_gradient, weights_of(optimizer))):
+                rule = f"{name} is stepped by hand after sam_step, which has stepped it: leave that out"
+                raise misuse(self.module, rule, "sam_step")
+        for weight in weights_of(optimizer):
+            self._methods.pop(weight, None)
+            if weight.grad is not None and not self._steps:
+                self._spent[weight] = ref(weight.grad), weight.grad._version
+
+    def clear_spent(self, optimizer: Optimizer) -> None:
+        """Clear the gradients of the last step by hand, as the ``zero_grad`` at the start of the next one would."""
+        for weight in weights_of(optimizer):
+            spent, version = self._spent.pop(weight, (None, 0))
+            if spent is not None and weight.grad is spent() and weight.grad is not None:
+                weight.grad = None if weight.grad._version == version else weight.grad
+
+
+def weights_of(optimizer: Optimizer) -> list[Tensor]:
+    """The weights in all groups of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _has_gradient(weight: Tensor) -> bool:
+    return weight.grad is not None and bool(weight.grad.count_nonzero())
+
+
 class ScheduleWatch:
     """Notices schedules that are stepped by hand beside ``sam_step``, which steps them.
 
@@ -100,10 +195,14 @@ class ScheduleWatch:
         self._counts: dict[Any, int] = {}  # the schedules' steps at the start of the batch, or after sam_step
         self._stepped: set[Optimizer] = set()  # the optimizers that sam_step had in this batch
 
-    def begin_batch(self) -> None:
-        """Look at what was done since the last batch began, and begin another."""
+    def check_batch(self) -> None:
+        """Look at what was done since the last batch began."""
         for optimizer in self._stepped:
             self.check(optimizer)
+
+    def begin_batch(self) -> None:
+        """Look at what was done since the last batch began, and begin another."""
+        self.check_batch()
         self._stepped.clear()
         schedules = [config.scheduler for config in self.module.trainer.lr_scheduler_configs]
         self._counts = {schedule: _count(schedule) for schedule in schedules}

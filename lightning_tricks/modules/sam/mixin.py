@@ -88,8 +88,8 @@ class SAMMixin(_Module):
             The loss at the weights themselves, detached.
 
         Raises:
-            MisconfigurationException: Outside of a fit with manual optimization, and for a closure that calls backward
-                or steps an optimizer.
+            MisconfigurationException: Outside of a fit with manual optimization, for a closure that calls backward or
+                steps an optimizer, and if the gradient would be added to that of ``sam_step``.
         """
         return self._sam_by_hand("sam_backward").backward_by_hand(closure, optimizer)
 
@@ -120,7 +120,8 @@ class SAMMixin(_Module):
             TypeError: For a value of the wrong type, or a bare torch optimizer.
             ValueError: For a value out of range, or if ``optimizer`` is left out though there are several.
             MisconfigurationException: Outside of a fit with manual optimization, for a closure that calls backward or
-                steps an optimizer, and for a schedule of the optimizer that is stepped by hand as well.
+                steps an optimizer, for an optimizer or its schedule that is stepped by hand as well, if the gradient
+                would be added to that of ``sam_backward``, and if gradients of earlier calls were cleared.
         """
         return self._sam_by_hand("sam_step").step_by_hand(closure, optimizer, accumulate, clip_norm)
 
@@ -146,6 +147,11 @@ class SAMMixin(_Module):
             if self._sam is not None:
                 self._sam.closures.refuse_backward()
             inherited(loss, *args, **kwargs)
+
+    @override
+    def on_validation_model_zero_grad(self) -> None:
+        if self._sam is None or not any(self._sam.steps.calls.values()):  # not while sam_step accumulates
+            super().on_validation_model_zero_grad()
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:

@@ -13,9 +13,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.engine import Engine, engine_of
+from lightning_tricks.core.lightning.step_watch import holds_parameters
 from lightning_tricks.core.lightning.trainer import is_fitting, log_every_n_steps, takes_dataloader_iter
 from lightning_tricks.core.report import Row, settings
 from lightning_tricks.core.trick import Conflict, Trick
@@ -52,6 +54,9 @@ class SAMHooks(Trick):
             full = self.sam.micro_batch_size is None
             engine.recorder.start(trainer, pl_module, partial(_perturbs, trainer, self.sam), gradients=full)
             self._undo.callback(engine.recorder.stop)
+        else:
+            check = register_optimizer_step_pre_hook(partial(self._before_step_by_hand, pl_module))
+            self._undo.callback(check.remove)
         self._wrap(trainer, "save_checkpoint", partial(_save, engine))
         self._install(engine, pl_module)
 
@@ -95,6 +100,8 @@ class SAMHooks(Trick):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self._has_trained = True
+        if self._engine is not None:
+            self._engine.schedules.check_batch()
         norm = None if self._engine is None else self._engine.norm
         if norm is not None:
             log_every_n_steps(trainer, lambda: {"tricks/sam_grad_norm": float(norm)})
@@ -103,17 +110,29 @@ class SAMHooks(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._is_left_out(pl_module) and not _calls_sam(type(pl_module)):
+        if self._engine is not None and not pl_module.automatic_optimization:
+            self._check_step(self._engine, pl_module, optimizer)
+
+    def _before_step_by_hand(
+        self, pl_module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        """Check the steps of any optimizer of torch's, also of one that Lightning does not know."""
+        # Lightning steps with a closure, which may call SAM, and on_before_optimizer_step comes after it.
+        if self._engine is not None and len(args) + len(kwargs) == 1 and holds_parameters(optimizer, pl_module):
+            self._check_step(self._engine, pl_module, optimizer)
+
+    def _check_step(self, engine: SAMEngine, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        if not engine.called and not _calls_sam(pl_module):
             raise _never_called(pl_module)
+        engine.steps.before_step(optimizer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_left_out(pl_module) and self._has_trained:
+        if self._engine is None or pl_module.automatic_optimization:
+            return
+        self._engine.schedules.check_batch()
+        if self._has_trained and not self._engine.called:
             raise _never_called(pl_module)
-
-    def _is_left_out(self, pl_module: pl.LightningModule) -> bool:
-        """Whether the module optimizes manually and has not called SAM in this fit."""
-        return self._engine is not None and not pl_module.automatic_optimization and not self._engine.called
 
 
 class MixinHooks(SAMHooks):
@@ -142,9 +161,11 @@ class MixinHooks(SAMHooks):
         self._undo.callback(setattr, pl_module, "_sam", None)
 
 
-def _calls_sam(kind: type) -> bool:
-    """Whether the code of a class, or a function that it calls, calls SAM, which may happen in a later epoch."""
-    functions = [value for owner in kind.__mro__ for value in vars(owner).values() if inspect.isfunction(value)]
+def _calls_sam(module: pl.LightningModule) -> bool:
+    """Whether code of a module, of what it holds, or a function that they call, calls SAM, maybe in a later epoch."""
+    kinds = {owner for held in (module, *vars(module).values(), *module.modules()) for owner in type(held).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lightning", "torch")]
+    functions = [value for kind in own for value in vars(kind).values() if inspect.isfunction(value)]
     functions = [inspect.unwrap(function) for function in functions]
     called = [function.__globals__.get(name) for function in functions for name in _names(function.__code__)]
     functions += [function for function in called if inspect.isfunction(function)]

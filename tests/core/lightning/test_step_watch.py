@@ -67,7 +67,7 @@ class OfNoClass:
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_an_optimizer_of_another_kind_is_watched_and_left_as_it_was(replaced: bool) -> None:
-    watch, run = StepObserver(), SimpleNamespace(optimizers=[OfNoClass()])
+    watch, run = StepObserver(), SimpleNamespace(optimizers=[OfNoClass()], lightning_module=PlainNet())
     watch.start(run)  # type: ignore[arg-type]
     if replaced:
         run.optimizers = [OfNoClass()]

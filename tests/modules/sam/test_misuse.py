@@ -142,3 +142,244 @@ def test_a_gradient_penalty_in_the_closure_is_fine() -> None:
             return loss + slope.square().sum()
 
     fit(build(Penalty))
+
+
+# ---- steps and gradients beside sam_step
+
+
+class Mixes(lt.SAMMixin, PlainNet):
+    """Manual optimization by the lines that a test gives."""
+
+    sam = lt.SAM(0.1)
+    automatic_optimization = False
+    lines: Any = None
+
+    def loss(self, batch: Any) -> Tensor:
+        return PlainNet.training_step(self, batch, 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        assert callable(self.sam_step)  # what a class names it may call later
+        type(self).lines(self, self.optimizers(), lambda: self.loss(batch), batch_idx)
+
+
+def mixing(lines: Any) -> Any:
+    return build(type("Mixes", (Mixes,), {"lines": staticmethod(lines)}))
+
+
+def both(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_backward(closure)
+    m.sam_step(closure)
+
+
+def window_then_backward(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_step(closure, accumulate=3) if i == 0 else m.sam_backward(closure)
+
+
+def twice(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_step(closure)
+    opt.step()
+
+
+def twice_bare(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_step(closure)
+    opt.optimizer.step()
+
+
+def twice_with_closure(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_step(closure)
+    opt.step(closure=lambda: closure())
+
+
+def in_window(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_step(closure, accumulate=2)
+    opt.step()
+
+
+def drops(m: Any, opt: Any, closure: Any, i: int) -> None:
+    opt.zero_grad()
+    m.sam_step(closure, accumulate=2)
+
+
+def drops_inside(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_step(lambda: (opt.zero_grad(), closure())[1], accumulate=2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule", "steps"),
+    [
+        (both, "sam_backward and sam_step before one optimizer step add both gradients", 0),
+        (window_then_backward, "sam_backward and sam_step before one optimizer step add both gradients", 0),
+        (twice, "SGD is stepped by hand after sam_step, which has stepped it", 1),
+        (twice_bare, "SGD is stepped by hand after sam_step, which has stepped it", 1),
+        (twice_with_closure, "SGD is stepped by hand after sam_step, which has stepped it", 1),
+        (in_window, "SGD is stepped by hand while sam_step accumulates for it", 0),
+        (drops, "the gradients that sam_step accumulates for SGD are cleared", 0),
+        (drops_inside, "the gradients that sam_step accumulates for SGD are cleared", 0),
+    ],
+)
+def test_gradients_and_steps_beside_sam_step_are_refused_with_the_right_lines(
+    lines: Any, rule: str, steps: int
+) -> None:
+    module, once = mixing(lines), mixing(lambda m, opt, closure, i: m.sam_step(closure))
+    if steps:
+        fit(once, max_steps=steps)
+    with pytest.raises(MisconfigurationException, match=f"^Mixes: {rule}.*Write it so:"):
+        fit(module)
+    assert_equal(weights(module), weights(once))
+
+
+def accumulates(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_backward(lambda: closure() / 2)
+    if i % 2:
+        opt.step()
+        opt.zero_grad()
+
+
+def by_turns(m: Any, opt: Any, closure: Any, i: int, clears: bool = True) -> None:
+    if i % 2:
+        m.sam_step(closure)
+    else:
+        opt.zero_grad()
+        m.manual_backward(closure()) if i % 4 else m.sam_backward(closure)
+        opt.step()
+        if clears:
+            opt.zero_grad()
+
+
+def then_plain(m: Any, opt: Any, closure: Any, i: int) -> None:
+    m.sam_step(closure)
+    m.manual_backward(closure())
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize(("lines", "steps"), [(accumulates, 6), (by_turns, 12), (then_plain, 24)])
+def test_right_lines_beside_sam_step_are_not_refused(lines: Any, steps: int) -> None:
+    assert fit(mixing(lines)).global_step == steps
+
+
+def test_a_validation_inside_of_a_window_keeps_what_is_accumulated() -> None:
+    def windows(m: Any, opt: Any, closure: Any, i: int) -> None:
+        m.sam_step(closure, accumulate=3)
+
+    one, other = mixing(windows), mixing(windows)
+    fit(one), fit(other, val_check_interval=2)
+    assert_equal(weights(other), weights(one))
+
+
+def test_sam_step_does_not_add_to_the_gradient_of_a_step_by_hand() -> None:
+    clears, leaves = mixing(by_turns), mixing(partial(by_turns, clears=False))
+    fit(clears), fit(leaves)
+    assert_equal(weights(leaves), weights(clears))
+
+
+def test_sam_step_adds_to_a_gradient_that_was_not_stepped() -> None:
+    def adds(m: Any, opt: Any, closure: Any, i: int, clears: bool = True) -> None:
+        opt.zero_grad()
+        m.manual_backward(closure())
+        opt.step()
+        opt.zero_grad(set_to_none=clears)
+        m.manual_backward(closure())
+        m.sam_step(closure)
+
+    one, other = mixing(adds), mixing(partial(adds, clears=False))
+    fit(one), fit(other)
+    assert_equal(weights(one), weights(other))
+
+
+def test_a_bare_optimizer_that_is_stepped_without_sam_is_refused_before_its_first_step() -> None:
+    class Bare(lt.SAMMixin, PlainNet):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(PlainNet.training_step(self, batch, batch_idx))
+            optimizer.step()
+
+    module = build(Bare)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match="Bare optimizes manually and never called"):
+        fit(module)
+    assert_equal(weights(module), before)
+
+
+@pytest.mark.parametrize("where", ["in the batch", "in on_train_batch_end", "in the last batch"])
+def test_a_schedule_stepped_by_hand_is_refused_before_the_next_step(where: str) -> None:
+    class Schedules(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.sam_step(lambda: PlainNet.training_step(self, batch, 0))
+            if where == "in the batch" or (where == "in the last batch" and self.global_step == 12):
+                self.lr_schedulers().step()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if where == "in on_train_batch_end":
+                self.lr_schedulers().step()
+
+    module = build(Schedules)
+    with pytest.raises(MisconfigurationException, match="LambdaLR is stepped by hand beside sam_step"):
+        fit(module)
+    assert module.trainer.global_step == (12 if where == "in the last batch" else 1)
+
+
+class LBFGS(ByHand):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            return self.sam_backward(partial(self.closure, batch))
+
+        if self.method == "sam_step":
+            self.sam_step(partial(self.closure, batch))
+        else:
+            optimizer.step(closure)
+
+
+def test_lbfgs_is_refused_by_sam_step_and_right_by_sam_backward() -> None:
+    module = build(LBFGS)
+    with pytest.raises(MisconfigurationException, match=r"(?s)LBFGS: sam_step steps once.*optimizer\.step\(closure\)"):
+        fit(module)
+    module.method = "sam_backward"
+    before = weights(module)
+    fit(module)
+    assert not torch.equal(before["layers.0.weight"], module.layers[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("automatic", [True, False])
+def test_an_optimizer_that_lightning_does_not_know_is_refused(automatic: bool) -> None:
+    class Own(lt.SAMMixin, PlainNet):
+        automatic_optimization = automatic
+
+        def configure_optimizers(self) -> None:
+            self.mine = super().configure_optimizers()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = partial(PlainNet.training_step, self, batch, batch_idx)
+            return loss() if automatic else self.sam_backward(loss)
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            self.mine.step()
+
+    module = build(Own)
+    with pytest.raises(
+        MisconfigurationException, match="SAM perturbs the weights that Own's optimizer trains, and fou"
+    ):
+        fit(module)
+
+
+def test_a_loss_of_other_weights_is_refused() -> None:
+    class Parts(ByHand):
+        def configure_optimizers(self) -> Any:
+            self.first, self.last = (torch.optim.SGD(self.layers[i].parameters(), 0.1) for i in (0, 2))
+            return self.first, self.last
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.sam_step(lambda: self.layers[0](batch[0]).square().mean(), self.optimizers()[1])
+
+    with pytest.raises(MisconfigurationException, match="The loss of Parts depends on no weight that SAM perturbs"):
+        fit(build(Parts))
