@@ -285,12 +285,12 @@ def suggest_strategy(
         'fsdp2_bf16'
     """
     check_type("hardware", hardware, Hardware, NoneType)
-    hardware = hardware or Hardware.detect()
     check_range("margin", margin, 0.0, 1.0, below=True)
     if batch_size is not None:
         check_count("batch_size", batch_size)
         if batch is None:
             raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")
+    hardware = hardware or Hardware.detect()
 
     def smallest_estimate(name: str, optimizer: OptimizerLike) -> MemoryEstimate:
         """The memory with one sample at a time; without activations if not even the rest fits."""

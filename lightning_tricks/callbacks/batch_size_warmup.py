@@ -236,8 +236,8 @@ def _check_over(over: object) -> None:
 
 
 def _sequence(initial: int, final: int, factors: Sequence[int] | None) -> list[int]:
+    check_count("final", final)
     if factors is None:
-        check_count("final", final)
         if final < initial:
             raise ValueError(f"final must be at least initial={initial}, got {final}: the batch can only grow.")
         return doublings(initial, final)

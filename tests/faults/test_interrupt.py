@@ -26,7 +26,7 @@ NOT_CALLED = {  # in a fit of this training
 CALLBACK_HOOKS = sorted({name for name in dir(Callback) if name.startswith("on_")} - NOT_CALLED | {"setup", "teardown"})
 MODULE_HOOKS = (
     *("configure_model", "configure_optimizers", "training_step", "validation_step", "forward", "backward"),
-    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_before_backward"),
     *("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_start"),
     *("on_train_batch_end", "on_train_epoch_end", "on_validation_model_eval", "on_validation_model_train"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,13 +80,26 @@ class SAMEngine:
                 with nullcontext() if number == len(parts) else self._unsynced():
                     step = RecordedStep(with_own_batch(run), random, first.state)
                     first.state.restore()
-                    with random_numbers_of(random, self.module.device):
+                    with random_numbers_of(random, self.module.device), self._naming(size):
                         loss = self._scaled(self._loss_again(run) * share)
                         random = random_state(self.module.device)
                     norms.append(self._run_twice(loss, step, weights, partial(self._descend_by, share, descend)))
         finally:
             after.restore()
         self.norm = torch.stack(norms).sum()
+
+    @contextmanager
+    def _naming(self, size: int) -> Iterator[None]:
+        """Name the size of micro-batches where BatchNorm cannot train on one of them."""
+        try:
+            yield
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise MisconfigurationException(
+                f"SAM(micro_batch_size={size}) gives {type(self.module).__name__} a micro-batch of one sample, on which"
+                " its BatchNorm cannot train: choose a size above 1 that divides the size of the batch."
+            ) from error
 
     def _descend_by(self, share: float, descend: Callable[[Tensor], None], loss: Tensor) -> None:
         descend(self._scaled(loss * share if share < 1 else loss))

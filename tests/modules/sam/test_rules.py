@@ -545,3 +545,9 @@ def test_ranks_agree_bit_for_bit_after_many_steps() -> None:
     case = (RULES["adaptive"], "32-true", 1, None)
     (first, _), (second, _) = run_ranks(functools.partial(fit_rank, max_epochs=334), SAMPlainNet, case)
     assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_a_micro_batch_of_one_sample_is_named_where_batchnorm_cannot_train_on_it() -> None:
+    module = with_sam(SAMNet, lt.SAM(0.1, micro_batch_size=7))  # 8 samples are 7 and 1
+    with pytest.raises(MisconfigurationException, match=r"SAM\(micro_batch_size=7\) gives .* one sample"):
+        fit(module)
