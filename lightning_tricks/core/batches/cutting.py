@@ -4,7 +4,8 @@ A part with one entry per sample is cut. A single value (a number, a string, Non
 few floating-point numbers in a tensor (weights of classes), beside parts that are cut. A longer tensor may hold several
 entries per sample (nodes of graphs, tokens), and one of more dimensions or of integers may have the samples elsewhere
 or point to them. Such a tensor, an object of an unknown class, and a container of tensors of which none has one entry
-per sample may depend on samples in an unknown way: a batch with such a part is refused by its path.
+per sample may depend on samples in an unknown way: a batch with such a part is refused by its path. So is a symmetric
+matrix over pairs of samples (B, B); any other cannot be told from B features of each sample, and is cut like those.
 """
 
 from __future__ import annotations
@@ -68,6 +69,32 @@ def count_samples(batch: Any, trick: str) -> int:
     return sizes.pop()
 
 
+def is_pairwise(x: Tensor, size: int) -> bool:
+    """Whether a tensor has entries (B, B, ...) for pairs of B = ``size`` samples, by its symmetry, which is no chance.
+
+    With B features for each of B samples, symmetry has the probability ``2 ** -bits``, where ``bits`` is the entropy of
+    the entries above the diagonal. Few or nearly equal entries decide nothing. Windows of one series, each a step after
+    the one before, are symmetric as well, and are no pairs.
+
+    Example:
+        >>> distances = torch.cdist(points := torch.rand(8, 2), points)
+        >>> is_pairwise(distances, 8), is_pairwise(torch.eye(8), 8), is_pairwise(torch.rand(8, 8), 8)
+        (True, False, False)
+    """
+    if x.is_nested or x.layout != torch.strided or x.ndim < 2 or x.shape[:2] != (size, size) or size < _FEWEST:
+        return False
+    x = x.detach()
+    if not torch.equal(x, x.transpose(0, 1)) or torch.equal(x[1:, :-1], x[:-1, 1:]):
+        return False
+    rows, columns = torch.triu_indices(size, size, 1, device=x.device)
+    counts = x[rows, columns].unique(dim=0, return_counts=True)[1].float()
+    return bool((counts * (counts.sum() / counts).log2()).sum() >= _BITS)
+
+
+_BITS = 24.0  # of the entropy of a symmetric matrix, from which on its symmetry is no chance: 6e-8
+_FEWEST = 5  # samples of which different pairs have so much
+
+
 class _Cut:
     """Cuts the parts of one batch, and counts them."""
 
@@ -101,6 +128,8 @@ class _Cut:
         if not array.shape:
             return array
         if array.shape[0] > self.size or (array.shape[0] not in (1, self.size) and _has_indices(array)):
+            raise self.refusal(array, path)
+        if isinstance(array, Tensor) and is_pairwise(array, self.size):
             raise self.refusal(array, path)
         if array.shape[0] < self.size:
             self.other = array, path
