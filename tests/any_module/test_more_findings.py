@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, StepLR
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
+from lightning_tricks.core.batches.cutting import select_samples
 from tests.core.batches.test_mixing import Watch, naive_loss, naive_mixup, train_by_hand
 from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
 
@@ -239,6 +240,17 @@ def test_a_part_of_the_loss_that_is_not_mixed_with_the_target_is_refused(step: A
     refused(stepping(step), message, [trick()], train=with_extra(weight=WEIGHT))
 
 
+def test_a_second_label_is_refused_beside_a_target_that_is_named() -> None:
+    trick = lt.Mixup(1.0, inputs="x", target="y")
+    refused(stepping(two_labels), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.HiddenMixup("layers.2")])
+def test_equal_weights_need_no_name(trick: Callable[[], Any]) -> None:
+    train = with_extra(weight=torch.ones(24))
+    fit(build(stepping(weighted)), train=train, callbacks=[trick()], limit_val_batches=0, max_epochs=1)
+
+
 @pytest.mark.parametrize("step", [weighted, normed, ignoring, two_labels])
 def test_a_part_of_the_loss_that_is_named_goes_with_its_sample(step: Any) -> None:
     module, hand = build(stepping(step)), build(stepping(step))
@@ -338,6 +350,23 @@ def test_a_compiled_network_gets_parts_that_are_not_mixed() -> None:
             return F.cross_entropy(network(batch["x"], batch["ids"]), batch["y"])
 
     fit(build(Compiled), train=with_extra(ids=NUMBERS), callbacks=[lt.Mixup(1.0)], limit_val_batches=0, max_epochs=1)
+
+
+def pictures_in_a_list(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+    return {"x": [torch.rand(3, 8, 8 + int(k) % 2) for k in ids], "y": y}
+
+
+def as_many_columns_as_samples(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+    return {"x": [x, ids, torch.ones(2)], "y": y}
+
+
+@pytest.mark.parametrize("make", [pictures_in_a_list, as_many_columns_as_samples])
+def test_lists_of_three_are_known_from_three_columns(make: Any) -> None:
+    batch = make(ROWS[0][:3], ROWS[1][:3], NUMBERS[:3])
+    few = select_samples(batch, torch.tensor([0, 2]), 3, "Test")
+    kept = [batch["x"][0], batch["x"][2]] if make is pictures_in_a_list else [ROWS[0][[0, 2]], NUMBERS[[0, 2]]]
+    assert all(map(torch.equal, few["x"], kept))
+    assert len(few["x"]) == (2 if make is pictures_in_a_list else 3)
 
 
 # -- parts for pairs of samples ---------------------------------------------------------------------------------------

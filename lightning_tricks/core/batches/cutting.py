@@ -118,7 +118,7 @@ class _Cut:
             return self._array(part, path)
         if isinstance(part, _SINGLE) or (isinstance(part, Sequence | dict) and not len(part)):
             return part
-        if _has_one_entry_a_sample(part, self.size):
+        if has_one_entry_a_sample(part, self.size):
             self.count += 1
             numbers = range(self.size)[self.samples] if isinstance(self.samples, slice) else self.samples.tolist()
             return type(part)([part[number] for number in numbers])
@@ -173,9 +173,17 @@ def _has_indices(array: Any) -> bool:
     return array.ndim > 1 or "int" in str(array.dtype)
 
 
-def _has_one_entry_a_sample(part: Any, size: int) -> bool:
-    """Whether a list or tuple has one entry per sample, and is not a list of columns."""
+def has_one_entry_a_sample(part: Any, size: int) -> bool:
+    """Whether a list or tuple has one entry per sample, and is not a list of columns.
+
+    As many columns as samples are told from tensors of different lengths, of which some have as many entries as there
+    are samples, by their dtypes and dimensions; three columns of three samples are told from images (3, H, W) by those.
+    """
     if not isinstance(part, tuple | list) or fields(part) or len(part) != size:
         return False
     columns = [isinstance(value, Tensor) and value.shape[:1] == (size,) for value in part]
-    return not (all(columns) or (any(columns) and not all(isinstance(value, Tensor) for value in part)))
+    if all(columns):
+        return size == 3 and all(value.ndim == 3 and min(value.shape[1:]) > 4 for value in part)
+    return (
+        not any(columns) or len({(value.dtype, value.ndim) if isinstance(value, Tensor) else 0 for value in part}) == 1
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
-from lightning_tricks.core.batches.cutting import is_pairwise
+from lightning_tricks.core.batches.cutting import has_one_entry_a_sample, is_pairwise
 from lightning_tricks.core.batches.paths import (
     INPUTS,
     Path,
@@ -137,7 +137,6 @@ class MixingCallback(BatchCallback):
                 name=_named(path),
                 inputs=tuple(map(_named, inputs)),
                 targets=tuple(map(_named, targets)),
-                in_losses=self.target is None,
                 in_network=self.mixes_inputs and self.inputs is None and part.is_floating_point(),
             )
 
@@ -162,7 +161,7 @@ def _has_samples(batch: Any, path: Path, size: int) -> bool:
         return False
     if not holders or any(is_read_only(holder) for holder in holders):
         return False
-    return len(part) == size or (isinstance(holders[-1], list | tuple) and len(holders[-1]) == size)
+    return len(part) == size or has_one_entry_a_sample(holders[-1], size)
 
 
 def permutation(numbers: random.Random, like: Tensor) -> Tensor:

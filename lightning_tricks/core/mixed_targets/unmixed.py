@@ -21,7 +21,7 @@ from lightning_tricks.core.mixed_targets.operations import differentiates, uses_
 
 @dataclass(frozen=True)
 class Unmixed:
-    """What a part of a batch is called, and which uses of it are refused besides that in a loss of the target.
+    """What a part of a batch is called, and which uses of it are refused besides those in losses.
 
     Args:
         trick: The name of the trick that mixes the rest.
@@ -29,7 +29,6 @@ class Unmixed:
         name: The part as ``inputs`` or ``target`` would name it.
         inputs: The names of what is mixed.
         targets: The names of the targets.
-        in_losses: Whether other losses of torch must not see it; a user who names the targets has left it out.
         in_network: Whether the network must not see it; a user who names the inputs has left it out.
     """
 
@@ -38,7 +37,6 @@ class Unmixed:
     name: str
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
-    in_losses: bool
     in_network: bool
 
 
@@ -60,7 +58,7 @@ class UnmixedPart(torch.Tensor):
         kwargs = kwargs or {}
         tensors = list(_tensors_in((*args, *kwargs.values())))
         parts = [tensor for tensor in tensors if isinstance(tensor, UnmixedPart)]
-        part = max(parts, key=lambda part: (part.about.in_network, part.about.in_losses))
+        part = max(parts, key=lambda part: part.about.in_network)
         if uses_metadata_only(func, args) or not part.plan.open:
             return func(*_plain(tuple(args)), **_plain(kwargs))
         others = [tensor for tensor in tensors if not isinstance(tensor, UnmixedPart)]
@@ -73,7 +71,8 @@ class UnmixedPart(torch.Tensor):
                 return func(*args, **kwargs)
         result = func(*_plain(tuple(args)), **_plain(kwargs))
         if target is not None:
-            return result if _moves_samples(func, args, part) else _unclear(args[0] if writes(func) else result, part)
+            same = _moves_samples(func, args, part) or _is_constant(part)
+            return result if same else _unclear(args[0] if writes(func) else result, part)
         into = args[0] if writes(func) and part.about.in_network else None
         if type(into) is Tensor and into.shape[:1] == (part.plan.samples,):
             into.__class__ = UnmixedPart  # the user goes on with what was written into
@@ -105,9 +104,9 @@ def _require_no_loss(func: Callable[..., Any], part: UnmixedPart, others: Sequen
     with torch._C.DisableTorchFunctionSubclass():
         traced = torch.is_grad_enabled() and any(other.requires_grad for other in others)
     about, of_target = part.about, any(_is_target(other, part.plan) for other in others)
-    if not traced or (of_target and not writes(func)):
+    if not traced or (of_target and not writes(func)) or _is_constant(part):
         return
-    if of_target or (is_loss(func) and about.in_losses):
+    if of_target or is_loss(func):
         raise part.plan.refusal(_goes_with_the_target(about))
     if about.in_network:
         inputs = ", ".join(map(repr, about.inputs))
@@ -136,6 +135,12 @@ def _moves_samples(func: Callable[..., Any], args: Sequence[Any], part: UnmixedP
     """Whether a function takes the samples in another order, such as that of their lengths."""
     alone = func.__name__ == "__getitem__" and args[1] is part and part.dtype != torch.bool
     return alone and tuple(part.shape) == (part.plan.samples,)
+
+
+def _is_constant(part: UnmixedPart) -> bool:
+    """Whether all weights are equal, so that none need be mixed; a mask may differ in the next batch."""
+    entries = _plain(part).detach().flatten()
+    return entries.is_floating_point() and bool((entries == entries[:1]).all())
 
 
 def _unclear(result: Any, part: UnmixedPart) -> Any:
