@@ -240,9 +240,15 @@ def test_a_part_of_the_loss_that_is_not_mixed_with_the_target_is_refused(step: A
     refused(stepping(step), message, [trick()], train=with_extra(weight=WEIGHT))
 
 
-def test_a_second_label_is_refused_beside_a_target_that_is_named() -> None:
+def regression(module: Any, batch: Any) -> Tensor:
+    logits = module(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + (batch["weight"] - logits[:, 0]).square().mean()
+
+
+@pytest.mark.parametrize("step", [two_labels, regression])
+def test_a_second_label_is_refused_beside_a_target_that_is_named(step: Any) -> None:
     trick = lt.Mixup(1.0, inputs="x", target="y")
-    refused(stepping(two_labels), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
+    refused(stepping(step), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
 
 
 @pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.HiddenMixup("layers.2")])

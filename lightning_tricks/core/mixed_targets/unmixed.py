@@ -106,7 +106,8 @@ def _require_no_loss(func: Callable[..., Any], part: UnmixedPart, others: Sequen
     about, of_target = part.about, any(_is_target(other, part.plan) for other in others)
     if not traced or (of_target and not writes(func)) or _is_constant(part):
         return
-    if of_target or is_loss(func):
+    is_residual = func.__name__.strip("_") in ("sub", "rsub", "subtract") and any(t.shape == part.shape for t in others)
+    if of_target or is_loss(func) or is_residual:
         raise part.plan.refusal(_goes_with_the_target(about))
     if about.in_network:
         inputs = ", ".join(map(repr, about.inputs))
