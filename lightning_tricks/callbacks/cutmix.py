@@ -76,7 +76,9 @@ class CutMix(MixingCallback):
     ``loss = lam * L(f(x'), y) + (1 - lam) * L(f(x'), y[index])`` with ``lam ~ Beta(alpha, alpha)``, made exact for the
     box (see ``cutmix``). The target looks like the label of the larger part. A target with the height and width of the
     images, such as a mask (B, H, W), (B, C, H, W) or (B, H, W, C), gets the same box from its partner, and its loss is
-    not changed. All else is as with ``Mixup``; with both, one of them is chosen for every batch, by their ``prob``.
+    not changed. Images with channels in the last dimension are refused if it has 1, 3 or 4 entries; with another number
+    they look like (B, C, H, W), so move the channels. All else is as with ``Mixup``; with both, one of them is chosen
+    for every batch, by their ``prob``.
 
     Args:
         alpha: Parameter of the Beta distribution, at least 0; 1 draws areas uniformly, 0 mixes nothing.
@@ -120,6 +122,14 @@ class CutMix(MixingCallback):
         inputs = super()._inputs(context, size)
         if len({x.shape[-2:] for _, x in inputs}) > 1 or any(x.ndim < 3 for _, x in inputs):
             raise self._cannot("needs images (B, ..., H, W) of one size", context)
+        for path, x in inputs:
+            if _has_channels_last(x):
+                raise self._cannot(
+                    f"needs images (B, ..., H, W), got {spelled(path)}, a tensor {tuple(x.shape)}, which looks like"
+                    " (B, H, W, C): move the channels behind the samples, by movedim(-1, 1), in the data set or in"
+                    " on_after_batch_transfer",
+                    context,
+                )
         return inputs
 
     @override
@@ -129,9 +139,15 @@ class CutMix(MixingCallback):
         sides, images = inputs[0][1].shape[-2:], [path for path, _ in inputs]
         for path, part in walk(context.batch):
             is_spatial = isinstance(part, Tensor) and _rows_and_columns(part, sides) is not None
+            found = f"{spelled(path)}, {f'a tensor {tuple(part.shape)}' if isinstance(part, Tensor) else type(part)}"
+            if path in targets and is_spatial and part.ndim > 3 and part.shape[1:3] == part.shape[-2:] == sides:
+                raise self._cannot(
+                    f"cannot know which dimensions are height and width in {found}: make it a mask (B, H, W) of labels,"
+                    " or use images of another size",
+                    context,
+                )
             if path in images or (path in targets and is_spatial):
                 continue
-            found = f"{spelled(path)}, {f'a tensor {tuple(part.shape)}' if isinstance(part, Tensor) else type(part)}"
             if is_spatial:
                 raise self._cannot(
                     f"does not change {found}, which has the size of the images: name it in target= if it is a mask,"
@@ -172,6 +188,11 @@ def _rows_and_columns(x: Tensor, sides: torch.Size) -> tuple[int, int] | None:
     if x.ndim >= 3 and x.shape[-2:] == sides:
         return -2, -1
     return (1, 2) if x.ndim >= 3 and x.shape[1:3] == sides else None
+
+
+def _has_channels_last(x: Tensor) -> bool:
+    """Whether a tensor has as few entries as there are colours in its last dimension alone."""
+    return x.ndim > 3 and x.shape[-1] in (1, 3, 4) and min(x.shape[1], x.shape[-2]) > 4
 
 
 def _is_geometry(path: Path, part: Any) -> bool:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.cutting import Samples, select_samples
-from lightning_tricks.core.batches.paths import Names
+from lightning_tricks.core.batches.paths import Names, other_samples, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.batches.scoring import per_sample_losses, shrunk
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
@@ -74,6 +74,11 @@ class HardExampleFilter(BatchCallback):
     losses of the ordinary forward pass, which neither saves nor costs time. Samples are compared by the losses of
     ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode separately for every loss, which
     must be a mean. (A value that you compute from ``reduction="none"`` must be larger for worse samples.)
+
+    "prune" cuts every part of the batch with one entry per sample. It refuses a symmetric matrix over pairs of samples
+    (B, B), and a second set of samples beside that of the target, in a container like that of the target with usual
+    names and other labels. Use "loss" if a matrix over pairs is not symmetric, which looks like B features of each
+    sample, and if a second set has other names or no labels.
 
     The loss is the mean over the kept samples of all ranks. Every rank keeps the same number of samples, that of the
     smallest batch. Mixing callbacks mix the kept samples. ``tricks/kept_fraction`` and ``tricks/loss_threshold``, the
@@ -198,9 +203,16 @@ class HardExampleFilter(BatchCallback):
         self._selected(context.batch, slice(0, size), size)
 
     def _losses(self, trainer: pl.Trainer, batch: Any) -> Tensor | None:
+        targets = self.targets_in(batch)
+        if others := [other for target in targets for other in other_samples(batch, target)]:
+            raise MisconfigurationException(
+                f'HardExampleFilter(mode="prune") cuts all parts of a batch to the same samples, got'
+                f" {spelled(others[0])}, which has inputs and targets like those around {spelled(targets[0])}, but"
+                ' other samples: use mode="loss".'
+            )
         if self.score_scale is not None:
             batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
-        return per_sample_losses(trainer, batch, self.targets_in(batch))
+        return per_sample_losses(trainer, batch, targets)
 
     def _selected(self, batch: Any, kept: Samples, size: int) -> Any:
         return select_samples(batch, kept, size, type(self).__name__, len(self.targets_in(batch)))

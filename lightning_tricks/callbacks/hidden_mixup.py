@@ -34,6 +34,10 @@ class HiddenMixup(MixingCallback):
     linear layer over all tokens with one label per sentence, the logits are mixed where a loss of
     ``torch.nn.functional`` gets them. For a linear layer this is the same.
 
+    A floating-point weight of samples that a loss of the labels depends on is refused unless ``target`` names it, too:
+    ``target=["labels", "weight"]``. So name a mask of integers by which losses are weighted; it cannot be told from an
+    attention mask.
+
     Args:
         layer: Name of the layer whose input is mixed, as in ``named_modules()``: "model.classifier".
         alpha: Parameter of the Beta distribution, at least 0; 0 mixes nothing.
@@ -57,6 +61,7 @@ class HiddenMixup(MixingCallback):
         Sun et al., arXiv 2010.02394; Verma et al., arXiv 1806.05236.
     """
 
+    mixes_inputs = False
     conflicts = (
         Conflict(
             ("SAMHooks",),

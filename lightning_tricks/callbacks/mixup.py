@@ -49,6 +49,15 @@ class Mixup(MixingCallback):
     that is computed from it is the mixed one. ``lam`` is replaced by ``1 - lam`` below 1/2, so that ``y`` is the label
     of the larger part, also in metrics.
 
+    Other parts of a batch stay what they are. If the loss depends on one that belongs to the samples, this is refused:
+    a weight of samples, a mask of losses or a second label is named in ``target``, too, and then goes with its sample,
+    as in ``target=["y", "weight"]``. Floating-point features that the network sees are named in ``inputs``; ``inputs``
+    names all that is mixed, so that ``inputs="x"`` leaves them as they are. Integers that the network sees
+    (categories, lengths, attention masks) cannot be mixed, and stay those of the sample itself. So does a label in
+    integers by which a loss is written by hand, without the target and without a loss of ``torch.nn.functional``: name
+    it. What is only logged may be anything. A matrix over pairs of samples (B, B) is refused where its symmetry shows
+    it; others look like B features, so leave them out.
+
     With ``CutMix`` or ``HiddenMixup`` beside it, one of them is chosen for every batch, by their ``prob``. Validation,
     test and the tensors of the data set are not changed. Random numbers depend on the seed, the number of the batch and
     the rank. No global generators are used, and a resumed run continues exactly.
@@ -67,7 +76,8 @@ class Mixup(MixingCallback):
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
         MisconfigurationException: At fit start for a ``training_step(dataloader_iter)``; at the first batch if inputs
-            or targets are not found, or if no loss was computed from the target.
+            or targets are not found, or if no loss was computed from the target; before an optimizer step if the loss
+            depends on a part that is not mixed.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -10,7 +10,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Iterator, MutableMapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, StepLR
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_equal, build, data, fit, loader, trainer, weights
+from lightning_tricks.core.batches.cutting import select_samples
+from tests.core.batches.test_mixing import Watch, naive_loss, naive_mixup, train_by_hand
+from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
 
 
 class AttrDict(dict[str, Any]):
@@ -263,6 +265,364 @@ def test_a_mapping_whose_copies_share_their_contents_is_refused_by_mixup() -> No
     boxes = [Box(x=x, y=y) for x, y in DataLoader(data(24), 8)]
     train = DataLoader(boxes, batch_size=None, collate_fn=lambda box: box)  # type: ignore[arg-type]
     refused(KeepsItsBatch, "cannot be changed in a copy of the batch, a Box", [lt.Mixup(1.0)], train=train)
+
+
+# -- parts of a batch that are neither inputs nor targets -------------------------------------------------------------
+
+
+ROWS = data(24).tensors
+EXTRA, WEIGHT = torch.randn(24, 8, generator=torch.Generator().manual_seed(1)), torch.linspace(0.1, 2, 24)
+NUMBERS = torch.arange(24)
+mixed_loss = partial(F.cross_entropy, reduction="none")
+
+
+def feed(make: Callable[[Tensor, Tensor, Tensor], Any]) -> DataLoader[Any]:
+    """Batches that are made of inputs, targets and the numbers of samples."""
+    batches = [make(ROWS[0][ids], ROWS[1][ids], ids) for ids in NUMBERS.split(8)]
+    return DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+
+
+def with_extra(**extra: Tensor) -> DataLoader[Any]:
+    return feed(lambda x, y, ids: {"x": x, "y": y, **{name: part[ids] for name, part in extra.items()}})
+
+
+def stepping(step: Callable[[Any, Any], Tensor]) -> type[PlainNet]:
+    """A module with this training step."""
+    return type("Steps", (PlainNet,), {"training_step": lambda self, batch, batch_idx: step(self, batch)})
+
+
+def weighted(module: Any, batch: Any) -> Tensor:
+    return (batch["weight"] * mixed_loss(module(batch["x"]), batch["y"])).mean()
+
+
+def normed(module: Any, batch: Any) -> Tensor:
+    return (mixed_loss(module(batch["x"]), batch["y"]) * (batch["weight"] / batch["weight"].sum())).sum()
+
+
+def valid_only(module: Any, batch: Any) -> Tensor:
+    return mixed_loss(module(batch["x"]), batch["y"])[batch["weight"] > 0.5].mean()
+
+
+def ignoring(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch["x"]), batch["y"].masked_fill(batch["weight"] < 0.5, -100))
+
+
+def two_labels(module: Any, batch: Any) -> Tensor:
+    logits = module(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + F.cross_entropy(logits, (batch["weight"] > 1).long())
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.Mixup(1.0, start=0.5)])
+@pytest.mark.parametrize("step", [weighted, normed, valid_only, ignoring, two_labels])
+def test_a_part_of_the_loss_that_is_not_mixed_with_the_target_is_refused(step: Any, trick: Any) -> None:
+    message = r"Mixup.* batch\['weight'\], which is not mixed as the target is.*target=\['y', 'weight'\]"
+    refused(stepping(step), message, [trick()], train=with_extra(weight=WEIGHT))
+
+
+def regression(module: Any, batch: Any) -> Tensor:
+    logits = module(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + (batch["weight"] - logits[:, 0]).square().mean()
+
+
+@pytest.mark.parametrize("step", [two_labels, regression])
+def test_a_second_label_is_refused_beside_a_target_that_is_named(step: Any) -> None:
+    trick = lt.Mixup(1.0, inputs="x", target="y")
+    refused(stepping(step), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.HiddenMixup("layers.2")])
+def test_equal_weights_need_no_name(trick: Callable[[], Any]) -> None:
+    train = with_extra(weight=torch.ones(24))
+    fit(build(stepping(weighted)), train=train, callbacks=[trick()], limit_val_batches=0, max_epochs=1)
+
+
+@pytest.mark.parametrize("step", [weighted, normed, ignoring, two_labels])
+def test_a_part_of_the_loss_that_is_named_goes_with_its_sample(step: Any) -> None:
+    module, hand = build(stepping(step)), build(stepping(step))
+    mixup = lt.Mixup(1.0, target=["y", "weight"])
+    watch = Watch(mixup)
+    fit(module, train=with_extra(weight=WEIGHT), callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    optimizer = hand.configure_optimizers()
+    for batch, (lam, index) in zip(with_extra(weight=WEIGHT), watch.drawn, strict=True):
+        batch["x"] = naive_mixup(batch["x"], lam, index)
+        other = {"x": batch["x"], "y": batch["y"][index], "weight": batch["weight"][index]}
+        optimizer.zero_grad()
+        (lam * step(hand, batch) + (1 - lam) * step(hand, other)).backward()
+        optimizer.step()
+    assert_close(weights(module), weights(hand))
+
+
+def test_a_weight_in_a_tuple_is_refused_with_its_index() -> None:
+    def step(module: Any, batch: Any) -> Tensor:
+        return (batch[2] * mixed_loss(module(batch[0]), batch[1])).mean()
+
+    train = feed(lambda x, y, ids: (x, y, WEIGHT[ids]))
+    refused(stepping(step), r"target=\['1', '2'\]", [lt.Mixup(1.0, inputs=0, target=1)], train=train)
+    named = lt.Mixup(1.0, inputs=0, target=["1", "2"])
+    fit(build(stepping(step)), train=train, callbacks=[named], limit_val_batches=0)
+
+
+def added(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch["x"] + 0.1 * batch["extra"]), batch["y"])
+
+
+def written(module: Any, batch: Any) -> Tensor:
+    x = batch["x"].clone()
+    x[:, 4:] += batch["extra"][:, 4:]
+    return F.cross_entropy(module(x), batch["y"])
+
+
+@pytest.mark.parametrize("step", [added, written])
+def test_features_that_are_not_mixed_with_the_inputs_are_refused(step: Any) -> None:
+    message = r"Mixup.* batch\['extra'\], which is not mixed.*inputs=\['x', 'extra'\].*inputs=\['x'\]"
+    refused(stepping(step), message, [lt.Mixup(1.0)], train=with_extra(extra=EXTRA))
+
+
+@pytest.mark.parametrize("inputs", ["x", ["x", "extra"]])
+def test_named_inputs_are_all_that_is_mixed(inputs: Any) -> None:
+    module, hand = build(stepping(added)), build(PlainNet)
+    mixup = lt.Mixup(1.0, inputs=inputs)
+    watch = Watch(mixup)
+    fit(module, train=with_extra(extra=EXTRA), callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    found = train_by_hand(
+        hand,
+        watch.drawn,
+        [((x, extra), y) for x, y, extra in (batch.values() for batch in with_extra(extra=EXTRA))],
+        lambda parts, lam, index: (
+            naive_mixup(parts[0], lam, index)
+            + 0.1 * (naive_mixup(parts[1], lam, index) if "extra" in inputs else parts[1])
+        ),
+    )
+    assert_close(weights(module), found)
+
+
+class Sorted(PlainNet):
+    """Uses numbers of samples, lengths and ages in ways that no mixture of labels depends on."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.embedding, self.seen = nn.Embedding(24, 8), torch.zeros(24)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        order = batch["ids"].argsort(descending=True)
+        logits = self(batch["x"][order] + 0.1 * self.embedding(batch["ids"][order]))
+        losses = mixed_loss(logits, batch["y"][order])
+        self.seen[batch["ids"]] = losses.detach().as_subclass(Tensor)
+        self.log("young", losses[batch["age"] < 1].mean())
+        self.log("age", batch["age"].mean())
+        return losses.sum() / batch["ids"].clamp(1).sum()
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.Mixup(1.0), lambda: lt.HiddenMixup("layers.2")])
+def test_numbers_and_what_is_only_logged_is_no_error(trick: Callable[[], Any]) -> None:
+    train = with_extra(ids=NUMBERS, age=WEIGHT, affine=torch.rand(24, 4, 4))
+    run = fit(build(Sorted), train=train, callbacks=[trick()], limit_val_batches=0)
+    assert run.callback_metrics["age"] > 0
+
+
+def test_a_weight_that_hidden_mixup_does_not_mix_is_refused() -> None:
+    trick = lt.HiddenMixup("layers.2")
+    refused(stepping(weighted), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_network_gets_parts_that_are_not_mixed() -> None:
+    torch._dynamo.reset()
+
+    class Compiled(Sorted):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            network = torch.compile(lambda x, ids: self(x + self.embedding(ids)), backend="eager")
+            return F.cross_entropy(network(batch["x"], batch["ids"]), batch["y"])
+
+    fit(build(Compiled), train=with_extra(ids=NUMBERS), callbacks=[lt.Mixup(1.0)], limit_val_batches=0, max_epochs=1)
+
+
+def pictures_in_a_list(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+    return {"x": [torch.rand(3, 8, 8 + int(k) % 2) for k in ids], "y": y}
+
+
+def as_many_columns_as_samples(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+    return {"x": [x, ids, torch.ones(2)], "y": y}
+
+
+@pytest.mark.parametrize("make", [pictures_in_a_list, as_many_columns_as_samples])
+def test_lists_of_three_are_known_from_three_columns(make: Any) -> None:
+    batch = make(ROWS[0][:3], ROWS[1][:3], NUMBERS[:3])
+    few = select_samples(batch, torch.tensor([0, 2]), 3, "Test")
+    kept = [batch["x"][0], batch["x"][2]] if make is pictures_in_a_list else [ROWS[0][[0, 2]], NUMBERS[[0, 2]]]
+    assert all(map(torch.equal, few["x"], kept))
+    assert len(few["x"]) == (2 if make is pictures_in_a_list else 3)
+
+
+# -- parts for pairs of samples ---------------------------------------------------------------------------------------
+
+
+def distances(x: Tensor) -> Tensor:
+    return torch.cdist(x, x)
+
+
+def neighbours(x: Tensor) -> Tensor:
+    return torch.cdist(x, x) < 4
+
+
+def alone(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch["x"]), batch["y"])
+
+
+def cutting() -> list[Any]:
+    sharp = type("Sharp", (lt.SAMMixin, stepping(alone)), {"sam": lt.SAM(0.1, micro_batch_size=2)})
+    plain = stepping(alone)
+    return [(plain, lambda: [lt.HardExampleFilter()]), (sharp, list), (plain, lambda: [lt.Mixup(1.0, inputs="x")])]
+
+
+@pytest.mark.parametrize(("kind", "tricks"), cutting())
+@pytest.mark.parametrize("pairs", [distances, neighbours, lambda x: distances(x)[..., None].expand(-1, -1, 2)])
+def test_a_matrix_over_pairs_of_samples_is_refused(kind: Any, tricks: Any, pairs: Callable[[Tensor], Tensor]) -> None:
+    train = feed(lambda x, y, ids: {"x": x, "y": y, "pairs": pairs(x)})
+    refused(kind, r"batch\['pairs'\]", tricks(), train=train)
+
+
+SQUARE: dict[str, Callable[[Tensor], Tensor]] = {
+    "features": lambda ids: EXTRA[ids],
+    "one-hot": lambda ids: F.one_hot(ids % 8, 8).float(),
+    "mask": lambda ids: torch.ones(8, 8, dtype=torch.bool),
+    "windows": lambda ids: EXTRA.flatten().unfold(0, 8, 1)[:8],
+    "a few labels": lambda ids: F.one_hot(torch.tensor([1, 0, 2, 3, 4, 5, 6, 7]), 8),
+    "positions": lambda ids: torch.arange(8.0).expand(8, 8),
+}
+
+
+@pytest.mark.parametrize(("kind", "tricks"), cutting())
+@pytest.mark.parametrize("name", SQUARE)
+def test_as_many_features_as_samples_are_no_pairs(kind: Any, tricks: Any, name: str) -> None:
+    train = feed(lambda x, y, ids: {"x": x, "y": y, "pairs": SQUARE[name](ids)})
+    fit(build(kind), train=train, callbacks=tricks(), limit_val_batches=0, max_epochs=1)
+
+
+# -- images and masks whose sides cannot be known ---------------------------------------------------------------------
+
+
+def pictures(image: tuple[int, ...], mask: tuple[int, ...] | None = None) -> DataLoader[Any]:
+    return feed(lambda x, y, ids: {"image": torch.rand(8, *image), "y": y if mask is None else torch.rand(8, *mask)})
+
+
+def flat(module: Any, batch: Any) -> Tensor:
+    x = batch["image"].flatten(1)[:, :8]
+    return module(x).mean() * 0 + F.mse_loss(module(x).mean(1), torch.rand(8)) + batch["y"].float().mean()
+
+
+@pytest.mark.parametrize("image", [(16, 16, 3), (16, 12, 1), (9, 16, 12, 4)])
+def test_cutmix_refuses_channels_behind_the_image(image: tuple[int, ...]) -> None:
+    refused(stepping(flat), r"CutMix .*batch\['image'\].*movedim\(-1, 1\)", [lt.CutMix()], train=pictures(image))
+
+
+@pytest.mark.parametrize("image", [(3, 16, 3), (3, 16, 16), (64, 4, 4), (64, 1, 1), (13, 16, 16), (1, 16, 16, 4)])
+def test_cutmix_takes_channels_before_the_image(image: tuple[int, ...]) -> None:
+    def step(module: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(module(batch["image"].flatten(1).mean(1, keepdim=True).expand(-1, 8)), batch["y"])
+
+    fit(build(stepping(step)), train=pictures(image), callbacks=[lt.CutMix()], limit_val_batches=0, max_epochs=1)
+
+
+def test_cutmix_refuses_a_mask_with_as_many_classes_as_rows_and_columns() -> None:
+    train = pictures((3, 8, 8), (8, 8, 8))
+    refused(stepping(flat), r"which dimensions are height and width in batch\['y'\]", [lt.CutMix()], train=train)
+
+
+# -- two sets of samples in one batch ---------------------------------------------------------------------------------
+
+
+def two_sets(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+    """All samples, and those with labels, as SCANVI has them."""
+    other = (ids + 1) % 24
+    return [{"X": ROWS[0][other], "labels": ROWS[1][other]}, {"X": x, "labels": y}]
+
+
+def of_both(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[1]["X"]), batch[1]["labels"]) + module(batch[0]["X"]).square().mean()
+
+
+def test_prune_and_mixup_refuse_two_sets_of_samples() -> None:
+    module, train = stepping(of_both), feed(two_sets)
+    message = r'cuts all parts of a batch to the same samples, got batch\[0\].*mode="loss"'
+    refused(module, message, [lt.HardExampleFilter(target="1.labels")], train=train)
+    message = r"inputs and targets of the same samples, got batch\[0\]\['X'\] beside batch\[1\]\['labels'\]"
+    refused(module, message, [lt.Mixup()], train=train)
+    pair = feed(lambda x, y, ids: tuple((part["X"], part["labels"]) for part in two_sets(x, y, ids)))
+    step = stepping(lambda module, batch: F.cross_entropy(module(batch[0][0]), batch[0][1]))
+    refused(step, r"got batch\[1\]", [lt.HardExampleFilter(target="0.1")], train=pair)
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.HardExampleFilter(mode="loss", target="1.labels")])
+def test_two_sets_of_samples_may_have_losses_of_their_own(trick: Callable[[], Any]) -> None:
+    fit(build(stepping(of_both)), train=feed(two_sets), callbacks=[trick()], limit_val_batches=0, max_epochs=1)
+
+
+def test_mixup_mixes_one_of_two_sets_of_samples() -> None:
+    module, hand, mixup = build(stepping(of_both)), build(PlainNet), lt.Mixup(1.0, inputs="1.X", target="1.labels")
+    watch = Watch(mixup)
+    fit(module, train=feed(two_sets), callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    optimizer = hand.configure_optimizers()
+    for (everything, labelled), (lam, index) in zip(feed(two_sets), watch.drawn, strict=True):
+        x, y = naive_mixup(labelled["X"], lam, index), labelled["labels"]
+        optimizer.zero_grad()
+        (naive_loss(hand(x), y, lam, index) + hand(everything["X"]).square().mean()).backward()
+        optimizer.step()
+    assert_close(weights(module), weights(hand))
+
+
+def triplet(module: Any, batch: Any) -> Tensor:
+    anchor, positive, negative = (module(batch[name]["x"]) for name in ("anchor", "positive", "negative"))
+    return F.triplet_margin_loss(anchor, positive, negative) + F.cross_entropy(anchor, batch["y"])
+
+
+def two_views(module: Any, batch: Any) -> Tensor:
+    return sum((F.cross_entropy(module(view["x"]), view["y"]) for view in batch), start=torch.tensor(0.0))
+
+
+VIEWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "anchor, positive, negative": (
+        lambda x, y, ids: {**{name: {"x": x + k} for k, name in enumerate(("anchor", "positive", "negative"))}, "y": y},
+        triplet,
+        {},
+    ),
+    "two views": (
+        lambda x, y, ids: (x, x.flip(1), y),
+        lambda module, batch: F.cross_entropy(module(batch[0]) + module(batch[1]), batch[2]),
+        {"target": 2},
+    ),
+    "two views with their labels": (
+        lambda x, y, ids: [{"x": x, "y": y}, {"x": x.flip(1), "y": y.clone()}],
+        two_views,
+        {"target": ["0.y", "1.y"]},
+    ),
+    "inputs and targets": (
+        lambda x, y, ids: ((x[:, :4], x[:, 4:]), (y, 1 - y)),
+        lambda module, batch: sum(F.cross_entropy(module(torch.cat(batch[0], 1)), y) for y in batch[1]),
+        {"target": ["1.0", "1.1"]},
+    ),
+    "translation": (
+        lambda x, y, ids: {name: {"input_ids": ROWS[1][ids], "mask": ids > k} for k, name in enumerate(("src", "tgt"))},
+        lambda module, batch: F.cross_entropy(
+            module(batch["src"]["input_ids"][:, None] * torch.ones(8)), batch["tgt"]["input_ids"]
+        ),
+        {"target": "tgt.input_ids"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_parts_of_the_same_samples_are_pruned_together(name: str) -> None:
+    make, step, named = VIEWS[name]
+    sizes: list[int] = []
+
+    def counting(module: Any, batch: Any) -> Tensor:
+        torch.utils._pytree.tree_map_only(Tensor, lambda part: sizes.append(len(part)), batch)
+        return step(module, batch)
+
+    filtering = lt.HardExampleFilter(**named)
+    fit(build(stepping(counting)), train=feed(make), callbacks=[filtering], limit_val_batches=0, max_epochs=1)
+    assert set(sizes) == {8, 4}
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ A part with one entry per sample is cut. A single value (a number, a string, Non
 few floating-point numbers in a tensor (weights of classes), beside parts that are cut. A longer tensor may hold several
 entries per sample (nodes of graphs, tokens), and one of more dimensions or of integers may have the samples elsewhere
 or point to them. Such a tensor, an object of an unknown class, and a container of tensors of which none has one entry
-per sample may depend on samples in an unknown way: a batch with such a part is refused by its path.
+per sample may depend on samples in an unknown way: a batch with such a part is refused by its path. So is a symmetric
+matrix over pairs of samples (B, B); any other cannot be told from B features of each sample, and is cut like those.
 """
 
 from __future__ import annotations
@@ -68,6 +69,32 @@ def count_samples(batch: Any, trick: str) -> int:
     return sizes.pop()
 
 
+def is_pairwise(x: Tensor, size: int) -> bool:
+    """Whether a tensor has entries (B, B, ...) for pairs of B = ``size`` samples, by its symmetry, which is no chance.
+
+    With B features for each of B samples, symmetry has the probability ``2 ** -bits``, where ``bits`` is the entropy of
+    the entries above the diagonal. Few or nearly equal entries decide nothing. Windows of one series, each a step after
+    the one before, are symmetric as well, and are no pairs.
+
+    Example:
+        >>> distances = torch.cdist(points := torch.rand(8, 2), points)
+        >>> is_pairwise(distances, 8), is_pairwise(torch.eye(8), 8), is_pairwise(torch.rand(8, 8), 8)
+        (True, False, False)
+    """
+    if x.is_nested or x.layout != torch.strided or x.ndim < 2 or x.shape[:2] != (size, size) or size < _FEWEST:
+        return False
+    x = x.detach()
+    if not torch.equal(x, x.transpose(0, 1)) or torch.equal(x[1:, :-1], x[:-1, 1:]):
+        return False
+    rows, columns = torch.triu_indices(size, size, 1, device=x.device)
+    counts = x[rows, columns].unique(dim=0, return_counts=True)[1].float()
+    return bool((counts * (counts.sum() / counts).log2()).sum() >= _BITS)
+
+
+_BITS = 24.0  # of the entropy of a symmetric matrix, from which on its symmetry is no chance: 6e-8
+_FEWEST = 5  # samples of which different pairs have so much
+
+
 class _Cut:
     """Cuts the parts of one batch, and counts them."""
 
@@ -91,7 +118,7 @@ class _Cut:
             return self._array(part, path)
         if isinstance(part, _SINGLE) or (isinstance(part, Sequence | dict) and not len(part)):
             return part
-        if _has_one_entry_a_sample(part, self.size):
+        if has_one_entry_a_sample(part, self.size):
             self.count += 1
             numbers = range(self.size)[self.samples] if isinstance(self.samples, slice) else self.samples.tolist()
             return type(part)([part[number] for number in numbers])
@@ -101,6 +128,8 @@ class _Cut:
         if not array.shape:
             return array
         if array.shape[0] > self.size or (array.shape[0] not in (1, self.size) and _has_indices(array)):
+            raise self.refusal(array, path)
+        if isinstance(array, Tensor) and is_pairwise(array, self.size):
             raise self.refusal(array, path)
         if array.shape[0] < self.size:
             self.other = array, path
@@ -144,9 +173,17 @@ def _has_indices(array: Any) -> bool:
     return array.ndim > 1 or "int" in str(array.dtype)
 
 
-def _has_one_entry_a_sample(part: Any, size: int) -> bool:
-    """Whether a list or tuple has one entry per sample, and is not a list of columns."""
+def has_one_entry_a_sample(part: Any, size: int) -> bool:
+    """Whether a list or tuple has one entry per sample, and is not a list of columns.
+
+    As many columns as samples are told from tensors of different lengths, of which some have as many entries as there
+    are samples, by their dtypes and dimensions; three columns of three samples are told from images (3, H, W) by those.
+    """
     if not isinstance(part, tuple | list) or fields(part) or len(part) != size:
         return False
     columns = [isinstance(value, Tensor) and value.shape[:1] == (size,) for value in part]
-    return not (all(columns) or (any(columns) and not all(isinstance(value, Tensor) for value in part)))
+    if all(columns):
+        return size == 3 and all(value.ndim == 3 and min(value.shape[1:]) > 4 for value in part)
+    return (
+        not any(columns) or len({(value.dtype, value.ndim) if isinstance(value, Tensor) else 0 for value in part}) == 1
+    )

@@ -14,9 +14,21 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
-from lightning_tricks.core.batches.paths import Path, described, get
+from lightning_tricks.core.batches.cutting import has_one_entry_a_sample, is_pairwise
+from lightning_tricks.core.batches.paths import (
+    INPUTS,
+    Path,
+    described,
+    get,
+    is_read_only,
+    locate,
+    other_samples,
+    spelled,
+    walk,
+)
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.mixed_targets.unmixed import Unmixed
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class MixingCallback(BatchCallback):
 
     alpha: float
     prob: float
+    mixes_inputs = True  # and not what a layer makes of them
 
     def __init__(self) -> None:
         check_range("alpha", self.alpha, 0.0, 1e6)
@@ -51,8 +64,9 @@ class MixingCallback(BatchCallback):
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.alpha == 0:
             return
-        lam = context.numbers.betavariate(self.alpha, self.alpha)
-        self.drawn = self._mix(context, lam, self._samples(context.batch))
+        lam, size = context.numbers.betavariate(self.alpha, self.alpha), self._samples(context.batch)
+        self._watch(context, size)
+        self.drawn = self._mix(context, lam, size)
         if labels := self._labels(context.batch):
             context.plan.lam, context.partners = self.drawn.lam, self.drawn.index
             context.mix_targets(self, labels)
@@ -60,7 +74,8 @@ class MixingCallback(BatchCallback):
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.alpha and self.prob:
-            self._require_parts(context, self._samples(context.batch))
+            self._require_parts(context, size := self._samples(context.batch))
+            self._watch(context, size)
             context.plan_targets(self, self._labels(context.batch))
 
     def _require_parts(self, context: BatchContext, size: int) -> None:
@@ -75,7 +90,15 @@ class MixingCallback(BatchCallback):
         """The inputs of a batch with their paths, after checking them."""
         inputs = [(path, get(context.batch, path)) for path in self.inputs_in(context.batch)]
         targets = [get(context.batch, path) for path in self.targets_in(context.batch)]
+        others = _other_samples(context.batch, self.targets_in(context.batch))
         for path, x in inputs:
+            if any(path[: len(other)] == other for other in others):
+                raise self._cannot(
+                    f"mixes inputs and targets of the same samples, got {spelled(path)} beside"
+                    f" {' and '.join(map(spelled, self.targets_in(context.batch)))}, which may be those of others: name"
+                    " inputs= and target= in the same part of the batch",
+                    context,
+                )
             if any(x is target for target in targets):
                 raise self._cannot(f"needs a target that is not an input, got {path} for both", context)
             if not (x.is_floating_point() or x.is_complex()):
@@ -93,8 +116,52 @@ class MixingCallback(BatchCallback):
                 )
         return inputs
 
+    def _watch(self, context: BatchContext, size: int) -> None:
+        """Find the parts that have one entry per sample, and are neither mixed nor targets."""
+        batch, targets = context.batch, self.targets_in(context.batch)
+        inputs = locate(batch, self.inputs, INPUTS, 0)
+        others = _other_samples(batch, targets)
+        for path, part in walk(batch):
+            pairs = isinstance(part, Tensor) and is_pairwise(part, size)
+            if pairs and (self.mixes_inputs or path in targets):
+                raise self._cannot(f"cannot mix {spelled(path)}, which has entries for pairs of samples", context)
+            if path in (*inputs, *targets) or any(path[: len(other)] == other for other in others):
+                continue
+            if not _has_samples(batch, path, size):
+                continue
+            if not self.mixes_inputs and not part.is_floating_point():  # attention masks would interrupt compiled code
+                continue
+            context.unmixed[path] = Unmixed(
+                trick=type(self).__name__,
+                path=spelled(path),
+                name=_named(path),
+                inputs=tuple(map(_named, inputs)),
+                targets=tuple(map(_named, targets)),
+                in_network=self.mixes_inputs and self.inputs is None and part.is_floating_point(),
+            )
+
     def _cannot(self, rule: str, context: BatchContext) -> MisconfigurationException:
         return MisconfigurationException(f"{type(self).__name__} {rule}. The batch has {described(context.batch)}.")
+
+
+def _other_samples(batch: Any, targets: list[Path]) -> list[Path]:
+    """The containers of samples that none of the targets belongs to."""
+    found = [other for target in targets for other in other_samples(batch, target)]
+    return [other for other in found if not any(target[: len(other)] == other for target in targets)]
+
+
+def _named(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _has_samples(batch: Any, path: Path, size: int) -> bool:
+    """Whether a part is a plain tensor with one entry per sample, or one of as many tensors in a list."""
+    part, holders = get(batch, path), [get(batch, path[:depth]) for depth in range(len(path))]
+    if type(part) is not Tensor or part.is_nested or part.layout != torch.strided or not part.ndim:
+        return False
+    if not holders or any(is_read_only(holder) for holder in holders):
+        return False
+    return len(part) == size or has_one_entry_a_sample(holders[-1], size)
 
 
 def permutation(numbers: random.Random, like: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -103,6 +104,37 @@ def locate(batch: Any, asked: Names, names: Sequence[str], position: int) -> lis
     several = asked if isinstance(asked, list | tuple) else [asked]
     paths = [(name,) if _get(batch, (name,)) is not None else path_of(name) for name in several]  # a key may have dots
     return paths if all(isinstance(_get(batch, path), Tensor) for path in paths) else []
+
+
+def other_samples(batch: Any, target: Path) -> list[Path]:
+    """The containers with inputs and targets of their own, of the same structure as those around a target.
+
+    A loader of several data sets puts a batch of each beside the others, as do semi-supervised ones: their samples have
+    nothing in common. Views of the same samples, whose targets are equal, are not meant, and neither are containers
+    without targets, such as the anchors and the positives of metric learning.
+
+    >>> import torch
+    >>> one, two = ({"x": torch.rand(2, 3), "y": torch.tensor(labels)} for labels in ([0, 1], [1, 1]))
+    >>> other_samples([one, two], (1, "y")), other_samples([one, dict(one)], (1, "y"))
+    ([(0,)], [])
+    """
+    found: list[Path] = []
+    for depth in range(1, len(target)):
+        mine, inner = get(batch, target[:depth]), target[depth:]
+        inputs = [path for path in find(mine, INPUTS, 0) if _kind(mine, path) != _kind(mine, inner)]
+        if not inputs or inner not in find(mine, TARGETS, 1):
+            continue
+        for name, other in parts(get(batch, target[: depth - 1])):
+            alike = [_kind(mine, path) == _kind(other, path) for path in (*inputs, inner)]
+            if other is not mine and all(alike) and not torch.equal(get(mine, inner), get(other, inner)):
+                found.append((*target[: depth - 1], name))
+    return found
+
+
+def _kind(batch: Any, path: Path) -> Any:
+    """What tensors of two containers have in common if they mean the same."""
+    part = _get(batch, path)
+    return (part.dtype, part.shape[1:]) if isinstance(part, Tensor) and not part.is_nested else None
 
 
 def check_names(argument: str, names: Names) -> None:

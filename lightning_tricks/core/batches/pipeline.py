@@ -19,6 +19,7 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import transfers_batch
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.target import mixed_target
+from lightning_tricks.core.mixed_targets.unmixed import Unmixed, unmixed_part
 
 if TYPE_CHECKING:
     from lightning_tricks.core.batches.callback import BatchCallback
@@ -40,6 +41,7 @@ class BatchContext:
         self.plan = LossPlan()
         self.partners: Tensor | None = None  # the sample that each sample is mixed with
         self.targets: dict[Path, str] = {}  # targets whose losses follow the plan, and the trick that asked for it
+        self.unmixed: dict[Path, Unmixed] = {}  # parts that belong to samples, and are neither mixed nor targets
         self._mixed: set[Path] = set()  # targets that are also mixed with those of their partners
 
     def plan_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
@@ -53,7 +55,8 @@ class BatchContext:
 
     def finished(self) -> Any:
         """The batch for the module, with its targets replaced."""
-        self.plan.tricks, self.plan.number = " and ".join(dict.fromkeys(self.targets.values())), self.number
+        tricks = [*self.targets.values(), *(about.trick for about in self.unmixed.values())]
+        self.plan.tricks, self.plan.number = " and ".join(dict.fromkeys(tricks)), self.number
         second = self.partners is not None and not isinstance(self.plan.lam, Tensor) and self.plan.lam < 0.5
         if second:  # the target looks like the label with the larger weight
             self.plan.lam = 1 - self.plan.lam
@@ -64,6 +67,8 @@ class BatchContext:
                 branches.append(target.index_select(0, self.partners) if path in self._mixed else target)
             branches = branches[::-1] if second else branches
             self.batch = put(self.batch, path, mixed_target(branches, self.plan))
+        for path, about in self.unmixed.items():
+            self.batch = put(self.batch, path, unmixed_part(get(self.batch, path), self.plan, about))
         return self.batch
 
 

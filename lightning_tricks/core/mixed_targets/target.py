@@ -35,6 +35,7 @@ from lightning_tricks.core.mixed_targets.operations import (
     writes_by_sample,
 )
 from lightning_tricks.core.mixed_targets.sample_ids import sample_ids_of
+from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart
 
 
 class MixedTarget(torch.Tensor):
@@ -52,6 +53,8 @@ class MixedTarget(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Evaluate a function for every branch."""
+        if UnmixedPart in types:  # its rules come first
+            return NotImplemented
         return _evaluate(func, tuple(args), kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,8 +126,8 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     plan = targets[0].plan
     if plan.mix_predictions is not None and is_loss(func):
         calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
-    unclear = ""
-    if plan.by_samples:
+    unclear = next((target.unclear for target in targets if target.unclear), "")
+    if plan.by_samples and not unclear:
         try:
             if (loss := _by_samples(func, calls, targets)) is not None:
                 plan.losses += loss.requires_grad
