@@ -1,6 +1,6 @@
-"""What ``import lightning_tricks`` adds to a process that has ``lightning.pytorch``; ``tests.conftest`` imports it first.
+"""What ``import lightning_tricks`` adds to a process that has ``lightning.pytorch``.
 
-So every run of the tests tells it, and no interpreter is started for it.
+``tests.conftest`` imports it first, so every run of the tests tells it and no interpreter is started for it.
 """
 
 from __future__ import annotations
