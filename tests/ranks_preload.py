@@ -30,7 +30,7 @@ for name in LATE:
     with suppress(ImportError):
         import_module(name)
 
-deepspeed.ops.__compatible_ops__  # compiles a probe at the first use
+_ = deepspeed.ops.__compatible_ops__  # compiles a probe at the first use
 cache_entry_points()
 connect_at_once()
 freeze()  # which leaves pages shared, too

@@ -67,7 +67,7 @@ def run_cells(stem: str) -> int:
     os.environ["LIGHTNING_TRICKS_FAST"] = "1"
     os.chdir(NOTEBOOKS)
     shell = InteractiveShell.instance()
-    shell.system = command_line
+    shell.system = lambda line: command_line(shell.var_expand(line))
     cells = [cell.source for cell in script_of(stem).cells if cell.cell_type == "code"]
     for source in cells:
         shell.run_cell(source, store_history=True).raise_error()
