@@ -17,7 +17,8 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from multiprocessing.connection import Connection
 from random import SystemRandom
 from typing import Any
@@ -41,6 +42,13 @@ def run_alone(function: Callable[..., Any], *args: Any, timeout: float = 300) ->
     """What ``function(*args)`` gives in a process of its own, which has imported what the forkserver has."""
     (value,) = _run(function, args, [{"OMP_NUM_THREADS": "1"}], timeout)
     return value
+
+
+def printed(program: str) -> str:
+    """What a program prints, for ``run_alone``: Python's own streams, not the descriptors."""
+    with redirect_stdout(StringIO()) as shown:
+        exec(program, {"__name__": "__main__"})
+    return shown.getvalue()
 
 
 def _run(
