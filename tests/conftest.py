@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import fresh  # noqa: F401  # before anything else imports lightning_tricks
 from tests.speed import cache_entry_points, freeze
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that a test starts

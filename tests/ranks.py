@@ -1,6 +1,8 @@
 """Real processes for tests: ``run_ranks(function, *args, nprocs=2)`` gives what the function returned on each rank.
 
 ``run_cases(function, cases, *args)`` does so for many cases in one set of processes, which costs much less.
+``run_alone(function, *args)`` runs it in one process without torchrun's variables, where a new interpreter would spend
+six seconds on its imports.
 
 A forkserver that has imported torch and Lightning forks one child a rank with the variables of torchrun, so that a
 strategy meets what it meets under torchrun. ``function`` must be importable from a test module.
@@ -15,7 +17,8 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from multiprocessing.connection import Connection
 from random import SystemRandom
 from typing import Any
@@ -32,7 +35,26 @@ def run_ranks(
     Several ``nodes`` are this machine each, as far as the variables tell.
     """
     port = _free_port()
-    ranks = [_start(function, args, _environment(rank, nprocs, port, nodes)) for rank in range(nprocs)]
+    return _run(function, args, [_environment(rank, nprocs, port, nodes) for rank in range(nprocs)], timeout)
+
+
+def run_alone(function: Callable[..., Any], *args: Any, timeout: float = 300) -> Any:
+    """What ``function(*args)`` gives in a process of its own, which has imported what the forkserver has."""
+    (value,) = _run(function, args, [{"OMP_NUM_THREADS": "1"}], timeout)
+    return value
+
+
+def printed(program: str) -> str:
+    """What a program prints, for ``run_alone``: Python's own streams, not the descriptors."""
+    with redirect_stdout(StringIO()) as shown:
+        exec(program, {"__name__": "__main__"})
+    return shown.getvalue()
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], environments: list[dict[str, str]], timeout: float
+) -> list[Any]:
+    ranks = [_start(function, args, environment) for environment in environments]
     deadline = time.monotonic() + timeout
     try:
         results = [_receive(process, receiver, deadline) for process, receiver in ranks]

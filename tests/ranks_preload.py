@@ -13,7 +13,7 @@ import torch
 
 import lightning_tricks
 import tests.nets
-from tests.speed import cache_entry_points, freeze
+from tests.speed import cache_entry_points, connect_at_once, freeze
 
 __all__ = ["deepspeed", "lightning", "lightning_tricks", "pytest", "tests", "torch"]
 
@@ -30,5 +30,7 @@ for name in LATE:
     with suppress(ImportError):
         import_module(name)
 
+_ = deepspeed.ops.__compatible_ops__  # compiles a probe at the first use
 cache_entry_points()
+connect_at_once()
 freeze()  # which leaves pages shared, too

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import socket
+import time
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any
 
 from lightning.fabric.utilities import registry
+from torch.distributed import TCPStore, rendezvous
 
 
 def cache_entry_points() -> None:
@@ -18,3 +23,17 @@ def freeze() -> None:
     """Lightning collects garbage in many places, each time half a second if all imported modules are looked through."""
     gc.collect()
     gc.freeze()
+
+
+def connect_at_once() -> None:
+    """Wait for rank 0's store with a rank that asks first; torch would try again after half a second only."""
+
+    def store(host_name: str, port: int, *, is_master: bool, **settings: Any) -> TCPStore:
+        deadline = time.monotonic() + 5
+        while not is_master and time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection((host_name, port)):
+                break
+            time.sleep(0.002)
+        return TCPStore(host_name, port, is_master=is_master, **settings)
+
+    rendezvous.TCPStore = store

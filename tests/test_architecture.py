@@ -16,10 +16,12 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
 from lightning_tricks.core.trick import Trick
+from tests import fresh
 from tests.conformance.settings import SETTINGS
 from tests.public import KINDS
 
@@ -248,6 +250,15 @@ print(json.dumps({"strategies": added, "modules": sorted(set(sys.modules) - modu
 
 
 def test_importing_registers_the_presets_and_loads_nothing_heavy() -> None:
+    """Of this process, whose conftest.py has imported Lightning and then the package."""
+    assert not fresh.PYTESTS & {"lightning", "lightning_tricks", *HEAVY}, "nothing would be seen of these"
+    assert sorted(fresh.STRATEGIES) == sorted(row["name"] for row in lt.presets())
+    assert not fresh.MODULES & HEAVY
+    assert {*sys.stdlib_module_names, "lightning_tricks", "lightning", "torch", "torchmetrics"} >= fresh.MODULES
+
+
+@pytest.mark.slow
+def test_so_it_does_in_a_fresh_interpreter() -> None:
     run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True, cwd=ROOT)
     added = json.loads(run.stdout)
     assert added["strategies"] == sorted(row["name"] for row in lt.presets())

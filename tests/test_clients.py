@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "clients.py"
@@ -87,8 +92,13 @@ def test_an_unknown_project_is_refused() -> None:
     assert "no project nobody; there are chemprop, darts" in done.stderr
 
 
-@pytest.mark.slow
 def test_the_other_tests_do_not_collect_them() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/clients"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert "no tests collected" in done.stdout
+    assert "no tests collected" in run_alone(collected, "tests/clients")
+    assert "1 test collected" in run_alone(collected, "tests/test_clients.py::test_an_unknown_project_is_refused")
+
+
+def collected(of: str) -> str:
+    os.chdir(ROOT)
+    with redirect_stdout(StringIO()) as shown:
+        pytest.main(["--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", of])
+    return shown.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import yaml
 
 import lightning_tricks as lt
 from lightning_tricks_cli.main import main
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + sorted((ROOT / "configs" / "tricks").glob("*.yaml"))
@@ -164,9 +165,18 @@ def test_the_readme_names_every_file_and_its_commands_and_script_run(folder: Pat
 
 def test_the_command_itself_runs_one(folder: Path) -> None:
     arguments = ["fit", "-c", "configs/digits.yaml", "-c", "configs/tricks/ema_sam.yaml", *SHORT, *QUIET]
-    subprocess.run([sys.executable, "-m", "lightning_tricks_cli.main", *arguments], cwd=folder, check=True)
+    assert run_alone(command_itself, arguments, folder) == 0
     (checkpoint,) = folder.glob("lightning_logs/version_0/checkpoints/*.ckpt")
     assert checkpoint.stat().st_size
+
+
+def command_itself(arguments: Command, folder: Path) -> object:
+    """The exit status of ``python -m lightning_tricks_cli.main`` in the folder."""
+    os.chdir(folder)
+    sys.argv[1:] = arguments
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("lightning_tricks_cli.main", run_name="__main__", alter_sys=True)
+    return stop.value.code
 
 
 def test_the_schedule_of_the_digits_is_as_written(folder: Path) -> None:

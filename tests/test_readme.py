@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import lightning_tricks as lt
 from lightning_tricks.examples.digits import SharpDigits
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
 from lightning_tricks_cli.main import parser
+from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -82,8 +82,13 @@ def test_what_is_said_of_all_tasks_is_so() -> None:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_the_code_runs(code: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_alone(run_code, code, tmp_path)
+
+
+def run_code(code: str, folder: Path) -> None:
+    """The code as a script, in a folder of its own."""
+    os.chdir(folder)
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
 def test_the_yaml_configures_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,16 @@ def test_a_compromised_release_is_not_installed(version: str) -> None:
     assert f"lightning {version} is a compromised release" in done.stderr
 
 
+LINKED = """
+    def __init__(self, folder):  # a link instead of an environment
+        self.python, self.variables = str(folder / "python"), None
+        (folder / "python").symlink_to(sys.executable)
+"""
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.slow
-def test_nothing_is_left_behind(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", [LINKED, pytest.param("", marks=pytest.mark.slow)], ids=["linked", "made"])
+def test_nothing_is_left_behind(init: str, name: str, tmp_path: Path) -> None:
     """The environment is being made, and a process of it has started another."""
     waits = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code = f"""
@@ -75,6 +82,7 @@ script = runpy.run_path({str(SCRIPT)!r})
 signal.signal(signal.SIGTERM, script["stopped"])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background are started without
 class Environment(script["Environment"]):
+{init}
     def make(self, *_):
         self.run("-c", {waits!r})
 script["measure"].__globals__["Environment"] = Environment

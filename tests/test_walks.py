@@ -23,6 +23,7 @@ import lightning_tricks as lt
 from tests.conformance import test_naive, test_no_op
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
+from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_tricks"
@@ -116,9 +117,7 @@ def test_an_arrow_between_ours_is_a_call() -> None:
 
 def test_the_example_is_a_correct_trick() -> None:
     """In a process of its own, since jsonargparse finds every subclass of Callback that was ever defined."""
-    run = [sys.executable, "-W", "ignore", "-c", "from tests.test_walks import check_example; check_example()"]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    run_alone(check_example)
 
 
 def check_example() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 import lightning_tricks as lt
 from lightning_tricks.advisor.environment import Device, Environment, environment_report, preset_status
 from tests.nets import quiet
+from tests.ranks import printed, run_alone
 
 ZERO = [row["name"] for row in lt.presets() if row["strategy"] == "ZeROPreset"]
 
@@ -112,6 +111,9 @@ assert main(["doctor", "--json"]) == 0
 {after}
 """
 BLOCKED = """
+for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+    del sys.modules[name]
+
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "deepspeed":
@@ -131,19 +133,16 @@ else:
 
 
 def reported(tmp_path: Path, before: str = "", after: str = "", **environment: str) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", REPORT.format(before=before, after=after)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), **environment},
-    )
-    assert run.returncode == 0, run.stderr
-    report = json.loads(run.stdout)
+    program = REPORT.format(before=before, after=after)
+    report = json.loads(run_alone(printed_with, program, {"TORCH_EXTENSIONS_DIR": str(tmp_path), **environment}))
     return {**report["environment"], "presets": {each["name"]: each for each in report["presets"]}}
 
 
-@pytest.mark.slow
+def printed_with(program: str, environment: dict[str, str]) -> str:
+    os.environ.update(environment)
+    return printed(program)
+
+
 def test_a_machine_without_compilers(tmp_path: Path) -> None:
     report = reported(tmp_path, after=UNCOMPILED, PATH=str(tmp_path))
     assert (report["tools"]["compiler"], report["tools"]["ninja"]) == (None, None)
@@ -155,7 +154,6 @@ def test_a_machine_without_compilers(tmp_path: Path) -> None:
     assert report["presets"]["ddp_bf16"]["status"] != "cannot run"
 
 
-@pytest.mark.slow
 def test_a_machine_without_deepspeed(tmp_path: Path) -> None:
     report = reported(tmp_path, before=BLOCKED)
     assert report["versions"]["deepspeed"] is None

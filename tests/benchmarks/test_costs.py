@@ -170,7 +170,8 @@ def test_a_crash_leaves_a_record_and_the_others_are_measured(
     assert notes == ["failed: ZeroDivisionError: integer division or modulo by zero", ""]
     for name in set(NAMES) - {"ema", "schedules"}:
         shutil.copy(RESULTS / f"{name}.json", tmp_path)
-    part("picture").draw(tmp_path)  # without them
+    if broken == "run":  # the figures are the same
+        part("picture").draw(tmp_path)  # without them
     assert "failed: ZeroDivisionError" in part("tables").markdown(json.loads((tmp_path / "ema.json").read_text()))
 
 

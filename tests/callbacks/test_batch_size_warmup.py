@@ -552,6 +552,7 @@ def test_persistent_workers_of_the_users_loader_live_on():
     module = assert_counts(train, BatchSizeWarmup(final=4, grow="loader"), max_epochs=2)
     assert module.sizes == [[1] * 6, [4, 2]]
     assert [len(x) for (x,) in train] == [1] * 6
+    train._iterator._shutdown_workers()  # when garbage is collected, in a later test, it takes five seconds
 
 
 def test_the_last_batch_of_an_epoch_is_known_under_a_limit():

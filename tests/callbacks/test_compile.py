@@ -229,8 +229,9 @@ class Hard(Net):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
-@pytest.mark.parametrize("modules", ["layers", None, "Untraceable"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "modules", [*(pytest.param(modules, marks=pytest.mark.slow) for modules in ("layers", None)), "Untraceable"]
+)
 def test_what_cannot_be_traced_still_trains(modules: Any) -> None:
     compiled = trained(Hard, lt.Compile(modules, backend=FAST, fallback=False))
     assert counters["graph_break"]

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_tricks.examples.digits import VARIANTS, load_digits, run
 from lightning_tricks_cli.runs.demo import demo
+from tests.ranks import run_alone
 
 PLAIN_TORCH = """
 import sys, torch
 from torch import nn
-state = torch.load(sys.argv[1], weights_only=True)["state_dict"]
+state = torch.load(checkpoint, weights_only=True)["state_dict"]
 net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 net.load_state_dict({name.removeprefix("network."): weight for name, weight in state.items()})
-images, labels = torch.load(sys.argv[2])
-print((net(images).argmax(-1) == labels).float().mean().item())
+images, labels = torch.load(test)
+accuracy = (net(images).argmax(-1) == labels).float().mean().item()
 assert "lightning_tricks" not in sys.modules and "lightning" not in sys.modules
 """
+
+
+def scored(checkpoint: str, test: str) -> float:
+    """The accuracy, where no module of ours or Lightning's is loaded."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("lightning_tricks", "lightning")]:
+        del sys.modules[name]
+    names: dict[str, Any] = {"checkpoint": checkpoint, "test": test}
+    exec(PLAIN_TORCH, names)
+    return names["accuracy"]
 
 
 def mean(runs: list[dict[str, float]]) -> float:
@@ -45,9 +55,8 @@ def test_the_checkpoint_loads_in_plain_torch_and_scores_what_the_table_says(tmp_
 
     results = demo(tmp_path, seeds=1, epochs=3)
     torch.save(load_digits(0.4)["test"], tmp_path / "test.pt")
-    files = [str(tmp_path / name) for name in ("digits.ckpt", "test.pt")]
-    scored = subprocess.run([sys.executable, "-c", PLAIN_TORCH, *files], capture_output=True, text=True, check=True)
-    assert float(scored.stdout) == pytest.approx(results["SAM + EMA + flat_cos"][-1]["test_accuracy"], abs=1e-6)
+    accuracy = run_alone(scored, *(str(tmp_path / name) for name in ("digits.ckpt", "test.pt")))
+    assert accuracy == pytest.approx(results["SAM + EMA + flat_cos"][-1]["test_accuracy"], abs=1e-6)
 
 
 def test_the_data_is_real_split_once_and_noisy_only_in_training() -> None:

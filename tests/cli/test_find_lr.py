@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_tricks.schedules import LRFinderResult, find_lr
 from lightning_tricks.schedules.lr_finder import Method
 from lightning_tricks_cli.commands.find_lr import METHODS
 from lightning_tricks_cli.main import main, parser
+from tests.ranks import run_alone
 
 DIGITS = Path(__file__).parent.parent.parent / "configs" / "digits_schedule.yaml"
 QUIET = {
@@ -116,6 +118,27 @@ def test_an_optimizer_in_the_configuration_is_swept(capsys: pytest.CaptureFixtur
     with pytest.warns(UserWarning, match="will be overridden by"):
         assert run("-c", config, *arguments) == 0
     assert 1e-5 < float(capsys.readouterr().out) < 0.05  # SGD's is higher
+
+
+def find(folder: Path, arguments: list[str]) -> tuple[int, bytes]:
+    """The exit status, and all that the process writes to stdout, where nothing is imported from the folder so far."""
+    os.chdir(folder)
+    sys.path[:] = [path for path in sys.path if path not in ("", str(folder))]
+    with TemporaryFile() as stdout:
+        os.dup2(stdout.fileno(), 1)
+        status = main(arguments)
+        sys.stdout.flush()
+        stdout.seek(0)
+        return status, stdout.read()
+
+
+def test_a_model_of_the_current_folder_is_found_and_nothing_else_is_printed(folder: Path) -> None:
+    Path("here.py").write_text(NET)
+    config = write("config.yaml", trainer=QUIET, model={"class_path": "here.HereNet"}, seed_everything=1)
+    status, shown = run_alone(find, folder, ["find-lr", "-c", config, "--steps", "10", "--json"])
+    first, second = shown.decode().splitlines()
+    assert (status, first) == (0, "here")
+    assert len(json.loads(second)["lrs"]) == 10
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from lightning_tricks_cli.commands import presets
 from lightning_tricks_cli.main import main
+from tests.ranks import run_alone
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,23 @@ def test_ctrl_c_exits_with_130_and_other_errors_keep_their_traceback(monkeypatch
     error = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError, match="a bug"):
         main(["presets"])
+
+
+def write_to_no_reader() -> tuple[int, bytes]:
+    """The exit status, and what is written to stderr."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    with TemporaryFile() as stderr:
+        os.dup2(stderr.fileno(), 2)
+        status = main(["tricks", "--json"])
+        sys.stdout.flush()  # as at the end of the interpreter
+        stderr.seek(0)
+        return status, stderr.read()
+
+
+def test_a_reader_that_is_gone_is_no_error() -> None:
+    assert run_alone(write_to_no_reader) == (1, b"")
 
 
 @pytest.mark.slow

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
 from lightning_tricks_cli.main import main
+from tests.ranks import run_alone
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs" / "digits_schedule.yaml"
@@ -178,15 +182,85 @@ def test_ctrl_c_in_training_exits_with_130() -> None:
     assert main(["fit", "-c", "base.yaml", "--model", "here_net.Interrupted"]) == 130
 
 
-@pytest.mark.parametrize("module", [pytest.param(True, id="python -m"), pytest.param(False, id="script")])
+STARTS = pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(["-m", "lightning_tricks_cli.main"], id="python -m"),
+        pytest.param(["script.py"], id="script"),
+    ],
+)
+SCRIPT = "import sys\nfrom lightning_tricks_cli.main import main\nsys.exit(main())\n"
+TWO = ["fit", "-c", "base.yaml", "-c", "ema.yaml", "--trainer.strategy=ddp_bf16", "--trainer.devices=2"]
+
+
+class Fork:
+    """A ``subprocess.Popen`` whose process has the imports of this one."""
+
+    def __init__(self, command: list[str], env: dict[str, str], cwd: None) -> None:
+        assert command[0] == sys.executable
+        self.returncode, self.pid = None, os.fork()
+        if self.pid == 0:
+            os.environ.update(env)
+            os._exit(started(command[1:]))
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (status := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(status[1])
+        return self.returncode
+
+
+def started(command: list[str]) -> Any:
+    """The exit status of ``python -m module arguments`` or ``python script arguments``."""
+    try:
+        if command[0] == "-m":
+            sys.argv[1:] = command[2:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = command
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as stop:
+        return stop.code
+    return 1
+
+
+def launched(command: list[str], folder: Path) -> tuple[Any, int | None]:
+    """The exit status of the command and that of the process which Lightning's launcher has started by Popen."""
+    os.chdir(folder)
+    forks: list[Fork] = []
+
+    def popen(*args: Any, **settings: Any) -> Fork:
+        forks.append(Fork(*args, **settings))
+        return forks[-1]
+
+    with mock.patch("subprocess.Popen", popen):
+        status = started(command)
+    (fork,) = forks
+    deadline = time.monotonic() + 60
+    while fork.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return status, fork.poll()
+
+
+@STARTS
+def test_lightnings_own_launcher_starts_the_second_process(start: list[str], folder: Path) -> None:
+    """A fork in the place of the new interpreter that it is with ``-m slow``."""
+    Path("script.py").write_text(SCRIPT)
+    assert run_alone(launched, [*start, *TWO], folder) == (0, 0)
+    assert_two_told()
+
+
+@STARTS
 @pytest.mark.slow
-def test_two_processes_by_lightnings_own_launcher(module: bool) -> None:
-    Path("script.py").write_text("import sys\nfrom lightning_tricks_cli.main import main\nsys.exit(main())\n")
-    start = [sys.executable, *(["-m", "lightning_tricks_cli.main"] if module else ["script.py"])]
-    arguments = ["fit", "-c", "base.yaml", "-c", "ema.yaml", "--trainer.strategy=ddp_bf16", "--trainer.devices=2"]
+def test_two_processes_by_lightnings_own_launcher(start: list[str]) -> None:
+    Path("script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*start, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, *start, *TWO]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert_two_told()
+
+
+def assert_two_told() -> None:
     ranks = [told(0), told(1)]
     assert len({rank.pop("process") for rank in ranks}) == 2
     assert ranks[0] == ranks[1]

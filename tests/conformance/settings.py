@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -186,3 +188,14 @@ SETTINGS: dict[str, Trick] = {
 
 # Where a fit costs much: what has a twin there is left to `make test-all` and `make matrix`.
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if trick.twin else name for name, trick in SETTINGS.items()]
+
+
+def in_regimes(regimes: Iterable[str]) -> list[Any]:
+    """All pairs of a regime and a trick: what has a twin is quick in fp32 alone, what compiles in two regimes."""
+
+    def pair(regime: str, name: str) -> Any:
+        twin = SETTINGS[name].twin and regime != "fp32"
+        compiles = name == "Compile" and regime not in ("fp32", "bf16", "bf16-mixed")
+        return pytest.param(regime, name, marks=[pytest.mark.slow] if twin or compiles else [])
+
+    return [pair(regime, name) for regime in regimes for name in SETTINGS]

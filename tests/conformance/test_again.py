@@ -26,8 +26,15 @@ class Stop(Callback):
             raise RuntimeError("planned")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("accumulate", [1, 3])
+CASES = [
+    pytest.param(accumulate, name, marks=[pytest.mark.slow] if slow else [])
+    for accumulate in (1, 3)
+    for name, trick in SETTINGS.items()
+    for slow in [trick.twin or (name == "Compile" and accumulate == 3)]  # each of its fits compiles for a second
+]
+
+
+@pytest.mark.parametrize(("accumulate", "name"), CASES)
 def test_a_fit_after_one_that_raised_gives_the_same(name: str, accumulate: int, cell: Callable[..., None]) -> None:
     trick, settings = SETTINGS[name], {"accumulate_grad_batches": accumulate}
     error, message, again = RuntimeError, "planned", settings

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.matrix import HEADS, JSON, PAGE, cells, markdown, page
 from tests.conformance.matrix import REGIMES, ROWS, as_json, empty
 from tests.conformance.settings import SETTINGS
+from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -31,22 +33,24 @@ def test_what_is_refused_is_what_the_settings_say(row: str) -> None:
 
 
 def test_every_named_test_is_collected() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-m",
-        "",
-        "-o",
-        "addopts=",
-        str(Path(__file__).parent),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    collected = set(run.stdout.splitlines())
+    collected = run_alone(collect)
     named = {cell["test"] for of in cells().values() for cell in of.values()}
     assert named <= collected, sorted(named - collected)[:5]
+
+
+def collect() -> set[str]:
+    """The names of all tests of the conformance suite, whatever the options of this run are."""
+    found: set[str] = set()
+
+    class Names:
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            found.update(item.nodeid for item in session.items)
+
+    os.chdir(ROOT)
+    options = ["--collect-only", "-qq", "-m", "", "-o", "addopts=", "--assert=plain", "-p", "no:cacheprovider"]
+    with redirect_stdout(StringIO()) as printed:
+        assert pytest.main([*options, str(Path(__file__).parent)], plugins=[Names()]) == 0, printed.getvalue()
+    return found
 
 
 def test_the_page_is_what_the_matrix_gives() -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 import lightning_tricks as lt
 from lightning_tricks.core.batches.callback import BatchCallback
 from tests.conformance.runs import fitted, fp16, refusal, run
-from tests.conformance.settings import SETTINGS
+from tests.conformance.settings import SETTINGS, in_regimes
 from tests.nets import NormNet, assert_close, build, fit, loader, weights
 from tests.reference import tricks as naive
 from tests.reference.averages import NaiveEMA
@@ -34,8 +34,7 @@ REGIMES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], float]] =
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize(("regime", "name"), in_regimes(REGIMES))
 def test_a_plain_loop_gives_the_same(name: str, regime: str, cell: Callable[..., None]) -> None:
     trick, (settings, loop, tolerance) = SETTINGS[name], REGIMES[regime]
     assert trick.neutral == (trick.naive is None), "a trick that does something has a naive form"

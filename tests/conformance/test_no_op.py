@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.runs import fp16, refusal, run
-from tests.conformance.settings import SETTINGS
+from tests.conformance.settings import SETTINGS, in_regimes
 from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, weights
 
 REGIMES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -49,14 +49,7 @@ def test_the_trick_does_something_unless_it_is_to_be_neutral(name: str) -> None:
         assert SETTINGS[name].neutral == all(torch.equal(tricked[key], ended[key]) for key in ended)
 
 
-CASES = [  # What has a twin is quick in one regime.
-    pytest.param(regime, name, marks=[pytest.mark.slow] if SETTINGS[name].twin and regime != "fp32" else [])
-    for regime in REGIMES
-    for name in SETTINGS
-]
-
-
-@pytest.mark.parametrize(("regime", "name"), CASES)
+@pytest.mark.parametrize(("regime", "name"), in_regimes(REGIMES))
 def test_the_no_op_limit_is_bit_equal_to_a_run_without(name: str, regime: str) -> None:
     trick, settings = SETTINGS[name], REGIMES[regime]()
     if "accumulate" in trick.refused and "accumulate_grad_batches" in settings:

@@ -6,14 +6,15 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
-import pytest
+from tests.ranks import run_alone
 
-ROOT = Path(__file__).parents[2]
 WORK = """
 import sys, warnings
 from pathlib import Path
@@ -32,7 +33,7 @@ torch.save({}, "sharded/meta.pt")
 trainer = Trainer(
     accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
-rank_zero_only.rank = int(sys.argv[1])
+rank_zero_only.rank = RANK
 print("---", file=sys.stderr)
 lt.average_checkpoints(["1.pt", "3.pt"], "mean.pt")
 lt.greedy_soup(["1.pt", "3.pt"], lambda state: 0.0, "soup.pt")
@@ -43,27 +44,39 @@ BARS = ("averaging", "scoring checkpoints", "scoring soups", "writing", "find_lr
 
 
 def shown(folder: Path, rank: int, *, terminal: bool) -> str:
-    """What the long work writes to stderr."""
+    """What the long work writes to stderr; nothing to stdout."""
+    written, said = run_alone(work, folder, rank, terminal)
+    assert said == ""
+    return written.partition("---")[2]
+
+
+def work(folder: Path, rank: int, terminal: bool) -> tuple[str, str]:
+    """Both streams of a process that does the long work."""
+    os.chdir(folder)
     reader, writer = pty.openpty() if terminal else os.pipe()
     if terminal:  # a new one has no columns
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-c", WORK, str(rank)]
-    with os.fdopen(writer, "wb") as stderr:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+    with TemporaryFile() as stdout, ThreadPoolExecutor(1) as pool:
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(writer, 2)
+        os.close(writer)
+        written = pool.submit(read, reader)
+        exec(WORK, {"RANK": rank})
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        stdout.seek(0)
+        return written.result(60).decode(), stdout.read().decode()
+
+
+def read(reader: int) -> bytes:
     written = b""
-    try:
+    with suppress(OSError):  # the end, of a terminal
         while part := os.read(reader, 4096):
             written += part
-    except OSError:  # the end, of a terminal
-        pass
-    os.close(reader)
-    assert (process.communicate()[0], process.returncode) == (b"", 0), written.decode()
-    return written.decode().partition("---")[2]
+    return written
 
 
-@pytest.mark.slow
 def test_bars_are_drawn_on_a_terminal_and_gone_afterwards(tmp_path: Path) -> None:
     written = shown(tmp_path, 0, terminal=True)
     assert [bar for bar in BARS if f"\r{bar}: " not in written] == []
@@ -71,7 +84,6 @@ def test_bars_are_drawn_on_a_terminal_and_gone_afterwards(tmp_path: Path) -> Non
     assert written.rpartition("\r")[0].endswith(" ")  # the line was emptied
 
 
-@pytest.mark.slow
 def test_nothing_is_drawn_without_a_terminal_or_on_another_rank(tmp_path: Path) -> None:
     for rank, terminal in ((0, False), (1, True)):
         folder = tmp_path / str(rank)

@@ -80,9 +80,11 @@ def workers(how: str) -> DataLoader[Any]:
 
 @pytest.mark.parametrize(
     ("how", "error", "said"),
-    [("raises", KeyError, "DataLoader worker process"), ("dies", RuntimeError, "exited unexpectedly")],
+    [
+        ("raises", KeyError, "DataLoader worker process"),
+        pytest.param("dies", RuntimeError, "exited unexpectedly", marks=pytest.mark.slow),  # torch looks every 5 s
+    ],
 )
-@pytest.mark.slow
 def test_a_worker_of_the_loader_that_fails(how: str, error: type[Exception], said: str, tmp_path: Path) -> None:
     watch, expected, module = Watch(), everything.fresh(), everything.fresh()
     made = everything.make(tmp_path)

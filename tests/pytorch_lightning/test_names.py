@@ -23,6 +23,7 @@ import pytorch_lightning_tricks as olt
 from pytorch_lightning_tricks.loader import PACKAGE, SOURCE, rename
 from tests.nets import spelled
 from tests.public import KINDS, PUBLIC
+from tests.ranks import printed, run_alone
 
 ROOT = SOURCE.parent
 IMPORTABLE = ("lightning.pytorch", "lightning.fabric")
@@ -87,18 +88,34 @@ print(json.dumps([name for name in names if name in sys.modules] + [lt.EMA.__mro
 """
 
 
+EXPECTED = {
+    "lightning_tricks": ["lightning", "lightning_tricks", "lightning.pytorch.callbacks.callback"],
+    PACKAGE: ["lightning_fabric", "pytorch_lightning", PACKAGE, "pytorch_lightning.callbacks.callback"],
+}
+
+
 def fresh(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+
+
+FORGET = """
+import sys
+ours = {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_tricks", "pytorch_lightning_tricks"}
+for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+    del sys.modules[name]
+"""
+
+
+def test_each_package_loads_its_own_lightning_only() -> None:
+    """In a process of which all others are forgotten; in new interpreters with ``-m slow``."""
+    loaded = {name: json.loads(run_alone(printed, FORGET + LOADED.format(name))) for name in EXPECTED}
+    assert loaded == EXPECTED
 
 
 @pytest.mark.slow
 def test_each_package_has_its_own_lightning_only_and_its_own_bytecode() -> None:
     """The test process has compiled both."""
-    loaded = {name: json.loads(fresh(LOADED.format(name)).stdout) for name in ("lightning_tricks", PACKAGE)}
-    assert loaded == {
-        "lightning_tricks": ["lightning", "lightning_tricks", "lightning.pytorch.callbacks.callback"],
-        PACKAGE: ["lightning_fabric", "pytorch_lightning", PACKAGE, "pytorch_lightning.callbacks.callback"],
-    }
+    assert {name: json.loads(fresh(LOADED.format(name)).stdout) for name in EXPECTED} == EXPECTED
 
 
 def test_without_pytorch_lightning_the_extra_is_named() -> None:

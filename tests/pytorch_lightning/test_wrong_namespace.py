@@ -22,6 +22,7 @@ import lightning_tricks
 import pytorch_lightning_tricks
 from pytorch_lightning_tricks.loader import SOURCE, rename
 from tests.nets import quiet
+from tests.ranks import printed, run_alone
 
 
 class Mixed(NamedTuple):
@@ -126,6 +127,24 @@ except pl.utilities.exceptions.MisconfigurationException as error:
 import {2} as lt
 print(lt.__name__ if isinstance(pl.Trainer(strategy="single_bf16", accelerator="cpu").strategy, lt.SinglePreset) else 0)
 """
+
+
+UNREGISTER = """
+import sys
+import lightning.pytorch as pl
+for name in [name for name in sys.modules if name.split(".")[0] == "lightning_tricks"]:
+    del sys.modules[name]
+for name in [name for name, data in pl.strategies.StrategyRegistry.items() if "tricks" in data["strategy"].__module__]:
+    del pl.strategies.StrategyRegistry[name]
+"""
+
+
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda mixed: mixed.lt.__name__)
+def test_an_unregistered_preset_string_says_what_to_import(mixed: Mixed) -> None:
+    """In a process that has forgotten ``lightning_tricks``; in a new interpreter with ``-m slow``."""
+    right = rename(mixed.lt.__name__)
+    said = run_alone(printed, UNREGISTER + UNREGISTERED.format(mixed.pl.__name__, mixed.lt.__name__, right))
+    assert said.splitlines()[:2] == [message(mixed, "strategy='ddp_bf16'", f"a {mixed.pl.__name__}.Trainer"), right]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 import lightning_tricks as lt
@@ -280,10 +281,11 @@ class Noting(PlainNet):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.slow
-def test_ddp_spawn_pickles_and_trains() -> None:
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_ddp_spawn_pickles_and_trains(start_method: Any) -> None:
+    """To the processes of a forkserver, which have their imports, the same is pickled."""
     module = build(Noting)
     before = weights(module)
-    run = fit(module, strategy="ddp_spawn", devices=2, callbacks=[Mixup(1.0)], **ONCE)
+    run = fit(module, strategy=DDPStrategy(start_method=start_method), devices=2, callbacks=[Mixup(1.0)], **ONCE)
     assert run.state.finished
     assert any(not torch.equal(before[name], value) for name, value in weights(module).items())

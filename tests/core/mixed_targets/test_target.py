@@ -252,8 +252,7 @@ def test_unclear_samples_are_an_error(name):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_loss(backend):
     case = Case(torch.compile(lambda z, y: onehot_loss(F.one_hot(y, C), z), backend=backend), terms=logp)
     assert_right(case)

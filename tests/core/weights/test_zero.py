@@ -99,6 +99,32 @@ def save_averages(folder: str) -> None:
     torch.distributed.destroy_process_group()  # a live gloo group at exit aborts now and then
 
 
+def order_of_gathers() -> tuple[list[str], list[str]]:
+    """The names whose weights are gathered for the average, and those of the module."""
+    import deepspeed
+
+    gathered: list[str] = []
+    settings = {"train": rank_loader(), "strategy": cpu_deepspeed(3), "devices": 2, "use_distributed_sampler": False}
+    ema, module = lt.EMA(0.9), build(PlainNet)
+    fit(module, callbacks=[ema], **settings)
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    original = deepspeed.zero.GatheredParameters
+
+    def noting(params: Any, *args: Any, **settings: Any) -> Any:
+        gathered.extend(names[id(weight)] for weight in params)
+        return original(params, *args, **settings)
+
+    deepspeed.zero.GatheredParameters = noting
+    ema.averaged_state_dict()
+    return gathered, list(names.values())
+
+
+def test_weights_are_gathered_in_the_order_of_the_module_whatever_the_hashes_of_their_names() -> None:
+    (gathered, names), other = run_ranks(order_of_gathers)
+    assert other == (gathered, names)
+    assert gathered == names
+
+
 @pytest.mark.slow
 def test_ranks_that_hash_names_differently_gather_in_one_order(tmp_path: Path) -> None:
     port = _free_port()

@@ -1,0 +1,19 @@
+"""What ``import lightning_tricks`` adds to a process that has ``lightning.pytorch``.
+
+``tests.conftest`` imports it first, so every run of the tests tells it and no interpreter is started for it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+PYTESTS = {name.split(".")[0] for name in sys.modules}  # loaded before Lightning
+
+import lightning.pytorch as pl  # noqa: E402
+
+_strategies, _modules = set(pl.strategies.StrategyRegistry), set(sys.modules)
+
+import lightning_tricks  # noqa: E402, F401
+
+STRATEGIES = set(pl.strategies.StrategyRegistry) - _strategies
+MODULES = {name.split(".")[0] for name in set(sys.modules) - _modules}
