@@ -19,7 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.batch_size import accumulation_for, find_batch_size, search_sizes
@@ -85,8 +85,8 @@ class Limited(Net):
         return super().training_step(batch, batch_idx)
 
 
-class Seen:
-    """Outside of what is put back."""
+class Seen(Dataset[Any]):
+    """Is not put back, as data sets are not."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import array
 import collections
 import inspect
+import io
 import itertools
 import operator
 import random
-import tempfile
 import types
 import zlib
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
@@ -349,7 +349,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Change]] = {
     "iterator": (lambda: iter(range(999)), _advanced),
     "generator": (lambda: (2 * each for each in itertools.count()), _advanced),
     "closure": (_counter, lambda value, step: value()),
-    "open file": (tempfile.TemporaryFile, lambda value, step: value.write(b"line\n") * 0 or None),
+    "file in memory": (io.BytesIO, lambda value, step: value.write(b"line\n") * 0 or None),
 }
 
 Keys = tuple[Any, ...]

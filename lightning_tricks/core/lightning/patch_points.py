@@ -327,6 +327,7 @@ PRIVATE = (
     PrivateName("torch.Tensor", "_backward_hooks", "SAM", "whether hooks run in the backward pass"),
     PrivateName("torch.Tensor", "_post_accumulate_grad_hooks", "SAM", "whether hooks run in the backward pass"),
     PrivateName("torch.Tensor", "_version", "SAM, offloaded averages", "whether something wrote into a tensor"),
+    PrivateName("torch.Tensor", "_base", "mixed targets", "a property that torch.compile reads of every input"),
     PrivateName("torch.Tensor", "_is_view", "mixed targets", "whether a tensor shares memory with a larger one"),
     PrivateName("torch.Tensor", "_values", "guards", "the values of a sparse tensor that is not coalesced"),
     PrivateName("torch.nn.Module", "_buffers", "guards, replay, averages", "buffers by name, to replace the tensors"),

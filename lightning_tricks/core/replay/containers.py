@@ -17,6 +17,7 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ _ARRAYS = (bytearray, array.array)
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 _VALUES = (Enum, PurePath, re.Pattern, date, time, timedelta, torch.dtype, torch.device)
 _IMMUTABLE = (*SIMPLE, *_CODE, *_VALUES, logging.Logger)  # a loggers' handlers are shared by all of the program
-_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_tricks", "pytorch_lightning_tricks")
+_LIBRARIES = {"torch", "torchmetrics", "lightning_fabric", pl.__name__.split(".")[0], __name__.split(".")[0]}
 
 Contents = tuple[str, Sequence[Any], list[Any]]  # the form of a path, keys or names, and the items at them
 
