@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.batch_size import accumulation_for, find_batch_size, search_sizes
@@ -74,9 +75,9 @@ class Limited(Net):
 
     limit = 11
 
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__(lr)
-        self.seen = Seen()
+    @property
+    def seen(self) -> Seen:
+        return SEEN.setdefault(self, Seen())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.sizes.append(len(batch[0]))
@@ -85,11 +86,16 @@ class Limited(Net):
         return super().training_step(batch, batch_idx)
 
 
-class Seen(Dataset[Any]):
-    """Is not put back, as data sets are not."""
+class Seen:
+    """What a module has seen."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.accumulated: list[bool] = []
+        self.last = -1
+
+
+SEEN: WeakKeyDictionary[nn.Module, Seen] = WeakKeyDictionary()  # not in the modules, whose attributes are put back
 
 
 def find(module: Any, train: Any = None, run: pl.Trainer | None = None, **arguments: Any) -> Any:
@@ -143,7 +149,7 @@ class Adaptive(Limited):
         self.seen.accumulated.append(any(weight.grad is not None for weight in self.parameters()))
 
     def configure_optimizers(self) -> Any:
-        self.seen.accumulated = []
+        self.seen.accumulated.clear()
         return torch.optim.AdamW(self.parameters())
 
 
@@ -156,15 +162,13 @@ def test_the_second_pass_of_sam_counts() -> None:
         sam = lt.SAM(rho=0.05)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            again = self.trainer.global_step == self.seen.last
-            self.seen.last = self.trainer.global_step
+            again = self.trainer.global_step == seen.last
+            seen.last = self.trainer.global_step
             if again and len(batch[0]) > 5:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return super().training_step(batch, batch_idx)
 
-    module = build(Sharp)
-    module.seen = Seen()
-    module.seen.last = -1
+    module, seen = build(Sharp), Seen()
     assert find(module, max_size=8).batch_size == 5
 
 
