@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy
@@ -858,3 +858,22 @@ def test_averages_do_not_count_steps_on_other_tensors() -> None:
     ema = lt.EMA(0.9)
     fit(build(Attack), callbacks=[ema], accumulate_grad_batches=3)
     assert ema._running.updates == 4
+
+
+class Molecules(NamedTuple):
+    """A batch whose parts have positions and names, as that of chemprop."""
+
+    x: Tensor
+    nothing: None
+    y: Tensor
+    weight: Tensor
+
+
+@pytest.mark.parametrize(("inputs", "target"), [(0, 2), ("x", "y"), (0, "y")])
+def test_a_part_of_a_named_tuple_is_the_same_by_position_and_by_name(inputs: Any, target: Any) -> None:
+    class Weighted(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (F.mse_loss(self(batch.x)[:, 0], batch.y, reduction="none") * batch.weight).mean()
+
+    train = batches(lambda x, y: Molecules(x, None, y.float(), torch.ones(len(x))))
+    fit(build(Weighted), train=train, callbacks=[lt.Mixup(inputs=inputs, target=target)], limit_val_batches=0)

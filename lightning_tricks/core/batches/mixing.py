@@ -120,12 +120,12 @@ class MixingCallback(BatchCallback):
         """Find the parts that have one entry per sample, and are neither mixed nor targets."""
         batch, targets = context.batch, self.targets_in(context.batch)
         inputs = locate(batch, self.inputs, INPUTS, 0)
-        others = _other_samples(batch, targets)
+        others, own = _other_samples(batch, targets), [_by_name(batch, path) for path in (*inputs, *targets)]
         for path, part in walk(batch):
             pairs = isinstance(part, Tensor) and is_pairwise(part, size)
             if pairs and (self.mixes_inputs or path in targets):
                 raise self._cannot(f"cannot mix {spelled(path)}, which has entries for pairs of samples", context)
-            if path in (*inputs, *targets) or any(path[: len(other)] == other for other in others):
+            if _by_name(batch, path) in own or any(path[: len(other)] == other for other in others):
                 continue
             if not _has_samples(batch, path, size):
                 continue
@@ -148,6 +148,14 @@ def _other_samples(batch: Any, targets: list[Path]) -> list[Path]:
     """The containers of samples that none of the targets belongs to."""
     found = [other for target in targets for other in other_samples(batch, target)]
     return [other for other in found if not any(target[: len(other)] == other for target in targets)]
+
+
+def _by_name(batch: Any, path: Path) -> Path:
+    """A path with the names of fields in place of positions in named tuples."""
+    fields = [getattr(get(batch, path[:depth]), "_fields", None) for depth in range(len(path))]
+    return tuple(
+        names[step] if names and isinstance(step, int) else step for names, step in zip(fields, path, strict=True)
+    )
 
 
 def _named(path: Path) -> str:
