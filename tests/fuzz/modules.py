@@ -514,8 +514,9 @@ def _scaled_gradients(self: Any) -> None:
 
 
 def _clip(self: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-    if not any(weight.grad is not None and weight.grad.is_sparse for weight in _trained(self)):
-        torch.nn.utils.clip_grad_value_(_trained(self), 0.1)
+    given = [weight for weight in _trained(self) if weight.grad is not None]
+    if given and not any(weight.grad.is_sparse or weight.grad.is_complex() for weight in given):
+        torch.nn.utils.clip_grad_value_(given, 0.1)
 
 
 def _left_out(self: Any, batch: Any, batch_idx: int) -> int | None:
@@ -919,6 +920,8 @@ def suited(spec: Spec) -> Spec:
             spec = replace(spec, trainer="plain")
         if spec.optimizer == "none" or (spec.optimizer == "LBFGS" and spec.manual != "closure"):
             spec = replace(spec, optimizer="SGD")
+    if spec.optimizer == "LBFGS":  # which needs Lightning's closure
+        spec = replace(spec, hooks=tuple(name for name in spec.hooks if name != "optimizer_step past Lightning"))
     if spec.batch == "dict that is emptied" and (spec.manual or spec.optimizer == "LBFGS"):  # it is read twice
         spec = replace(spec, batch="dict")
     if "renames" in spec.callbacks or spec.net == "lazy":  # pruning needs weights that exist, and stay

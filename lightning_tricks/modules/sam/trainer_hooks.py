@@ -76,8 +76,9 @@ class SAMHooks(Trick):
         for name, weight in pl_module.named_parameters():
             if weight.requires_grad and weight.dtype not in (torch.float32, torch.float64):
                 raise MisconfigurationException(
-                    f"SAM needs fp32 weights, since 16-bit ones round its perturbation away; {name} is {weight.dtype}."
-                    " Use precision='bf16-mixed' or '16-mixed'."
+                    "SAM needs real weights in fp32, since 16-bit ones round its perturbation away;"
+                    f" {type(pl_module).__name__}.{name} is {weight.dtype}. Use precision='bf16-mixed' or '16-mixed', or"
+                    " leave SAM out for complex weights."
                 )
         if (patterns := self._engine.sam.parameters) is not None:
             try:
