@@ -920,8 +920,9 @@ def suited(spec: Spec) -> Spec:
             spec = replace(spec, trainer="plain")
         if spec.optimizer == "none" or (spec.optimizer == "LBFGS" and spec.manual != "closure"):
             spec = replace(spec, optimizer="SGD")
-    if spec.optimizer == "LBFGS":  # which needs Lightning's closure
+    if spec.optimizer == "LBFGS":  # which needs Lightning's closure, and a loss from it
         spec = replace(spec, hooks=tuple(name for name in spec.hooks if name != "optimizer_step past Lightning"))
+        spec = replace(spec, loss="cross entropy") if spec.loss == "sometimes None" else spec
     if spec.batch == "dict that is emptied" and (spec.manual or spec.optimizer == "LBFGS"):  # it is read twice
         spec = replace(spec, batch="dict")
     if "renames" in spec.callbacks or spec.net == "lazy":  # pruning needs weights that exist, and stay
