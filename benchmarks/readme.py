@@ -12,6 +12,7 @@ from typing import Any
 import clients
 import conflicts
 import matrix
+import optimizer_table
 import quality_report
 from run import discovered
 from tables import grid, placed, renew
@@ -110,6 +111,7 @@ def renewed(text: str) -> str:
 if __name__ == "__main__":
     clients.PAGE.write_text(clients.page())
     conflicts.PAGE.write_text(conflicts.page())
+    optimizer_table.PAGE.write_text(optimizer_table.page())
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))
     quality_report.renew(result("quality"))

@@ -21,6 +21,7 @@ from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
+from lightning_tricks.callbacks.schedule_free import ScheduleFree
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
@@ -36,6 +37,8 @@ from lightning_tricks.modules.sam.rules import SAM
 from lightning_tricks.modules.sharpness import sharpness
 from lightning_tricks.modules.stochastic_depth import add_stochastic_depth
 from lightning_tricks.optimizers.adamw import adamw
+from lightning_tricks.optimizers.by_name import optimizer
+from lightning_tricks.optimizers.table import optimizers
 from lightning_tricks.schedules.factories import (
     constant,
     cosine,
@@ -85,6 +88,7 @@ __all__ = [
     "RewindOnSpike",
     "SAMCallback",
     "SAMMixin",
+    "ScheduleFree",
     "SinglePreset",
     "SkipNonFinite",
     "TerminateOnNonFinite",
@@ -114,7 +118,9 @@ __all__ = [
     "linear",
     "no_weight_decay_groups",
     "one_cycle",
+    "optimizer",
     "optimizer_steps",
+    "optimizers",
     "plot_schedule",
     "polynomial",
     "preset",

@@ -95,7 +95,7 @@ CATALOGUE = (
     Row(
         ("find_lr",),
         "lightning-tricks find-lr -c config.yaml",
-        "a learning-rate sweep that leaves everything unchanged; plots",
+        "a learning-rate sweep that changes nothing; plots",
         "100 steps",
         ("plot_schedule", "LRFinderResult"),
     ),
@@ -107,12 +107,17 @@ CATALOGUE = (
     Row(
         ("BatchSizeWarmup", "scale_lr", "scale_adam", "effective_batch_size"),
         "callbacks=[lt.BatchSizeWarmup(final=8)]",
-        "growing batches with matching learning rates",
+        "growing batches and learning rates",
     ),
     Row(
         ("preset", "presets", "SinglePreset", "DDPPreset", "FSDP2Preset", "ZeROPreset"),
         'L.Trainer(strategy="zero3_offload_bf16",devices=8)',
         "[17 strings](docs/strategies.md) for strategy *and* precision",
+    ),
+    Row(
+        ("optimizer", "optimizers", "ScheduleFree"),
+        'lt.optimizer("lion",self,lr=3e-4)',
+        "[31 optimizers](docs/optimizers.md) by name",
     ),
     Row(
         ("adamw", "ray_trainer"),
@@ -122,14 +127,14 @@ CATALOGUE = (
     Row(
         ("estimate_memory", "suggest_strategy", "find_batch_size", "environment_report"),
         "lightning-tricks suggest 7B --device-memory 80GB",
-        "bytes per device, the preset that fits, the largest batch, what this machine lacks",
+        "bytes per device, the fitting preset, the largest batch, what is missing",
         "",
         ("MemoryEstimate", "Suggestion", "Hardware", "BatchSizeResult", "EnvironmentReport"),
     ),
     Row(
         ("SkipNonFinite", "TerminateOnNonFinite", "RewindOnSpike"),
         "callbacks=[lt.SkipNonFinite()]",
-        "skips non-finite steps on all ranks; stops before them; goes back to a snapshot",
+        "skips non-finite steps on all ranks; stops before; goes back",
         "a check of the gradients",
     ),
     Row(

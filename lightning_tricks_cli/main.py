@@ -17,6 +17,7 @@ from lightning_tricks_cli.commands import (
     export,
     find_lr,
     memory,
+    optimizers,
     plot_schedule,
     presets,
     suggest,
@@ -26,7 +27,7 @@ from lightning_tricks_cli.commands import (
 
 COMMANDS = (
     *(trainer, find_lr, demo),
-    *(tricks, presets, plot_schedule, memory, suggest, doctor),
+    *(tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )
 GROUPS = {

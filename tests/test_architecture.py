@@ -31,7 +31,10 @@ COMMAND = ROOT / "lightning_tricks_cli"
 MATRIX = json.loads((COMMAND / "matrix.json").read_text())["tricks"]
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 SOURCES = [file for file in FILES if not file.endswith("__init__.py") and file != "functional.py"]
-HEAVY = {"timm", "transformers", "deepspeed", "ray", "matplotlib", "rich", "sklearn", "skimage", "jsonargparse"}
+HEAVY = {
+    *("bitsandbytes", "deepspeed", "jsonargparse", "matplotlib", "pytorch_optimizer", "ray", "rich", "schedulefree"),
+    *("skimage", "sklearn", "timm", "transformers"),
+}
 
 # The floors. What stands on one imports nothing from above it.
 STANDARD_LIBRARY = ("core/checks.py", "schedules/curves.py")
@@ -45,7 +48,7 @@ MAY_IMPORT = {  # the kinds that a kind may import besides itself and core
     "checkpoints": set(),
     "core": set(),
     "modules": set(),
-    "optimizers": set(),
+    "optimizers": {"schedules"},  # groups of parameters, of which the schedules give each its learning rate
     "schedules": set(),
     "strategies": set(),
 }

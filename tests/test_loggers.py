@@ -29,9 +29,10 @@ KEYS = {
     "SAMCallback": {"tricks/sam_grad_norm"},
     "SAMMixin": {"tricks/sam_grad_norm"},
     "SWA": {"tricks/swa_distance"},
+    "ScheduleFree": {"tricks/schedulefree_distance"},
     "SkipNonFinite": {"tricks/skipped_steps"},
 }
-EVERY = {key for keys in KEYS.values() for key in keys}
+EVERY = {key for name, keys in KEYS.items() for key in keys if name != "ScheduleFree"}  # beside which no average may be
 STEPS = [1, 3, 5, 7, 9, 11]  # of two epochs of six batches, every second
 
 

@@ -15,6 +15,7 @@ from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
+from lightning_tricks.callbacks.schedule_free import ScheduleFree
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
@@ -36,6 +37,7 @@ __all__ = [
     "Mixup",
     "RewindOnSpike",
     "SAMCallback",
+    "ScheduleFree",
     "SkipNonFinite",
     "TerminateOnNonFinite",
     "adaptive_clip_",

@@ -620,6 +620,11 @@ def _schedule(
 ) -> Schedule:
     """Make the dictionary of a factory; T is left unknown where an endless curve does not need it."""
     check_arguments(optimizer, module)
+    if all("train_mode" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"optimizer: a schedule-free optimizer takes no schedule, got {type(optimizer).__name__}: return it alone,"
+            " and add the callback ScheduleFree()."
+        )
     optional = {"total_steps": total_steps, "momentum": momentum}
     check_settings({**settings, **{name: value for name, value in optional.items() if value is not None}})
     endless = endless and total_steps is None and isinstance(settings["warmup"], int)

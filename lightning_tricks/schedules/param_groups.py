@@ -205,12 +205,15 @@ def discriminative_groups(
     return _split(model, groups, assign, weight_decay)
 
 
-def no_weight_decay_groups(model: nn.Module, weight_decay: float, *, groups: Groups | None = None) -> Groups:
+def no_weight_decay_groups(
+    model: nn.Module, weight_decay: float, *, embeddings: bool = False, groups: Groups | None = None
+) -> Groups:
     """Weight decay, but none on biases, norms (all that has one dimension) and what the model exempts itself.
 
     Args:
         model: The model, or the LightningModule; a module in it may exempt by ``no_weight_decay()``, as timm's do.
         weight_decay: Weight decay of all other parameters, at least 0.
+        embeddings: Whether embeddings have no weight decay either.
         groups: Groups to split in two, which keep their names and settings; several unnamed ones are numbered.
 
     Raises:
@@ -227,10 +230,12 @@ def no_weight_decay_groups(model: nn.Module, weight_decay: float, *, groups: Gro
     check_range("weight_decay", weight_decay, 0.0)
     exempting = [(prefix, part) for prefix, part in model.named_modules() if hasattr(type(part), "no_weight_decay")]
     exempt = [f"{prefix}.{name}".lstrip(".") for prefix, part in exempting for name in part.no_weight_decay()]
+    tables = {part.weight for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
 
     def assign(name: str, parameter: nn.Parameter, _: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty vector where a weight was
-        if len(shape) <= 1 or name.endswith("bias") or any(fnmatch(name, pattern) for pattern in exempt):
+        bare = len(shape) <= 1 or name.endswith("bias") or (embeddings and parameter in tables)
+        if bare or any(fnmatch(name, pattern) for pattern in exempt):
             return "no_decay", {"weight_decay": 0.0}
         return "decay", {"weight_decay": weight_decay}
 

@@ -12,6 +12,12 @@ import lightning_tricks as lt
 from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, terminator
 from tests.reference import tricks as naive
 
+
+def schedule_free(optimizer: Any, module: Any) -> Any:
+    """Not a schedule, but in its place: another optimizer."""
+    return lt.optimizer("schedulefree_sgd", module, 0.05)
+
+
 SETTINGS: dict[str, Trick] = {
     "AdaptiveClip": Trick(
         naive=lambda batches, seen: naive.UnitClip(),
@@ -132,6 +138,19 @@ SETTINGS: dict[str, Trick] = {
         naive=lambda batches, seen: naive.SAM(),
         sam={"on": 0.1, "off": 0.0},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.SharpNet", "init_args": {"sam": {"rho": 0.1}}}},
+        refused=("DeepSpeed",),
+    ),
+    "ScheduleFree": Trick(  # without the callback and its optimizer where it is off
+        naive=lambda batches, seen: naive.ScheduleFree(batches),
+        callbacks={"on": lambda: [lt.ScheduleFree()], "off": list},
+        schedule={
+            "on": schedule_free,
+            "off": lambda optimizer, module: optimizer,
+        },
+        yaml={
+            "trainer": {"callbacks": ["ScheduleFree"]},
+            "model": {"class_path": "tests.conformance.yaml_nets.FreeNet"},
+        },
         refused=("DeepSpeed",),
     ),
     "SWA": Trick(

@@ -29,6 +29,13 @@ class ImagesNet(NormNet):
         return super().forward(x.flatten(1))
 
 
+class FreeNet(NormNet):
+    """Has a schedule-free optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("schedulefree_sgd", self, 0.05)
+
+
 class ConvNet(NormNet):
     """Has convolutions."""
 

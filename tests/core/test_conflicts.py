@@ -42,6 +42,17 @@ class Cosine(PlainNet):
         return lt.cosine(super().configure_optimizers(), self)
 
 
+class Free(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("schedulefree_sgd", self, 0.05)
+
+
+class SteppedFree(Free):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [StepLR(optimizer, 1)]
+
+
 class Plateau(PlainNet):
     def configure_optimizers(self) -> Any:
         return lt.reduce_on_plateau(super().configure_optimizers(), self, monitor="train_loss")
@@ -154,6 +165,14 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
     "RewindOnSpike-SpikeDetection": (
         [Run((lt.SkipNonFinite, spikes)), Run((spikes, lt.RewindOnSpike))],
         [Run((lt.TerminateOnNonFinite, spikes))],
+    ),
+    "ScheduleFree-AveragingCallback": (
+        [Run((lt.ScheduleFree, raw), Free), Run((WeightAveraging, lt.ScheduleFree), Free)],
+        [Run((lt.ScheduleFree, lt.RewindOnSpike), Free)],
+    ),
+    "ScheduleFree-schedule from configure_optimizers": (
+        [Run((lt.ScheduleFree,), SteppedFree), Run((lt.ScheduleFree, partial(lt.LRSchedule, "cosine")), Free)],
+        [Run((lt.ScheduleFree, lt.AutoClip), Free)],
     ),
     "SkipNonFinite-TerminateOnNonFinite": (
         [Run((lt.SkipNonFinite, lt.TerminateOnNonFinite))],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,37 @@ class EMA(Average):
 
     def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
         self.update(module, 1 - min(0.9, (1 + self.updates) / (10 + self.updates)))
+
+
+class ScheduleFree(Naive):
+    """Schedule-free SGD as in its paper: z descends, x is its running mean, y between both is trained.
+
+    BatchNorm's statistics are those of x.
+    """
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.z = [weight.detach().clone() for weight in module.parameters()]
+        self.x = [weight.detach().clone() for weight in module.parameters()]
+        self.steps = 0
+        optimizer.step = partial(self.step, list(module.parameters()))  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def step(self, weights: list[Any]) -> None:
+        self.steps += 1
+        for y, z, x in zip(weights, self.z, self.x, strict=True):
+            z -= 0.05 * y.grad
+            x += (z - x) / self.steps
+            y.copy_(0.9 * x + 0.1 * z)
+
+    def end(self, module: Any) -> None:
+        for weight, x in zip(module.parameters(), self.x, strict=True):
+            weight.data.copy_(x)
+        with self.cast():
+            mean, var = naive_statistics(module.layers, 1, [x for x, _ in self.batches])
+        module.layers[1].running_mean, module.layers[1].running_var = mean.float(), var.float()
 
 
 class SWA(Average):

@@ -67,7 +67,7 @@ class AveragingCallback(Trick, ABC):
             "only one average can be validated, and only one can be left in the module at the end, but both have"
             ' validate or at_end other than "raw"',
             'Set both to "raw" on all but one; their averaged() and averaged_state_dict() give their weights',
-            lambda one, other: any("raw" not in pair for pair in zip(_shown(one), _shown(other), strict=True)),
+            lambda one, other: _both_shown(one, other),
         ),
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),
@@ -368,9 +368,10 @@ class AveragingCallback(Trick, ABC):
         return self._averages
 
 
-def _shown(callback: AveragingCallback) -> tuple[str, str]:
-    """The weights that a callback validates, and the weights that it leaves in the module."""
-    return callback.validate, callback.at_end
+def _both_shown(one: AveragingCallback, other: AveragingCallback) -> bool:
+    """Whether two averages would both be validated or left in the module; other classes may refuse more."""
+    pairs = (one.validate, other.validate), (one.at_end, other.at_end)
+    return one.conflicts is other.conflicts and any("raw" not in pair for pair in pairs)
 
 
 def averaging_callbacks(trainer: pl.Trainer) -> list[AveragingCallback]:

@@ -1,0 +1,121 @@
+"""Schedule-free optimizers: validation, checkpoints and the end of training use their averaged weights."""
+
+from __future__ import annotations
+
+from typing import final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks.core.averaging.averages import Averages
+from lightning_tricks.core.averaging.batchnorm import recalibrate, require_recalibration
+from lightning_tricks.core.averaging.callback import AveragingCallback
+from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.trick import Conflict
+
+__all__ = ["ScheduleFree"]
+
+
+@final
+class ScheduleFree(AveragingCallback):
+    """Validates, saves and ends with the averaged weights x of a schedule-free optimizer, which trains at y.
+
+    ``z -= lr * gradient(y)``, ``x += c * (z - x)`` with ``c = 1 / steps``, ``y = x + (1 - beta) * (z - x)``. The module
+    holds y while it trains, and ``x = y + (1 - 1/beta) * (z - y)`` is computed after every step, so that validating
+    and saving change nothing in training. When training ends, BatchNorm statistics are computed for x, as by ``SWA``.
+    Checkpoints hold x in their ``state_dict``, and load anywhere; a resumed fit continues exactly.
+
+    Raises:
+        MisconfigurationException: If no optimizer of ``configure_optimizers`` is schedule-free; beside a schedule or
+            another average, which would each undo what the optimizer does; under DeepSpeed, which holds its states.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[ScheduleFree()], accelerator="cpu", logger=False)
+        >>> # in the module: return lt.optimizer("schedulefree_adamw", self, lr=2.5e-3)
+
+    References:
+        Defazio et al., "The Road Less Scheduled", NeurIPS 2024, https://arxiv.org/abs/2405.15682
+    """
+
+    conflicts = (
+        Conflict(
+            ("AveragingCallback", "WeightAveraging", "StochasticWeightAveraging"),
+            "a schedule-free optimizer averages its weights itself, and an average of y is not x",
+            "Leave the other average out",
+        ),
+        Conflict(
+            ("schedule from configure_optimizers", "LRSchedule"),
+            "a schedule-free optimizer takes the place of a schedule, and averages wrongly under another one",
+            "Return the optimizer alone; it has a warm-up of its own (warmup_steps=)",
+        ),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.buffers, self.device = 0, "copy", None
+        self.validate, self.at_end = "averaged", "averaged"
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if not any(map(is_schedule_free, trainer.optimizers)) or engine_of(trainer).is_deepspeed:
+            names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
+            raise MisconfigurationException(
+                "ScheduleFree() needs an optimizer with train() and eval(), outside of DeepSpeed:"
+                f" {type(pl_module).__name__}.configure_optimizers returns {names}. Return"
+                ' lightning_tricks.optimizer("schedulefree_adamw", self, lr=2.5e-3).'
+            )
+        require_recalibration(pl_module, "ScheduleFree")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        for optimizer in filter(is_schedule_free, trainer.optimizers):
+            optimizer.train()  # type: ignore[attr-defined]
+
+    @override
+    def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
+        self._update(trainer, averages)
+
+    @override
+    @torch.no_grad()
+    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+        parts, parameters = averages.parts(), dict(averages.module.named_parameters())
+        ends = {weight: end for optimizer in trainer.optimizers for weight, end in _ends(optimizer).items()}
+        for (name, average), y in zip(averages.tensors.items(), parts, strict=True):
+            weight = parameters.get(name)
+            if weight is None or weight not in ends:
+                average.copy_(y)
+                continue
+            z, fraction = ends[weight]
+            local = averages.weights.local(z)
+            assert local is not None, "this rank has a part of z where it has one of y"
+            average.copy_(y.lerp(local.to(y.dtype), fraction))
+        averages.updates += 1
+
+    @override
+    def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
+        with averages.marked_busy(), averages.showing("averaged"):
+            statistics = recalibrate(trainer, trainer.lightning_module)
+        averages.put(statistics)
+
+
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Whether an optimizer averages weights itself, between ``train()`` and ``eval()``."""
+    return all("train_mode" in group for group in optimizer.param_groups)
+
+
+def _ends(optimizer: Optimizer) -> dict[Tensor, tuple[Tensor, float]]:
+    """The z of every weight and the fraction of the way from y to it, at which x is."""
+    found = {}
+    for group in optimizer.param_groups if is_schedule_free(optimizer) else ():
+        beta = group["betas"][0] if "betas" in group else group["momentum"]
+        for weight in group["params"]:
+            if "z" in optimizer.state[weight]:
+                found[weight] = optimizer.state[weight]["z"], 1 - 1 / beta
+    return found

@@ -1,0 +1,181 @@
+"""An optimizer by its name, with the parameter groups that it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_tricks.core.checks import check_bool, check_range, check_type
+from lightning_tricks.core.lightning.engine import Engine, engine_of
+from lightning_tricks.core.lightning.namespace import require_same_lightning
+from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
+from lightning_tricks.core.selection import Patterns, select_parameters
+from lightning_tricks.optimizers.adamw import adamw
+from lightning_tricks.optimizers.hidden import is_hidden
+from lightning_tricks.optimizers.table import Row, check_settings, row_of
+from lightning_tricks.schedules.param_groups import Groups, layer_decay_groups, no_weight_decay_groups
+
+__all__ = ["optimizer"]
+
+
+def optimizer(
+    name: str,
+    module: nn.Module,
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    no_decay: bool = True,
+    layer_decay: float | None = None,
+    parameters: Patterns | None = None,
+    **settings: Any,
+) -> Optimizer:
+    """Make an optimizer by its name, with the parameter groups that it needs.
+
+    The arithmetic is that of torch, timm, pytorch_optimizer, schedulefree or bitsandbytes; ``optimizers()`` lists the
+    names. ``"muon"`` orthogonalizes the hidden weights: weights of layers with two or more dimensions, without
+    embeddings and the output layer; the others are trained as by AdamW at ``adamw_lr``, a tenth of ``lr`` by default.
+    ``"galore"`` keeps the states of hidden weights in a low rank. ``"lookahead_..."`` lets slow weights follow every
+    ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another one.
+
+    Args:
+        name: A name of ``optimizers()``.
+        module: The network, or the LightningModule (``self`` in ``configure_optimizers``).
+        lr: The learning rate, at least 0.
+        weight_decay: The weight decay, at least 0; as the optimizer defines it, decoupled or not.
+        no_decay: Whether biases, norms and embeddings have no weight decay.
+        layer_decay: The factor of the learning rate from a layer to the one below, in [0, 1]; by default none.
+        parameters: The weights to train, by patterns; all that require gradients by default.
+        settings: Further arguments of the optimizer, such as ``betas=``.
+
+    Returns:
+        The optimizer, to be returned from ``configure_optimizers`` or passed to a schedule.
+
+    Raises:
+        ValueError: If the name is unknown or a number is out of range.
+        TypeError: If the optimizer does not have one of the settings.
+        ModuleNotFoundError: If the library is missing, with the extra to install.
+        MisconfigurationException: If the strategy shards weights and the optimizer does not train right then.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        >>> made = optimizer("nadam", network, 1e-3, weight_decay=0.05)
+        >>> [(group["name"], len(group["params"]), group["weight_decay"]) for group in made.param_groups]
+        [('decay', 2, 0.05), ('no_decay', 4, 0.0)]
+    """
+    row = row_of(name)
+    check_type("module", module, nn.Module)
+    check_range("lr", lr, 0.0)
+    check_range("weight_decay", weight_decay, 0.0)
+    check_bool("no_decay", no_decay)
+    require_same_lightning(module, "optimizer")
+    kind = row.load()
+    check_settings(row, kind, settings)
+    _require_trains_right(row, module)
+    groups = _groups(module, lr, weight_decay, no_decay=no_decay, layer_decay=layer_decay, parameters=parameters)
+    slow = {key: settings.pop(key) for key in ("alpha", "k") if row.is_lookahead and key in settings}
+    made = _make(row, kind, module, groups, lr, settings)
+    for group in made.param_groups:
+        group["optimizer"] = name
+    made.register_load_state_dict_pre_hook(_require_same)
+    return Row("lookahead", "timm.optim.Lookahead", 0, "").load()(made, **slow) if row.is_lookahead else made
+
+
+def _groups(
+    module: nn.Module,
+    lr: float,
+    weight_decay: float,
+    *,
+    no_decay: bool,
+    layer_decay: float | None,
+    parameters: Patterns | None,
+) -> Groups:
+    chosen = dict(module.named_parameters()) if parameters is None else select_parameters(module, parameters)
+    groups = [{"params": [weight for weight in chosen.values() if weight.requires_grad], "weight_decay": weight_decay}]
+    if not groups[0]["params"]:
+        raise ValueError(f"{type(module).__name__} has no trainable parameters to optimize: unfreeze some.")
+    if layer_decay is not None:
+        check_range("layer_decay", layer_decay, 0.0, 1.0)
+        try:
+            groups = layer_decay_groups(module, lr, layer_decay, groups=groups)
+        except ValueError as error:
+            raise ValueError(
+                f"layer_decay={layer_decay} needs the layers of one timm or Hugging Face model, which"
+                f" {type(module).__name__} does not hold: give layer_decay_groups(..., pattern=) to an optimizer."
+            ) from error
+    return no_weight_decay_groups(module, weight_decay, embeddings=True, groups=groups) if no_decay else groups
+
+
+def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
+    if row.name == "adamw" and isinstance(module, pl.LightningModule):
+        return adamw(module, lr, params=groups, **settings)
+    if row.name == "muon":
+        rest = {"lr": settings.pop("adamw_lr", lr / 10)}
+        groups = _with_hidden(row, module, groups, {"use_fallback": False}, {"use_fallback": True}, rest)
+    if row.name == "galore":
+        low_rank = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
+        low_rank |= {key: settings.pop(key) for key in low_rank if key in settings}
+        groups = _with_hidden(row, module, groups, low_rank, {}, {})
+    return kind(groups, lr=lr, **settings)
+
+
+def _with_hidden(
+    row: Row, module: nn.Module, groups: Groups, hidden: dict[str, Any], others: dict[str, Any], rest: dict[str, Any]
+) -> Groups:
+    """Split each group into hidden weights and others; ``rest`` are settings that a group of others may have itself."""
+    found = is_hidden(module)
+    split = []
+    for group in groups:
+        for wanted, own in ((True, hidden), (False, {**rest, **others})):
+            if weights := [weight for weight in group["params"] if (weight in found) is wanted]:
+                ratio = group.get("lr")
+                name = "_".join(filter(None, [group.get("name"), "hidden" if wanted else "other"]))
+                split.append({**group, **own, "name": name, "params": weights})
+                if ratio is not None and "lr" in own:
+                    split[-1]["lr"] = own["lr"] * ratio
+    if not any(group["name"].endswith("hidden") for group in split):
+        raise ValueError(
+            f"optimizer({row.name!r}) is for hidden weights of two or more dimensions, and {type(module).__name__} has"
+            " none to train: take adamw."
+        )
+    return split
+
+
+def _require_trains_right(row: Row, module: nn.Module) -> None:
+    """Raise if the Trainer's strategy shards weights in a way that changes what the optimizer does."""
+    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+    if trainer is None:
+        return
+    if row.library == "schedulefree" and not any(
+        type(c).__name__ == "ScheduleFree" for c in callbacks_of(trainer, Callback)
+    ):
+        raise MisconfigurationException(
+            f"optimizer({row.name!r}) needs the callback ScheduleFree(), which validates and saves the averaged weights"
+            f" of {type(module).__name__}: add it to callbacks=."
+        )
+    engine, rule = engine_of(trainer), ""
+    if engine is Engine.FSDP2 and not row.fsdp2:
+        rule = "does not train under FSDP2 as in one process"
+    if engine.is_deepspeed and not row.zero:
+        rule = "does not train on the pieces of flat weights that DeepSpeed ZeRO gives it"
+        if row.library == "schedulefree":
+            rule = "has states that ScheduleFree() cannot read where DeepSpeed ZeRO holds them"
+    if rule:
+        raise MisconfigurationException(
+            f"optimizer({row.name!r}) {rule}, and {type(module).__name__} is trained by"
+            f" {type(trainer.strategy).__name__}. Take {row.instead!r}, or a DDP strategy."
+        )
+
+
+def _require_same(made: Optimizer, state: dict[str, Any]) -> None:
+    saved = next((group.get("optimizer") for group in state["param_groups"]), None)
+    own = made.param_groups[0]["optimizer"]
+    if saved is not None and saved != own:
+        raise MisconfigurationException(
+            f"the checkpoint has the states of optimizer({saved!r}), which are not those of optimizer({own!r}): resume"
+            " with the same name, or load the weights alone."
+        )

@@ -1,0 +1,189 @@
+"""The optimizers that ``optimizer()`` makes: where each comes from, and what it was tested with."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["optimizers"]
+
+_SETTINGS = ("self", "params", "lr", "weight_decay", "args", "kwargs")
+_EXTRAS = {"torch": "", "bitsandbytes": "8bit"}  # others are in "optimizers"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer, its source, and what tests have shown of it.
+
+    Args:
+        name: The name that ``optimizer()`` takes.
+        path: The module and the class.
+        bytes: Bytes of state for an fp32 weight.
+        use: When to take it.
+        zero: Whether two ranks under DeepSpeed ZeRO equal one process, which cuts weights anywhere.
+        fsdp2: Whether two ranks under FSDP2 equal one process.
+        instead: What to take where it is refused.
+    """
+
+    name: str
+    path: str
+    bytes: float
+    use: str
+    zero: bool = True
+    fsdp2: bool = True
+    instead: str = "adamw"
+
+    @property
+    def library(self) -> str:
+        """The package that holds the arithmetic."""
+        return self.path.partition(".")[0]
+
+    @property
+    def is_lookahead(self) -> bool:
+        """Whether timm's Lookahead is around the optimizer."""
+        return self.name.startswith("lookahead_")
+
+    @property
+    def extra(self) -> str:
+        """The extra of this package to install; "" for torch."""
+        return _EXTRAS.get(self.library, "optimizers")
+
+    def load(self) -> Any:
+        """The class of the optimizer.
+
+        Raises:
+            ModuleNotFoundError: If its package is missing, with the extra to install.
+        """
+        module, _, kind = self.path.rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), kind)
+        except ModuleNotFoundError as error:
+            if error.name != self.library:
+                raise
+            raise ModuleNotFoundError(
+                f"optimizer({self.name!r}) needs {self.library}: pip install 'lightning-tricks[{self.extra}]'."
+            ) from error
+
+
+_ROWS = (
+    Row("sgd", "torch.optim.SGD", 4, "with momentum=0.9, nesterov=True for convolutional networks"),
+    Row("adam", "torch.optim.Adam", 8, "Adam with coupled weight decay"),
+    Row("adamw", "torch.optim.AdamW", 8, "the default of most recipes; DeepSpeed's own by adamw()"),
+    Row("nadam", "torch.optim.NAdam", 8, "Adam with Nesterov momentum"),
+    Row("radam", "torch.optim.RAdam", 8, "Adam without a warm-up"),
+    Row("asgd", "torch.optim.ASGD", 4, "averaged SGD, as AWD-LSTM uses it"),
+    Row("rmsprop", "torch.optim.RMSprop", 4, "recurrent networks and reinforcement learning"),
+    Row("adagrad", "torch.optim.Adagrad", 4, "sparse features", zero=False),
+    Row("adafactor", "torch.optim.Adafactor", 0.02, "a large model in little memory", zero=False, fsdp2=False),
+    Row("lion", "timm.optim.Lion", 4, "half the state of AdamW; a third to a tenth of its lr"),
+    Row("madgrad", "timm.optim.MADGRAD", 12, "convolutional networks and MRI reconstruction"),
+    Row("adan", "timm.optim.Adan", 16, "vision transformers from scratch"),
+    Row("laprop", "timm.optim.LaProp", 8, "Adam with momentum after the normalization"),
+    Row("adopt", "timm.optim.Adopt", 8, "Adam that converges for every beta2"),
+    Row("lamb", "timm.optim.Lamb", 8, "very large batches", zero=False),
+    Row("mars", "timm.optim.Mars", 12, "language models; variance-reduced gradients", zero=False, fsdp2=False),
+    Row(
+        "muon",
+        "timm.optim.Muon",
+        4,
+        "hidden weights, orthogonalized; AdamW for the rest",
+        zero=False,
+        fsdp2=False,
+    ),
+    Row("lookahead_sgd", "torch.optim.SGD", 8, "SGD whose weights follow slow ones", zero=False),
+    Row("lookahead_adamw", "torch.optim.AdamW", 12, "AdamW whose weights follow slow ones", zero=False),
+    Row("lookahead_radam", "torch.optim.RAdam", 12, "the pair that is known as Ranger", zero=False),
+    Row("ademamix", "pytorch_optimizer.AdEMAMix", 12, "long trainings of language models"),
+    Row(
+        "galore",
+        "pytorch_optimizer.GaLore",
+        8,
+        "states in a low rank: rank=128; to resume, fit(..., weights_only=False)",
+        zero=False,
+    ),
+    Row(
+        "prodigy",
+        "pytorch_optimizer.Prodigy",
+        16,
+        "finds the step size by itself: lr=1.0",
+        zero=False,
+        fsdp2=False,
+    ),
+    Row("ranger21", "pytorch_optimizer.Ranger21", 20, "its own warm-up and -down", zero=False, fsdp2=False),
+    Row("soap", "pytorch_optimizer.SOAP", 24, "Shampoo's basis for Adam", zero=False, fsdp2=False),
+    Row("stableadamw", "pytorch_optimizer.StableAdamW", 8, "AdamW without spikes", zero=False, fsdp2=False),
+    Row(
+        "schedulefree_adamw",
+        "schedulefree.AdamWScheduleFree",
+        8,
+        "no schedule: with the callback ScheduleFree()",
+        zero=False,
+    ),
+    Row(
+        "schedulefree_sgd",
+        "schedulefree.SGDScheduleFree",
+        4,
+        "no schedule: with the callback ScheduleFree()",
+        zero=False,
+    ),
+    Row("adam8bit", "bitsandbytes.optim.Adam8bit", 2.03, "a quarter of Adam's state", zero=False, fsdp2=False),
+    Row("adamw8bit", "bitsandbytes.optim.AdamW8bit", 2.03, "a quarter of AdamW's state", zero=False, fsdp2=False),
+    Row("lion8bit", "bitsandbytes.optim.Lion8bit", 1.02, "an eighth of AdamW's state", zero=False, fsdp2=False),
+)
+ROWS = {row.name: row for row in _ROWS}
+
+
+def row_of(name: str) -> Row:
+    """The row of a name.
+
+    Raises:
+        ValueError: For another name, with the nearest ones.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {name!r}.")
+    if name not in ROWS:
+        near = difflib.get_close_matches(name.lower(), ROWS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(ROWS)}."
+        raise ValueError(f"name must be one of lightning_tricks.optimizers(), got {name!r}: {hint}")
+    return ROWS[name]
+
+
+def check_settings(row: Row, kind: Any, settings: dict[str, Any]) -> None:
+    """Raise for settings that the optimizer does not have.
+
+    Raises:
+        TypeError: With the settings that it has.
+    """
+    own = [name for name in inspect.signature(kind.__init__).parameters if name not in _SETTINGS]
+    own += ["alpha", "k"] if row.is_lookahead else []
+    own += ["rank", "update_proj_gap", "scale", "projection_type"] if row.name == "galore" else []
+    if unknown := [name for name in settings if name not in own]:
+        raise TypeError(f"optimizer({row.name!r}) has no setting {unknown[0]!r}; it has {', '.join(own)}.")
+
+
+def optimizers() -> list[dict[str, Any]]:
+    """The optimizers that ``optimizer()`` knows by name, with what tests have shown of each.
+
+    Returns:
+        A row for each: its name, library and extra to install, bytes of state for an fp32 weight, whether two ranks
+        equal one process under FSDP2 and under ZeRO, and when to take it.
+
+    Example:
+        >>> [row["name"] for row in optimizers() if row["extra"] == ""][:4]
+        ['sgd', 'adam', 'adamw', 'nadam']
+    """
+    return [
+        {
+            "name": row.name,
+            "library": row.library,
+            "extra": row.extra,
+            "bytes": row.bytes,
+            "fsdp2": row.fsdp2,
+            "zero": row.zero,
+            "use": row.use,
+        }
+        for row in _ROWS
+    ]

@@ -1,0 +1,35 @@
+"""List the optimizers by name and when to use them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of the command."""
+    optimizers = commands.add_parser(
+        "optimizers",
+        help="list the optimizers by name and when to use them",
+        description='List the names for lightning_tricks.optimizer("NAME", module, lr): the library of each, the bytes'
+        " of its states for an fp32 weight, where it is refused, and when to use it.",
+        epilog="example: lightning-tricks optimizers",
+    )
+    optimizers.set_defaults(run=run)
+    optimizers.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
+    from lightning_tricks.core.report import table
+    from lightning_tricks.optimizers.table import optimizers
+
+    rows = optimizers()
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    cells = []
+    for row in rows:
+        refused = " ".join(engine for engine in ("fsdp2", "zero") if not row[engine])
+        cells.append([row["name"], row["library"], f"{row['bytes']:g}", refused, row["use"]])
+    print(table(("name", "library", "bytes", "refused", "when"), cells))
