@@ -102,7 +102,10 @@ KINDS: dict[str, tuple[Callable[[Path], Logger], Callable[[Path], Logged]]] = {
 }
 
 
-@pytest.mark.parametrize("names", [["CSV"], ["TensorBoard"], ["WandB"], ["CSV", "TensorBoard", "WandB"], []], ids=str)
+ALONE = [["CSV"], ["TensorBoard"], pytest.param(["WandB"], marks=pytest.mark.slow)]  # it is among all three, too
+
+
+@pytest.mark.parametrize("names", [*ALONE, ["CSV", "TensorBoard", "WandB"], []], ids=str)
 def test_every_metric_goes_to_every_logger(names: list[str], tmp_path: Path) -> None:
     loggers = [KINDS[name][0](tmp_path / name) for name in names]
     for name in names:

@@ -32,8 +32,18 @@ def ended(selected: Callable[..., list[str]]) -> Callable[[str], Cases]:
     return cache(lambda strategy: run_cases(two_ranks, selected("name", strategy=strategy), strategy))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_bf16"])
+IN_BF16 = ("AdaptiveClip", "EMA", "HardExampleFilter", "Mixup", "SAMMixin", "SkipNonFinite", "cosine")
+NAMED = [pytest.param(each) if isinstance(each, str) else each for each in NAMES]
+CELLS = [
+    *(pytest.param("ddp", *each.values, marks=each.marks) for each in NAMED),
+    *(
+        pytest.param("ddp_bf16", name, marks=marks if name in IN_BF16 else pytest.mark.slow)
+        for (name,), marks, _ in NAMED
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name"), CELLS)  # in fp32 all of them, in 16 bits one of each kind
 def test_two_ranks_agree_and_equal_one_process(
     name: str, strategy: str, ended: Callable[[str], Cases], cell: Callable[..., None]
 ) -> None:
