@@ -77,8 +77,8 @@ class SAMHooks(Trick):
             if weight.requires_grad and weight.dtype not in (torch.float32, torch.float64):
                 raise MisconfigurationException(
                     "SAM needs real weights in fp32, since 16-bit ones round its perturbation away;"
-                    f" {type(pl_module).__name__}.{name} is {weight.dtype}. Use precision='bf16-mixed' or '16-mixed', or"
-                    " leave SAM out for complex weights."
+                    f" {type(pl_module).__name__}.{name} is {weight.dtype}. Use precision='bf16-mixed' or '16-mixed';"
+                    " for complex weights leave SAM out."
                 )
         if (patterns := self._engine.sam.parameters) is not None:
             try:
