@@ -15,6 +15,7 @@ from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.batchnorm import recalibrate, require_recalibration
 from lightning_tricks.core.averaging.callback import AveragingCallback
 from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.optimizer_groups import is_schedule_free
 from lightning_tricks.core.trick import Conflict
 
 __all__ = ["ScheduleFree"]
@@ -103,11 +104,6 @@ class ScheduleFree(AveragingCallback):
         with averages.marked_busy(), averages.showing("averaged"):
             statistics = recalibrate(trainer, trainer.lightning_module)
         averages.put(statistics)
-
-
-def is_schedule_free(optimizer: Optimizer) -> bool:
-    """Whether an optimizer averages weights itself, between ``train()`` and ``eval()``."""
-    return all("train_mode" in group for group in optimizer.param_groups)
 
 
 def _ends(optimizer: Optimizer) -> dict[Tensor, tuple[Tensor, float]]:

@@ -82,7 +82,7 @@ def optimizer(
     for group in made.param_groups:
         group["optimizer"] = name
     made.register_load_state_dict_pre_hook(_require_same)
-    return Row("lookahead", "timm.optim.Lookahead", 0, "").load()(made, **slow) if row.is_lookahead else made
+    return row.load("timm.optim.Lookahead")(made, **slow) if row.is_lookahead else made
 
 
 def _groups(
@@ -111,32 +111,30 @@ def _groups(
 
 
 def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
-    if row.name == "adamw" and isinstance(module, pl.LightningModule):
+    if row.name == "adamw" and isinstance(module, pl.LightningModule) and settings.keys() <= {"betas", "eps"}:
         return adamw(module, lr, params=groups, **settings)
     if row.name == "muon":
-        rest = {"lr": settings.pop("adamw_lr", lr / 10)}
-        groups = _with_hidden(row, module, groups, {"use_fallback": False}, {"use_fallback": True}, rest)
+        rate = settings.pop("adamw_lr", lr / 10)
+        groups = _with_hidden(row, module, groups, {"use_fallback": False}, {"use_fallback": True})
+        for group in groups:
+            if group["use_fallback"]:
+                group["lr"] = rate * group["lr"] / lr if "lr" in group and lr else rate  # as layer_decay has scaled it
     if row.name == "galore":
         low_rank = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
         low_rank |= {key: settings.pop(key) for key in low_rank if key in settings}
-        groups = _with_hidden(row, module, groups, low_rank, {}, {})
+        groups = _with_hidden(row, module, groups, low_rank, {})
     return kind(groups, lr=lr, **settings)
 
 
-def _with_hidden(
-    row: Row, module: nn.Module, groups: Groups, hidden: dict[str, Any], others: dict[str, Any], rest: dict[str, Any]
-) -> Groups:
-    """Split each group into hidden weights and others; ``rest`` are settings that a group of others may have itself."""
+def _with_hidden(row: Row, module: nn.Module, groups: Groups, hidden: dict[str, Any], others: dict[str, Any]) -> Groups:
+    """Split each group into hidden weights and others, with the settings of each."""
     found = is_hidden(module)
     split = []
     for group in groups:
-        for wanted, own in ((True, hidden), (False, {**rest, **others})):
+        for wanted, own in ((True, hidden), (False, others)):
             if weights := [weight for weight in group["params"] if (weight in found) is wanted]:
-                ratio = group.get("lr")
                 name = "_".join(filter(None, [group.get("name"), "hidden" if wanted else "other"]))
                 split.append({**group, **own, "name": name, "params": weights})
-                if ratio is not None and "lr" in own:
-                    split[-1]["lr"] = own["lr"] * ratio
     if not any(group["name"].endswith("hidden") for group in split):
         raise ValueError(
             f"optimizer({row.name!r}) is for hidden weights of two or more dimensions, and {type(module).__name__} has"

@@ -39,7 +39,7 @@ class Row:
     @property
     def library(self) -> str:
         """The package that holds the arithmetic."""
-        return self.path.partition(".")[0]
+        return "timm" if self.is_lookahead else self.path.partition(".")[0]
 
     @property
     def is_lookahead(self) -> bool:
@@ -51,13 +51,13 @@ class Row:
         """The extra of this package to install; "" for torch."""
         return _EXTRAS.get(self.library, "optimizers")
 
-    def load(self) -> Any:
-        """The class of the optimizer.
+    def load(self, path: str = "") -> Any:
+        """The class of the optimizer, or another one that it needs.
 
         Raises:
             ModuleNotFoundError: If its package is missing, with the extra to install.
         """
-        module, _, kind = self.path.rpartition(".")
+        module, _, kind = (path or self.path).rpartition(".")
         try:
             return getattr(importlib.import_module(module), kind)
         except ModuleNotFoundError as error:

@@ -37,6 +37,7 @@ from lightning_tricks.core.checks import (
     duration_steps,
 )
 from lightning_tricks.core.lightning.namespace import require_same_lightning
+from lightning_tricks.core.lightning.optimizer_groups import is_schedule_free
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.core.trick import announce
@@ -620,7 +621,7 @@ def _schedule(
 ) -> Schedule:
     """Make the dictionary of a factory; T is left unknown where an endless curve does not need it."""
     check_arguments(optimizer, module)
-    if all("train_mode" in group for group in optimizer.param_groups):
+    if is_schedule_free(optimizer):
         raise ValueError(
             f"optimizer: a schedule-free optimizer takes no schedule, got {type(optimizer).__name__}: return it alone,"
             " and add the callback ScheduleFree()."

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import saves_folder
-from lightning_tricks.core.safe_load.damage import read_errors, unfinished
+from lightning_tricks.core.safe_load.damage import folder_error, unfinished
 
 _REMOVED = re.compile(r"\.[0-9a-f]{8}\.removing")
 _RENAME_EXCHANGE = 2  # A flag of renameat2.
@@ -218,7 +218,7 @@ def _require_visible(new: Path) -> None:
 def _error_of(action: Callable[[], None]) -> BaseException | None:
     try:
         action()
-    except read_errors() as error:
+    except (Exception, folder_error()) as error:
         return error
     return None
 

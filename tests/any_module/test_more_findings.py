@@ -877,3 +877,47 @@ def test_a_part_of_a_named_tuple_is_the_same_by_position_and_by_name(inputs: Any
 
     train = batches(lambda x, y: Molecules(x, None, y.float(), torch.ones(len(x))))
     fit(build(Weighted), train=train, callbacks=[lt.Mixup(inputs=inputs, target=target)], limit_val_batches=0)
+
+
+class Counted(nn.Module):
+    """Counts its calls in a closure, which cannot be set back."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.layer, self.fails = nn.Linear(8, 2), fails
+        self.count = counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.count() == 2 and self.fails:
+            raise RuntimeError("the user's own")
+        return torch.tanh(self.layer(x)) * torch.ones_like(x[:, :1])
+
+
+def counter() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "message"),
+    [
+        (False, MisconfigurationException, r"Counted\.count \(function\) has changed"),
+        (True, RuntimeError, "the user's own"),
+    ],
+)
+def test_a_recomputed_block_that_counts_is_refused_and_its_own_error_is_not_hidden(
+    fails: bool, error: type[Exception], message: str
+) -> None:
+    class Blocks(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.layers = nn.Sequential(Counted(fails))
+
+    with pytest.raises(error, match=message):
+        fit(build(Blocks), callbacks=[lt.ActivationCheckpointing("Counted")], limit_val_batches=0)

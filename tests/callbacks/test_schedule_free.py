@@ -102,6 +102,7 @@ def test_statistics_of_batchnorm_are_those_of_x() -> None:
     assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
 def test_what_would_undo_it_is_refused_before_training() -> None:
     class Scheduled(PlainNet):
         def configure_optimizers(self) -> Any:
@@ -112,6 +113,10 @@ def test_what_would_undo_it_is_refused_before_training() -> None:
         def configure_optimizers(self) -> Any:
             return lt.cosine(lt.optimizer("schedulefree_sgd", self, 0.1), self)
 
+    class Without(PlainNet):
+        def configure_optimizers(self) -> None:
+            return None
+
     cases: list[tuple[Any, list[Callback], str]] = [
         (net(), [lt.ScheduleFree(), lt.EMA(validate="raw", at_end="raw")], "averages its weights itself"),
         (net(), [lt.EMA(), lt.ScheduleFree()], "averages its weights itself"),
@@ -119,6 +124,7 @@ def test_what_would_undo_it_is_refused_before_training() -> None:
         (build(Scheduled), [lt.ScheduleFree()], "takes the place of a schedule"),
         (build(Made), [lt.ScheduleFree()], "a schedule-free optimizer takes no schedule"),
         (build(PlainNet), [lt.ScheduleFree()], "configure_optimizers returns SGD"),
+        (build(Without), [lt.ScheduleFree()], r"ScheduleFree\(\) needs an optimizer"),
         (net(), [], r"needs the callback ScheduleFree\(\)"),
     ]
     for module, callbacks, message in cases:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.lightning.trainer import callbacks_of, saves_folder
-from lightning_tricks.core.safe_load.damage import damage, read_errors
+from lightning_tricks.core.safe_load.damage import damage, folder_error
 from lightning_tricks.core.weights.tensors import float_buffers
 
 KINDS = ("raw", "averaged")
@@ -74,7 +74,7 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
         from lightning_tricks.core.averaging.shards import read
 
         return {**state, **read(folder, weights, parts, stamp=step)}
-    except read_errors() as error:
+    except (OSError, ValueError, RuntimeError, folder_error()) as error:
         raise MisconfigurationException(
             f"The averages of this checkpoint are in shards in {folder}, which cannot be read: {error}. Resume from the"
             " folder that was saved, from an earlier one, or leave the callback out."

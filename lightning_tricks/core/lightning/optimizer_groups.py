@@ -48,3 +48,9 @@ def restore_groups(made: Made) -> None:
         for name in group.keys() - settings.keys() - {"params"}:
             del group[name]
         group.update(deepcopy(settings))
+
+
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Whether an optimizer averages weights itself, between ``train()`` and ``eval()``."""
+    groups = optimizer.param_groups
+    return bool(groups) and all("train_mode" in group for group in groups)

@@ -104,19 +104,21 @@ def _require_no_loss(func: Callable[..., Any], part: UnmixedPart, others: Sequen
     with torch._C.DisableTorchFunctionSubclass():
         traced = torch.is_grad_enabled() and any(other.requires_grad for other in others)
     about, of_target = part.about, any(_is_target(other, part.plan) for other in others)
-    if not traced or (of_target and not writes(func)) or _is_constant(part):
+    if not traced or (of_target and not writes(func)):
         return
     is_residual = func.__name__.strip("_") in ("sub", "rsub", "subtract") and any(t.shape == part.shape for t in others)
-    if of_target or is_loss(func) or is_residual:
+    in_loss = of_target or is_loss(func) or is_residual
+    if not (in_loss or about.in_network) or _is_constant(part):  # which waits for a GPU, and so comes last
+        return
+    if in_loss:
         raise part.plan.refusal(_goes_with_the_target(about))
-    if about.in_network:
-        inputs = ", ".join(map(repr, about.inputs))
-        raise part.plan.refusal(
-            f"the loss depends on {about.path}, which is not mixed. If the network sees it, name it with the inputs,"
-            f" inputs=[{inputs}, {about.name!r}], or name only them, inputs=[{inputs}], to leave it as it is. If it is"
-            f" a weight of samples or a label, name it as a target, too, target=[{', '.join(map(repr, about.targets))},"
-            f" {about.name!r}]."
-        )
+    inputs = ", ".join(map(repr, about.inputs))
+    raise part.plan.refusal(
+        f"the loss depends on {about.path}, which is not mixed. If the network sees it, name it with the inputs,"
+        f" inputs=[{inputs}, {about.name!r}], or name only them, inputs=[{inputs}], to leave it as it is. If it is"
+        f" a weight of samples or a label, name it as a target, too, target=[{', '.join(map(repr, about.targets))},"
+        f" {about.name!r}]."
+    )
 
 
 def _goes_with_the_target(about: Unmixed) -> str:

@@ -87,11 +87,13 @@ class _Start:
             self.state.restore()
             stack.enter_context(random_numbers_of(self.numbers, self.device))
             stack.enter_context(self.inner)
-            stack.callback(after.refuse_counts)
-            self._leave = stack.pop_all()
+            self._leave, self._after = stack.pop_all(), after
 
-    def __exit__(self, *error: Any) -> None:
-        self._leave.__exit__(*error)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._leave.__exit__(kind, error, trace)
+        # torch may end a recomputation by an exception of its own; that of a user must not be hidden by ours.
+        if error is None or type(error).__module__ == checkpoint.__module__:
+            self._after.refuse_counts()
 
 
 def _contexts(block: nn.Module, contexts: Callable[[], Contexts]) -> Contexts:

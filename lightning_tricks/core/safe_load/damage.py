@@ -48,8 +48,9 @@ def unfinished(folder: str | os.PathLike[str]) -> str | None:
     return f"it has no {missing[0]}: saving was interrupted" if missing else None
 
 
-def read_errors() -> tuple[type[BaseException], ...]:
-    """The exceptions that saving or loading a checkpoint folder raises; torch's own derives from BaseException."""
-    from torch.distributed.checkpoint.api import CheckpointException  # importing it takes a tenth of a second
+def folder_error() -> type[BaseException]:
+    """The exception of torch for checkpoint folders, which derives from BaseException."""
+    # Importing it takes a tenth of a second.
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    return Exception, CheckpointException
+    return CheckpointException
