@@ -19,6 +19,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
+from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.callbacks.schedule_free import ScheduleFree
@@ -32,6 +33,7 @@ from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
+from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM
 from lightning_tricks.modules.sharpness import sharpness
@@ -67,6 +69,7 @@ from lightning_tricks.strategies.zero.preset import ZeROPreset
 
 __all__ = [
     "EMA",
+    "QAT",
     "SAM",
     "SWA",
     "ActivationCheckpointing",
@@ -125,6 +128,7 @@ __all__ = [
     "polynomial",
     "preset",
     "presets",
+    "quantize",
     "ray_trainer",
     "reduce_on_plateau",
     "scale_adam",

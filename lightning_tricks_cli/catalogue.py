@@ -149,6 +149,11 @@ CATALOGUE = (
         "unfreezes from head to stem, following the schedule",
     ),
     Row(
+        ("QAT", "quantize"),
+        "callbacks=[lt.QAT()]",
+        "weights of 8 or 4 bits, for inference",
+    ),
+    Row(
         ("ActivationCheckpointing",),
         "callbacks=[lt.ActivationCheckpointing()]",
         "recomputes blocks in the backward pass, for less memory",

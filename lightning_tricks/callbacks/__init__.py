@@ -13,6 +13,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_los
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
+from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.callbacks.schedule_free import ScheduleFree
@@ -22,6 +23,7 @@ from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFin
 
 __all__ = [
     "EMA",
+    "QAT",
     "SWA",
     "ActivationCheckpointing",
     "AdaptiveClip",

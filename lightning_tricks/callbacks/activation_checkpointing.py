@@ -1,10 +1,10 @@
-"""Activation checkpointing: activations inside blocks are recomputed in the backward pass."""
+"""Activation checkpointing: activations inside blocks are recomputed in the backward pass, or wait in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -12,11 +12,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.replay.offload import offload
 from lightning_tricks.core.replay.recompute import recompute
 from lightning_tricks.core.selection import check_patterns, select_blocks
 from lightning_tricks.core.trick import Conflict, Trick
 
 __all__ = ["ActivationCheckpointing"]
+
+Policy = Literal["full", "selective", "offload"]
 
 
 @final
@@ -36,11 +39,15 @@ class ActivationCheckpointing(Trick):
     "full". It also raises in a second backward pass through one graph. With both policies torch raises for a block that
     writes into its own input, and for ``torch.func.grad``.
 
+    ``policy="offload"`` computes nothing again: activations wait in host memory (pinned, with CUDA) and come back in
+    the backward pass, so it takes the time of two transfers, and as much host memory. Without an accelerator nothing
+    moves. Compiled graphs break around such blocks, which ``torch.compile(fullgraph=True)`` refuses.
+
     Args:
         modules: Regular expressions searched in submodules' names, or names of classes ("BertLayer"); one or a
             sequence. Of nested modules only the outermost are taken. Or a number of parameters, for the innermost
             submodules with at least so many. None for modules of one class that repeat in a ModuleList or Sequential.
-        policy: "full" to recompute everything, or "selective".
+        policy: "full" to recompute everything, "selective", or "offload".
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -64,14 +71,12 @@ class ActivationCheckpointing(Trick):
         ),
     )
 
-    def __init__(
-        self, modules: str | int | Sequence[str] | None = None, *, policy: Literal["full", "selective"] = "full"
-    ) -> None:
+    def __init__(self, modules: str | int | Sequence[str] | None = None, *, policy: Policy = "full") -> None:
         if isinstance(modules, int):
             check_count("modules", modules)
         elif modules is not None:
             check_patterns("modules", modules)
-        check_choice("policy", policy, ("full", "selective"))
+        check_choice("policy", policy, get_args(Policy))
         super().__init__()
         self.modules = modules
         self.policy = policy
@@ -89,4 +94,5 @@ class ActivationCheckpointing(Trick):
             ) from None
         torch.compiler.reset()  # code that was compiled earlier would still keep activations
         for block in found.values():
-            self._wrap(block, "forward", partial(recompute, block, self.policy))
+            run = partial(offload, block) if self.policy == "offload" else partial(recompute, block, self.policy)
+            self._wrap(block, "forward", run)

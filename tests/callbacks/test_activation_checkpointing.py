@@ -17,9 +17,11 @@ import lightning_tricks as lt
 import lightning_tricks.core.replay.recompute as recomputing
 from lightning_tricks.core.lightning.patching import wrap_method
 from tests.conformance.engines import cpu_deepspeed
-from tests.core.replay.test_recompute import descend, policies, wrapped
+from tests.core.replay.test_recompute import descend, wrapped
 from tests.nets import TORCH_2_9, Net, assert_close, assert_equal, build, fit, rank_loader, weights
 from tests.ranks import run_ranks
+
+policies = pytest.mark.parametrize("policy", ["full", "selective", "offload"])
 
 
 def block(width: int = 16) -> nn.Sequential:
@@ -132,6 +134,26 @@ def test_a_compiled_network_is_recomputed_too(policy: Any) -> None:
     assert_close(weights(module), weights(plain))
 
 
+class Broken(Deep):
+    """The network runs compiled, in as many graphs as it takes."""
+
+    def setup(self, stage: str) -> None:
+        self.run = torch.compile(self.layers, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_graphs_break_where_activations_are_offloaded() -> None:
+    plain, module, settings = build(Broken), build(Broken), {"max_epochs": 1, "limit_train_batches": 3}
+    fit(plain, **settings)
+    fit(module, callbacks=[lt.ActivationCheckpointing(policy="offload")], **settings)
+    assert_close(weights(module), weights(plain))
+    with pytest.raises(Exception, match="offload"):
+        fit(build(Compiled), callbacks=[lt.ActivationCheckpointing(policy="offload")], **settings)
+
+
 class Breaks(nn.Module):
     """A block that cannot be one graph."""
 
@@ -207,7 +229,7 @@ def two_ranks(engines: list[str]) -> None:
         settings = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
         kind = Deep if name in ("ddp", "static") else Sharded
         plain = trained(kind, strategy=ENGINES[name](), **settings)
-        for policy in ("full", "selective"):
+        for policy in ("full", "selective", "offload"):
             callback = lt.ActivationCheckpointing(policy=policy)
             assert_equal(trained(kind, callback, strategy=ENGINES[name](), **settings), plain)
 

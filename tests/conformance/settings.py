@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import lightning_tricks as lt
+from tests.callbacks.test_qat import NaiveQAT
 from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, terminator
 from tests.reference import tricks as naive
 
@@ -126,6 +127,11 @@ SETTINGS: dict[str, Trick] = {
         "DeepSpeed",
         "manual",
         naive=lambda batches, seen: naive.Rewinding(len(batches)),
+    ),
+    "QAT": Trick(
+        naive=lambda batches, seen: NaiveQAT(first=1),
+        callbacks={"on": lambda: [lt.QAT(modules=r"layers\.[1-9]")], "off": lambda: [lt.QAT(start=1.0)]},
+        yaml={"trainer": {"callbacks": [{"class_path": "QAT", "init_args": {"modules": r"layers\.[1-9]"}}]}},
     ),
     "SAMCallback": Trick(
         callbacks={"on": lambda: [lt.SAMCallback(0.1)], "off": lambda: [lt.SAMCallback(0.0)]},

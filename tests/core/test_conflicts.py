@@ -186,6 +186,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((partial(lt.ActivationCheckpointing, "layers"), partial(lt.ActivationCheckpointing, "layers")))],
         [Run((partial(lt.ActivationCheckpointing, "layers.0"), partial(lt.ActivationCheckpointing, "layers.2")))],
     ),
+    "QAT-QAT": (
+        [Run((lt.QAT, partial(lt.QAT, "int4")))],
+        [Run((partial(lt.QAT, modules="layers.0"), partial(lt.QAT, "int4", modules="layers.2")))],
+    ),
     "Compile-Compile": (
         [Run((partial(lt.Compile, "layers", backend="eager"), partial(lt.Compile, "layers", backend="aot_eager")))],
         [Run((partial(lt.Compile, "layers.0", backend="eager"), partial(lt.Compile, "layers.2", backend="eager")))],

@@ -202,7 +202,7 @@ WRAPPED = (
         "torch.nn.Module",
         "forward",
         "input",
-        "ActivationCheckpointing, Compile, fsdp2 presets",
+        "ActivationCheckpointing, Compile, QAT, fsdp2 presets",
         "a wrapping module would change names in the state_dict",
     ),
     WrappedMethod(
@@ -326,7 +326,7 @@ PRIVATE = (
     ),
     PrivateName("torch.Tensor", "_backward_hooks", "SAM", "whether hooks run in the backward pass"),
     PrivateName("torch.Tensor", "_post_accumulate_grad_hooks", "SAM", "whether hooks run in the backward pass"),
-    PrivateName("torch.Tensor", "_version", "SAM, offloaded averages", "whether something wrote into a tensor"),
+    PrivateName("torch.Tensor", "_version", "SAM, offloading", "whether something wrote into a tensor"),
     PrivateName("torch.Tensor", "_base", "mixed targets", "a property that torch.compile reads of every input"),
     PrivateName("torch.Tensor", "_is_view", "mixed targets", "whether a tensor shares memory with a larger one"),
     PrivateName("torch.Tensor", "_values", "guards", "the values of a sparse tensor that is not coalesced"),

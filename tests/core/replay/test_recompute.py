@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.replay.offload import offload
 from lightning_tricks.core.replay.recompute import recompute
 from lightning_tricks.core.selection import select_blocks
 from tests.nets import assert_equal, weights
@@ -24,10 +25,12 @@ policies = pytest.mark.parametrize("policy", ["full", "selective"])
 
 
 def wrapped(model: nn.Module, policy: Any) -> nn.Module:
-    """A copy of the model whose blocks are recomputed."""
+    """A copy of the model whose blocks are recomputed, or offloaded."""
     model = copy.deepcopy(model)
     for each in select_blocks(model).values():
-        wrap_method(each, "forward", partial(recompute, each, policy))
+        wrap_method(
+            each, "forward", partial(offload, each) if policy == "offload" else partial(recompute, each, policy)
+        )
     return model
 
 

@@ -1,0 +1,146 @@
+"""Quantization-aware training: linear layers train and are validated as if their weights were rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tricks.core.checks import check_duration
+from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.selection import Patterns, check_patterns
+from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.quantization import (
+    Precision,
+    check_precision,
+    linear_layers,
+    quantized,
+    require_torchao,
+)
+
+__all__ = ["QAT"]
+
+
+def rounded(weight: Tensor, precision: Precision) -> Tensor:
+    """Weights as ``quantize`` rounds them, in a tensor whose gradient is that of the weights.
+
+    Args:
+        weight: Weights of a linear layer (outputs, inputs).
+        precision: "int8" or "int4".
+
+    Example:
+        >>> import torch
+        >>> weight = torch.tensor([[0.9, 0.44]], requires_grad=True)
+        >>> rounded(weight, "int4").sum().backward()
+        >>> weight.grad
+        tensor([[1., 1.]])
+    """
+    zero = weight - weight.detach()
+    return quantized(weight.detach(), precision).dequantize() + zero
+
+
+@final
+class QAT(Trick):
+    """Linear layers compute with ``w' = scale * round(w / scale)``, and w takes the gradient of w'.
+
+    The network learns weights that keep their accuracy when ``quantize(module, precision)`` rounds them after the fit:
+    with the same ``precision`` and ``modules`` it computes what was validated. In checkpoints the weights are not
+    rounded and have their usual names, so they load anywhere. Validation, ``trainer.test`` and ``trainer.predict``
+    round, too, where this callback is given. The arithmetic is torchao's. It pays for few bits and small networks; 8
+    bits seldom need it.
+
+    Args:
+        precision: "int8" or "int4".
+        modules: The linear layers, or modules that hold some, by patterns (a regular expression searched in names, or
+            the name of a class; one or a sequence); all by default.
+        start: When rounding begins (int optimizer steps, float fraction of training).
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range.
+        ModuleNotFoundError: If torchao is missing, with the extra to install.
+        MisconfigurationException: At fit start, if there are no such layers.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[QAT("int4")], accelerator="cpu", logger=False)
+
+    References:
+        Jacob et al., arXiv 1712.05877.
+    """
+
+    conflicts = (
+        Conflict(
+            ("QAT",),
+            "a weight would be rounded twice",
+            "Leave one of them out, or name other modules",
+            lambda one, other: one.modules == other.modules,
+        ),
+        Conflict(
+            ("LoRA",),
+            "the weights that adapters are merged into are not those that are rounded here",
+            "Merge the adapters first (merge_adapters), and train the merged network with QAT, or take"
+            ' LoRA(base="int8")',
+        ),
+    )
+    durations = ("start",)
+
+    def __init__(
+        self, precision: Precision = "int8", *, modules: Patterns | None = None, start: int | float = 0
+    ) -> None:
+        super().__init__()
+        check_precision(precision)
+        if modules is not None:
+            check_patterns("modules", modules)
+        check_duration("start", start)
+        self.precision, self.modules, self.start = precision, modules, start
+        self._rounds = False
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._round(pl_module, rounds=self.start == 0)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._rounds = trainer.global_step >= self._steps["start"]
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
+        self._rounds = trainer.global_step >= self._steps["start"]
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not is_fitting(trainer):
+            self._round(pl_module)
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._round(pl_module)
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._round(pl_module)
+
+    def _round(self, pl_module: pl.LightningModule, *, rounds: bool = True) -> None:
+        """Wrap the forward pass of each layer until this trick is closed."""
+        self._rounds = rounds
+        require_torchao()
+        try:
+            layers = linear_layers(pl_module, self.modules)
+        except ValueError as error:
+            raise MisconfigurationException(f"{self.written()}: {error}") from None
+        for layer in layers.values():
+            self._wrap(layer, "forward", partial(_linear, self, layer))
+
+
+def _linear(trick: QAT, layer: nn.Linear, forward: Callable[..., Tensor], input: Tensor) -> Tensor:
+    if not trick._rounds:
+        return forward(input)
+    return F.linear(input, rounded(layer.weight, trick.precision), layer.bias)

@@ -1,0 +1,69 @@
+"""A trained network whose linear layers have weights of 8 or 4 bits, for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_tricks.core.selection import Patterns, check_patterns
+from lightning_tricks.core.weights.quantization import Precision, check_precision, linear_layers, quantized
+
+__all__ = ["quantize"]
+
+
+def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patterns | None = None) -> nn.Module:
+    r"""Round the weights of linear layers, in place: ``w' = scale * round(w / scale)``, for inference and export.
+
+    The scales are those of rows in 8 bits, and those of groups of 32 inputs in 4 bits (of rows, where 32 does not
+    divide them). Names stay the same, so the file that ``torch.save(module.state_dict(), file)`` writes is loaded by
+    plain torch into the class itself, once torchao is imported: ``load_state_dict(torch.load(file), assign=True)``.
+    torchao holds a weight of 4 bits in a byte, so int4 saves no more memory than int8; its other formats pack such
+    weights for the device that runs them. All parameters are frozen, and a forward pass in training mode raises: train
+    with ``QAT`` before, or train adapters with ``LoRA(base="int8")``.
+
+    Args:
+        module: The network, or the LightningModule. It is changed; to keep it, pass a copy.
+        precision: "int8" or "int4".
+        modules: The linear layers, or modules that hold some, by patterns; all by default. To leave out an output layer
+            called "head": ``modules=r"^(?!head)"``.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: If there are no such layers, or if one is quantized already.
+        ModuleNotFoundError: If torchao is missing, with the extra to install.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+        >>> x = torch.randn(4, 64)
+        >>> before = network(x)
+        >>> bool((quantize(network)(x) - before).abs().max() < 0.05)
+        True
+
+    References:
+        Jacob et al., arXiv 1712.05877.
+    """
+    check_precision(precision)
+    if modules is not None:
+        check_patterns("modules", modules)
+    layers = linear_layers(module, modules)
+    if done := [name for name, layer in layers.items() if type(layer.weight.data) is not Tensor]:
+        kind = type(layers[done[0]].weight.data).__name__
+        raise ValueError(f"{done[0]}.weight must be a plain tensor, got {kind}: quantize the trained weights, once.")
+    for layer in layers.values():
+        layer.weight = nn.Parameter(quantized(layer.weight.data, precision), requires_grad=False)
+        layer.register_forward_pre_hook(_refuse_training)
+    module.requires_grad_(False)
+    return module
+
+
+def _refuse_training(layer: nn.Module, inputs: Any) -> None:
+    if layer.training and torch.is_grad_enabled():
+        raise MisconfigurationException(
+            "A network that quantize() has rounded cannot be trained: train it before, with QAT(), or call"
+            " module.eval() for inference."
+        )
