@@ -17,6 +17,7 @@ from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.qat import QAT
@@ -31,6 +32,7 @@ from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.losses.lean_loss import lean_loss
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
 from lightning_tricks.modules.quantize import quantize
@@ -87,6 +89,7 @@ __all__ = [
     "Hardware",
     "HiddenMixup",
     "LRSchedule",
+    "LeanLoss",
     "Mixup",
     "RewindOnSpike",
     "SAMCallback",
@@ -118,6 +121,7 @@ __all__ = [
     "greedy_soup",
     "inverse_sqrt",
     "layer_decay_groups",
+    "lean_loss",
     "linear",
     "no_weight_decay_groups",
     "one_cycle",

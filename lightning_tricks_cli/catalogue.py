@@ -149,6 +149,11 @@ CATALOGUE = (
         "unfreezes from head to stem, following the schedule",
     ),
     Row(
+        ("LeanLoss", "lean_loss"),
+        'callbacks=[lt.LeanLoss("model")]',
+        "large vocabularies without their logits",
+    ),
+    Row(
         ("QAT", "quantize"),
         "callbacks=[lt.QAT()]",
         "weights of 8 or 4 bits, for inference",

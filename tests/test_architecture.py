@@ -44,9 +44,10 @@ NO_TRAINER = re.compile(
 )
 ON_TOP = {"advisor", "examples"}  # may import every kind
 MAY_IMPORT = {  # the kinds that a kind may import besides itself and core
-    "callbacks": {"modules", "schedules"},  # SAMCallback and LRSchedule are other forms of what is there
+    "callbacks": {"losses", "modules", "schedules"},  # LeanLoss, SAMCallback, LRSchedule: other forms of what is there
     "checkpoints": set(),
     "core": set(),
+    "losses": set(),
     "modules": set(),
     "optimizers": {"schedules"},  # groups of parameters, of which the schedules give each its learning rate
     "schedules": set(),

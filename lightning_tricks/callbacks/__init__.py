@@ -11,6 +11,7 @@ from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.qat import QAT
@@ -36,6 +37,7 @@ __all__ = [
     "HardExampleFilter",
     "HiddenMixup",
     "LRSchedule",
+    "LeanLoss",
     "Mixup",
     "RewindOnSpike",
     "SAMCallback",

@@ -14,6 +14,14 @@ from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, 
 from tests.reference import tricks as naive
 
 
+class LeanLoss(lt.LeanLoss):  # type: ignore[misc]
+    """Of a module whose layers are not known before."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.module = f"layers.{len(pl_module.layers) - 1}"
+        super().on_fit_start(trainer, pl_module)
+
+
 def schedule_free(optimizer: Any, module: Any) -> Any:
     """Not a schedule, but in its place: another optimizer."""
     return lt.optimizer("schedulefree_sgd", module, 0.05)
@@ -105,6 +113,9 @@ SETTINGS: dict[str, Trick] = {
         },
         yaml={"trainer": {"callbacks": [{"class_path": "LRSchedule", "init_args": {"curve": "cosine", "warmup": 2}}]}},
         refused=("DeepSpeed", "manual"),
+    ),
+    "LeanLoss": neutral(
+        LeanLoss, {"class_path": "LeanLoss", "init_args": {"module": "layers.3"}}, "FSDP2", "DeepSpeed"
     ),
     "Mixup": Trick(
         naive=lambda batches, seen: naive.Mixed(seen),

@@ -202,7 +202,7 @@ WRAPPED = (
         "torch.nn.Module",
         "forward",
         "input",
-        "ActivationCheckpointing, Compile, QAT, fsdp2 presets",
+        "ActivationCheckpointing, Compile, LeanLoss, QAT, fsdp2 presets",
         "a wrapping module would change names in the state_dict",
     ),
     WrappedMethod(

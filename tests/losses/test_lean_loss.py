@@ -1,0 +1,305 @@
+"""The loss without logits equals the plain one: transformers models, loops by hand, precisions; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+import lightning_tricks as lt
+from lightning_tricks.losses.lean_loss import Logits
+from lightning_tricks.losses.linear_cross_entropy import linear_cross_entropy
+from tests.nets import assert_close
+
+# -- the function of tensors ------------------------------------------------------------------------------------------
+
+
+def gradients(loss: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    value = loss(*leaves)
+    (value * torch.linspace(1, 2, value.numel()).view_as(value)).sum().backward()
+    return [value.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 23, 100])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("case", ["indices", "ignored", "smooth", "weighted", "probabilities"])
+def test_losses_and_gradients_are_those_of_the_logits(case: str, reduction: str, rows: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias, y = torch.randn(23, 8), torch.randn(11, 8), torch.randn(11), torch.randint(11, (23,))
+    settings: dict[str, Any] = {"reduction": reduction}
+    if case == "ignored":
+        y[::3], settings["ignore_index"] = 4, 4
+    if case == "smooth":
+        settings["label_smoothing"] = 0.1
+    class_weight = torch.rand(11) if case in ("weighted", "smooth") else None
+    if case == "weighted":
+        y[::3] = -100
+    target = torch.randn(23, 11).softmax(1) if case == "probabilities" else y
+
+    def plain(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight, bias), target, weight=class_weight, **settings)
+
+    def lean(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, bias, class_weight=class_weight, rows=rows, **settings)
+
+    expected = gradients(plain, hidden, weight, bias)
+    for found, right in zip(gradients(lean, hidden, weight, bias), expected, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_derivatives_are_those_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(5, 3).double().requires_grad_(), torch.randn(4, 3).double().requires_grad_()]
+    target = torch.tensor([0, 3, -100, 1, 2])
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, target, rows=2), leaves)
+
+
+def test_a_frozen_head_and_frozen_inputs_get_no_gradients() -> None:
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
+    linear_cross_entropy(hidden, weight, torch.arange(6), rows=4).backward()
+    assert hidden.grad is not None
+    weight.requires_grad_()
+    linear_cross_entropy(hidden.detach(), weight, torch.arange(6), rows=4).backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_scaled_loss_keeps_small_gradients_in_16_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight, y = torch.randn(64, 16), torch.randn(4000, 16) / 4, torch.randint(4000, (64,))
+    low = [tensor.to(dtype) for tensor in (hidden, weight)]
+    scale = 2.0**14
+    exact = gradients(lambda h, w: F.cross_entropy(F.linear(h, w), y) * scale, *(tensor.float() for tensor in low))
+    found = gradients(lambda h, w: linear_cross_entropy(h, w, y, rows=7) * scale, *low)
+    plain = gradients(lambda h, w: F.cross_entropy(F.linear(h, w).float(), y) * scale, *low)
+    for own, other, right in zip(found[1:], plain[1:], exact[1:], strict=True):
+        errors = [(each.float() - right).norm() / right.norm() for each in (own, other)]
+        assert errors[0] <= 1.05 * errors[1] + 1e-3
+
+
+def test_few_logits_exist_at_a_time() -> None:
+    hidden, weight, y = (
+        torch.randn(512, 8, requires_grad=True),
+        torch.randn(2000, 8, requires_grad=True),
+        torch.arange(512),
+    )
+    largest = [0, 0]
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes = [each.numel() for each in torch.utils._pytree.tree_leaves(out) if isinstance(each, Tensor)]
+            largest[0] = max(largest[0], *sizes, 0)
+            return out
+
+    with Sizes():
+        linear_cross_entropy(hidden, weight, y, rows=16).backward()
+    assert largest[0] == 16 * 2000 == 2 * weight.numel()
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32}
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SMALL),
+    "tied": ("Llama", {**SMALL, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", SMALL),
+    "qwen": ("Qwen2", SMALL),
+    "qwen3": ("Qwen3", SMALL),
+    "gemma": ("Gemma", {**SMALL, "pad_token_id": 0}),
+    "gemma2": ("Gemma2", {**SMALL, "pad_token_id": 0, "final_logit_softcapping": None}),
+    "phi": ("Phi", {key: SMALL[key] for key in SMALL if key != "head_dim"}),  # its head has a bias
+    "gpt2": ("GPT2LMHead", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+}
+SOME = ("llama", "gpt2", "gemma", "qwen")
+
+
+def causal(name: str, **settings: Any) -> nn.Module:
+    import transformers
+
+    prefix, arguments = CONFIGURATIONS[name]
+    torch.manual_seed(0)
+    configuration = getattr(transformers, f"{prefix.removesuffix('LMHead')}Config")(**{**arguments, **settings})
+    kind = f"{prefix}Model" if prefix.endswith("LMHead") else f"{prefix}ForCausalLM"
+    return getattr(transformers, kind)(configuration)
+
+
+def tokens() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 97, (3, 12), generator=generator)
+    labels = ids.clone()
+    labels[:, :3], labels[2, 8:] = -100, -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def trained(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
+    model.train().zero_grad()
+    torch.manual_seed(5)
+    loss = model(**tokens(), **inputs).loss
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        **{name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None},
+    }
+
+
+@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGURATIONS])
+def test_models_of_transformers_train_as_with_logits(name: str) -> None:
+    model = causal(name)
+    expected, counted = trained(model), trained(model, num_items_in_batch=torch.tensor(50))
+    assert lt.lean_loss(model) is model
+    assert_close(trained(model), expected, 1e-5)
+    assert_close(trained(model, num_items_in_batch=torch.tensor(50)), counted, 1e-5)
+    model(**tokens()).loss.backward()  # accumulates
+    logits = model(**tokens()).logits
+    assert isinstance(logits, Logits)
+    assert "nan" not in str(logits)
+    assert logits.shape == (3, 12, 97)
+
+
+def test_evaluation_and_generation_have_logits() -> None:
+    model = causal("llama")
+    before = model.eval()(**tokens())
+    lt.lean_loss(model)
+    after = model(**tokens())
+    assert torch.equal(after.logits, before.logits)
+    assert torch.equal(after.loss, before.loss)
+    ids = tokens()["input_ids"][:, :4]
+    model.train()
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (3, 7)
+    with torch.no_grad():
+        assert type(model(**tokens()).logits) is Tensor
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other(**tokens()).logits) is Tensor
+
+
+def test_masked_language_models_train_the_same() -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {
+        key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    }
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(vocab_size=97, **sizes))
+    expected = trained(model)
+    assert_close(trained(lt.lean_loss(model)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_the_same_to_its_precision(dtype: torch.dtype) -> None:
+    model = causal("llama")
+    exact = trained(model)
+    with torch.autocast("cpu", dtype):
+        plain = trained(model)
+        lean = trained(lt.lean_loss(model))
+    assert lean["loss"].dtype == plain["loss"].dtype
+    for name, right in exact.items():
+        errors = [float((each[name].float() - right).norm() / right.norm()) for each in (lean, plain)]
+        assert errors[0] < 1.3 * errors[1] + 1e-4, name
+
+
+# -- losses that a module computes itself -----------------------------------------------------------------------------
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flat": lambda logits, y: F.cross_entropy(logits.view(-1, 11), y.view(-1)),
+    "shifted": lambda logits, y: F.cross_entropy(
+        logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), y[..., 1:].flatten()
+    ),
+    "class": lambda logits, y: nn.CrossEntropyLoss(label_smoothing=0.1)(logits.flatten(0, 1).float(), y.flatten()),
+    "masked": lambda logits, y: F.cross_entropy(logits[y > 3], y[y > 3], reduction="sum"),
+    "sliced": lambda logits, y: F.cross_entropy(logits[:, 1:].reshape(-1, logits.shape[-1]), y[:, 1:].reshape(-1)),
+    "last": lambda logits, y: F.cross_entropy(logits[:, -1], y[:, -1]),
+    "none": lambda logits, y: (
+        F.cross_entropy(logits.to(torch.float64).reshape(-1, 11), y.reshape(-1), reduction="none").square().mean()
+    ),
+    "metric": lambda logits, y: (
+        F.cross_entropy(logits.view(-1, 11), y.view(-1))
+        + (logits.argmax(-1) == y).float().mean()
+        + logits.detach().softmax(-1).max()
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_by_hand_is_the_same(form: str) -> None:
+    torch.manual_seed(0)
+    head, hidden, y = nn.Linear(8, 11), torch.randn(4, 6, 8), torch.randint(11, (4, 6))
+    results = []
+    for each in (copy.deepcopy(head), lt.lean_loss(copy.deepcopy(head))):
+        x = hidden.clone().requires_grad_()
+        loss = FORMS[form](each(x), y)
+        loss.backward()
+        results.append({"loss": loss.detach(), "x": x.grad, "weight": each.weight.grad, "bias": each.bias.grad})
+    assert_close(*results, 1e-6)  # type: ignore[arg-type]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_logits_that_are_capped_before_the_loss_are_refused() -> None:
+    model = lt.lean_loss(causal("gemma2", final_logit_softcapping=30.0)).train()
+    with pytest.raises(MisconfigurationException, match=r"needed for \w*div\w*\(Logits, float\)"):
+        model(**tokens())
+
+
+def test_scales_are_refused_where_a_model_has_them() -> None:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    model = CohereForCausalLM(CohereConfig(**{key: SMALL[key] for key in keys}, logit_scale=0.5, pad_token_id=0))
+    with pytest.raises(MisconfigurationException, match=r"needed for mul\(Logits, float\)"):
+        lt.lean_loss(model).train()(**tokens())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda logits, y: F.nll_loss(logits.log_softmax(-1), y),
+        lambda logits, y: F.cross_entropy(logits / 2, y),
+        lambda logits, y: F.cross_entropy(logits[:, :5], y % 5),
+        lambda logits, y: F.cross_entropy(logits[:, torch.arange(11).flip(0)], y),
+        lambda logits, y: F.cross_entropy(logits.view(2, 2, 11).transpose(1, 2), y.view(2, 2)),
+        lambda logits, y: F.cross_entropy(logits, y, size_average=True),
+        lambda logits, y: F.cross_entropy(torch.cat([logits, logits]), torch.cat([y, y])),
+        lambda logits, y: logits.logsumexp(-1).sum(),
+    ],
+)
+def test_what_needs_logits_raises_and_never_computes_something_else(use: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"logits\.detach\(\)"):
+        use(lt.lean_loss(nn.Linear(8, 11))(torch.randn(4, 8)), torch.arange(4))
+
+
+def test_logits_are_not_written() -> None:
+    logits = lt.lean_loss(nn.Linear(8, 11))(torch.randn(4, 8))
+    for write in (lambda: logits.mul_(2), lambda: logits.__setitem__(0, 0.0)):
+        with torch.no_grad(), pytest.raises(MisconfigurationException, match=r"logits\.detach\(\)"):
+            write()
+
+
+def test_heads_that_are_no_linear_layers_are_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    with pytest.raises(ValueError, match="whose forward pass is another one"):
+        lt.lean_loss(Scaled(4, 8))
+    with pytest.raises(ValueError, match="whose forward pass is another one"):
+        lt.lean_loss(lt.lean_loss(nn.Linear(4, 8)))
+    with pytest.raises(ValueError, match=r"get_output_embeddings.*got Sequential"):
+        lt.lean_loss(nn.Sequential(nn.Linear(4, 8)))
+    with pytest.raises(ValueError, match="one plain tensor"):
+        lt.lean_loss(lt.quantize(nn.Linear(4, 8)))
+    peft = pytest.importorskip("peft")
+    model = causal("llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["lm_head"]), model)
+    with pytest.raises(ValueError, match="no plain"):
+        lt.lean_loss(model)
