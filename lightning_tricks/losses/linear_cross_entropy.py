@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BYTES = 2**24  # of the logits that exist at a time
+BYTES = 2**23  # of the logits that exist at a time, unless the inputs have more
 
 
 def linear_cross_entropy(
@@ -38,7 +38,7 @@ def linear_cross_entropy(
         ignore_index: The class index that does not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: The share of the uniform distribution in the targets, in [0, 1].
-        rows: The rows at a time; as many as 16 MiB of logits have, by default.
+        rows: The rows at a time; by default those whose logits take 8 MiB, or as much as ``hidden``.
 
     Example:
         >>> hidden, weight, target = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
@@ -49,7 +49,7 @@ def linear_cross_entropy(
         Wijmans et al., arXiv 2411.09009.
     """
     settings = {"weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    rows = rows or max(1, BYTES // (4 * len(weight)))
+    rows = rows or max(1, max(BYTES, hidden.nbytes) // (4 * len(weight)))
     losses: Tensor = _Rows.apply(hidden, weight, bias, target, settings, rows)
     if reduction == "none":
         return losses

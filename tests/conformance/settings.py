@@ -115,7 +115,7 @@ SETTINGS: dict[str, Trick] = {
         refused=("DeepSpeed", "manual"),
     ),
     "LeanLoss": neutral(
-        LeanLoss, {"class_path": "LeanLoss", "init_args": {"module": "layers.3"}}, "FSDP2", "DeepSpeed"
+        LeanLoss, {"class_path": "lightning_tricks.LeanLoss", "init_args": {"module": "layers.3"}}, "FSDP2", "DeepSpeed"
     ),
     "Mixup": Trick(
         naive=lambda batches, seen: naive.Mixed(seen),
