@@ -178,13 +178,13 @@ class StepInBackward(Trick):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         _require_stock_step(trainer, pl_module)
-        self._tried = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         _require_no_hooks(trainer, pl_module)
         self._wrap(pl_module, "backward", partial(self._backward, trainer))
+        self._undo.callback(setattr, self, "_tried", None)
 
     def _backward(self, trainer: pl.Trainer, original: Callable[..., None], loss: Tensor) -> None:
         (optimizer,) = trainer.optimizers
@@ -205,9 +205,7 @@ def _require_stock_step(trainer: pl.Trainer, module: pl.LightningModule) -> None
         strategy = type(trainer.strategy).__name__
         rule, remedy = f"works on one device, got {strategy}, which joins gradients", 'Pass strategy="auto", devices=1'
     elif trainer.gradient_clip_val:
-        rule = (
-            f"clips nothing, as gradients are never there together, got gradient_clip_val={trainer.gradient_clip_val}"
-        )
+        rule = f"never has gradients together to clip, got gradient_clip_val={trainer.gradient_clip_val}"
         remedy = "Leave that out"
     elif grad_scaler(trainer):
         rule = f"cannot unscale gradients and leave out steps, got precision={trainer.precision!r}"

@@ -344,6 +344,13 @@ def test_what_would_read_a_weight_that_is_stepped_is_refused(kind: type[Any], me
         fit(build(kind), callbacks=[lt.StepInBackward()])
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_backward_pass_has_a_thread_of_its_own() -> None:
+    assert_same(Blocks, lambda: [lt.ActivationCheckpointing("blocks.*")], accelerator="gpu")
+    with pytest.raises(MisconfigurationException, match=r"uses a weight, by detach\(\), after it has stepped it"):
+        fit(build(Peeks), callbacks=[lt.StepInBackward()], accelerator="gpu")
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -465,3 +472,4 @@ def test_a_fit_after_one_that_failed_in_the_backward_pass() -> None:
     plain = build(PlainNet)
     fit(plain)
     assert_equal(weights(again), weights(plain))
+    assert trick._tried is None  # which would keep the weights
