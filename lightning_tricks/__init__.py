@@ -25,6 +25,7 @@ from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.callbacks.schedule_free import ScheduleFree
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
+from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 from lightning_tricks.checkpoints.average import average_checkpoints
@@ -97,6 +98,7 @@ __all__ = [
     "ScheduleFree",
     "SinglePreset",
     "SkipNonFinite",
+    "StepInBackward",
     "TerminateOnNonFinite",
     "UnknownTotalSteps",
     "ZeROPreset",

@@ -120,6 +120,11 @@ CATALOGUE = (
         "[31 optimizers](docs/optimizers.md) by name",
     ),
     Row(
+        ("StepInBackward",),
+        "callbacks=[lt.StepInBackward()]",
+        "[one gradient](docs/optimizers.md#one-gradient-in-memory) in memory at a time",
+    ),
+    Row(
         ("adamw", "ray_trainer"),
         "return lt.adamw(self,lr=3e-4)",
         "the strategy's fastest AdamW; presets under [torchrun, SLURM, Ray](docs/multi_node.md)",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -120,9 +121,21 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             os.environ.pop(name, None)
 
 
+def my_project(page: Path) -> ModuleType:
+    """A module with the classes of a page."""
+    project = ModuleType("my_project")
+    vars(project).update({"lt": lt, "L": pl, "torch": torch})
+    for block in blocks(page, "python"):
+        if "class " in block and "Trainer(" not in block:
+            exec(block, vars(project))
+    return project
+
+
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_the_yaml_of_a_page_configures_a_trainer(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.yaml"
+    if any("my_project." in block for block in blocks(page, "yaml")):
+        monkeypatch.setitem(sys.modules, "my_project", my_project(page))
     for block in blocks(page, "yaml"):
         config = {"model": "tests.nets.Net", **yaml.safe_load(block)}
         config["trainer"] = {**config.get("trainer", {}), "accelerator": "cpu", "logger": False}

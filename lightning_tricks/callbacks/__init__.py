@@ -19,6 +19,7 @@ from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.callbacks.schedule_free import ScheduleFree
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
+from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 
@@ -43,6 +44,7 @@ __all__ = [
     "SAMCallback",
     "ScheduleFree",
     "SkipNonFinite",
+    "StepInBackward",
     "TerminateOnNonFinite",
     "adaptive_clip_",
     "cutmix",

@@ -104,6 +104,13 @@ class Gather(Callback):
             self.weights = {name: safe_get_full_fp32_param(weight) for name, weight in named.items()}
 
 
+REFUSED_BY = {  # what the error says of a regime
+    "accumulate": "accumulate_grad_batches",
+    "clip": "gradient_clip_val",
+    "fp16": "precision='16-mixed'",
+}
+
+
 class Steps(Callback):
     """Counts the optimizer steps that were made."""
 

@@ -170,6 +170,9 @@ SETTINGS: dict[str, Trick] = {
         },
         refused=("DeepSpeed",),
     ),
+    "StepInBackward": neutral(
+        lt.StepInBackward, "StepInBackward", "accumulate", "clip", "DDP", "DeepSpeed", "FSDP2", "fp16", "manual"
+    ),
     "SWA": Trick(
         naive=lambda batches, seen: naive.SWA(batches),
         callbacks={

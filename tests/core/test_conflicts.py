@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
+    ModelCheckpoint,
     SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -95,6 +96,9 @@ backbone = partial(BackboneFinetuning, 1, verbose=False)
 raw = partial(lt.SWA, validate="raw", at_end="raw")
 lightnings_swa = partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
 loss_filter = partial(lt.HardExampleFilter, mode="loss")
+saves_on_exception = partial(ModelCheckpoint, save_on_exception=True)
+saves_nothing = partial(ModelCheckpoint, save_top_k=0)
+saving = {"enable_checkpointing": True}
 spikes = partial(SpikeDetection, warmup=100)
 anomaly = {"detect_anomaly": True}
 static = {"strategy": lambda: lt.DDPPreset(static_graph=True, precision="32-true")}
@@ -173,6 +177,30 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
     "ScheduleFree-schedule from configure_optimizers": (
         [Run((lt.ScheduleFree,), SteppedFree), Run((lt.ScheduleFree, partial(lt.LRSchedule, "cosine")), Free)],
         [Run((lt.ScheduleFree, lt.AutoClip), Free)],
+    ),
+    "StepInBackward-accumulate_grad_batches": (
+        [
+            Run((lt.StepInBackward,), settings={"accumulate_grad_batches": 2}),
+            Run((lt.StepInBackward, partial(lt.BatchSizeWarmup, final=2))),
+            Run((lt.StepInBackward, partial(GradientAccumulationScheduler, {0: 2}))),
+        ],
+        [Run((lt.StepInBackward, lt.EMA))],
+    ),
+    "StepInBackward-GradientCallback": (
+        [
+            *(Run((lt.StepInBackward, trick)) for trick in (lt.AutoClip, lt.AdaptiveClip, lt.SkipNonFinite)),
+            *(Run((trick, lt.StepInBackward)) for trick in (lt.RewindOnSpike, lt.TerminateOnNonFinite)),
+        ],
+        [Run((lt.StepInBackward, lt.Mixup, lt.Doctor))],
+    ),
+    "StepInBackward-SAMHooks": (
+        [Run((lt.StepInBackward,), Sharp), Run((lt.StepInBackward, lt.SAMCallback))],
+        [Run((lt.StepInBackward,), Cosine)],
+    ),
+    "StepInBackward-StepInBackward": ([Run((lt.StepInBackward, lt.StepInBackward))], [Run((lt.StepInBackward,))]),
+    "StepInBackward-ModelCheckpoint": (
+        [Run((lt.StepInBackward, saves_on_exception), settings=saving)],
+        [Run((lt.StepInBackward, saves_nothing), settings=saving)],
     ),
     "SkipNonFinite-TerminateOnNonFinite": (
         [Run((lt.SkipNonFinite, lt.TerminateOnNonFinite))],

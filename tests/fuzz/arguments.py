@@ -131,6 +131,7 @@ LEFT_OUT = {
     "sam_perturb_": "lists that belong together; tests/modules/sam/test_rules.py",
     "SAMMixin": "has no arguments",
     "ScheduleFree": "has no arguments",
+    "StepInBackward": "has no arguments",
     "optimizers": "has no arguments",
     "ChannelsLast": "has no arguments",
     "environment_report": "has no arguments",

@@ -153,7 +153,7 @@ WRAPPED = (
         _MODULE,
         "backward",
         "loss, args, kwargs",
-        "SAMCallback",
+        "SAMCallback, StepInBackward",
         "the one place where the loss of a step is at hand and its gradient is not yet in .grad",
     ),
     WrappedMethod(
@@ -308,6 +308,12 @@ PRIVATE = (
     ),
     # torch
     PrivateName("torch", "_C", "mixed targets", "DisableTorchFunctionSubclass, as torch's documentation has it"),
+    PrivateName(
+        "torch._C",
+        "_current_graph_task_id",
+        "StepInBackward",
+        "whether a backward pass runs inside of another, with gradients that are not complete",
+    ),
     PrivateName("torch", "_foreach_abs", "SAM", "one kernel for all tensors"),
     PrivateName("torch", "_foreach_add_", "SAM", "one kernel for all tensors"),
     PrivateName("torch", "_foreach_addcmul_", "SAM", "one kernel for all tensors, without a temporary"),

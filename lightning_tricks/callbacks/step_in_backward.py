@@ -1,0 +1,230 @@
+"""Optimizer steps inside of the backward pass: a weight is stepped as soon as its gradient is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_tricks.core.lightning.engine import Engine, engine_of
+from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler
+from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.one_by_one import require_weight_by_weight, step_weight
+
+__all__ = ["StepInBackward"]
+
+
+def step_in_backward(optimizer: Optimizer, loss: Tensor) -> None:
+    """Compute gradients as ``loss.backward()``, step every weight when its gradient is complete, and free the gradient.
+
+    The ``optimizer.step()`` that follows finds no gradient, and does what the optimizer does once for all weights.
+
+    Args:
+        optimizer: An optimizer that works weight by weight.
+        loss: The loss (scalar).
+
+    Raises:
+        MisconfigurationException: If the backward pass needs a weight again that it has stepped.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> step_in_backward(optimizer, weight.sum())
+        >>> weight.tolist(), weight.grad
+        ([0.5, 0.5], None)
+    """
+    reads, passes = _StaleReads(), list[int]()
+
+    def step(group: dict[str, Any], weight: Tensor) -> None:
+        if torch._C._current_graph_task_id() not in passes:
+            raise MisconfigurationException(
+                "StepInBackward: a second backward pass runs inside of the first, as"
+                " torch.utils.checkpoint(use_reentrant=True) does, so that a gradient may not be complete: pass"
+                " use_reentrant=False, or leave StepInBackward out."
+            )
+        step_weight(optimizer, group, weight)
+        reads.stepped.add(weight)
+
+    handles = [loss.register_hook(lambda _: passes.append(torch._C._current_graph_task_id()))]
+    for group in optimizer.param_groups:
+        trained = [weight for weight in group["params"] if weight.requires_grad]
+        handles += [weight.register_post_accumulate_grad_hook(partial(step, group)) for weight in trained]
+    try:
+        with reads:
+            # From the loss itself, torch would leave the mode for as long as the backward pass takes.
+            torch.autograd.backward(get_gradient_edge(loss))
+    except RuntimeError as error:
+        if reads.stepped and "modified by an inplace operation" in str(error):
+            raise _stale("a weight") from error
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _StaleReads(TorchFunctionMode):
+    """Refuses to compute with a weight that was stepped: a block that is recomputed, or a backward formula in Python.
+
+    Values that autograd keeps have versions, which torch compares by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepped: set[Tensor] = set()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        described = getattr(func, "__name__", "") == "__get__" and not isinstance(result, Tensor)  # .shape, .dtype
+        if not described and not self.stepped.isdisjoint(_tensors([*args, *(kwargs or {}).values()])):
+            raise _stale(f"a weight, by {getattr(func, '__name__', func)}(),")
+        return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _stale(what: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"StepInBackward: the backward pass uses {what} after it has stepped it, since there is a use of which no"
+        " gradient comes (weight.detach(), a recomputed block): the result would be that of the new value. Leave"
+        " StepInBackward out, or give that use its gradient."
+    )
+
+
+_MODULE_HOOKS = {
+    "backward": "may call backward more than once",
+    "configure_gradient_clipping": "would find no gradient to clip",
+    "on_after_backward": "would find no gradient",
+    "on_before_optimizer_step": "would find no gradient, and weights that are stepped",
+    "optimizer_step": "decides on a step that is made by then",
+    "optimizer_zero_grad": "may leave gradients where the next ones are added to them",
+}
+_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+@final
+class StepInBackward(Trick):
+    """Steps every weight inside of the backward pass, when its gradient is there: one gradient is in memory at a time.
+
+    With weights of W bytes, of which the largest has w, gradients take ``w`` instead of ``W`` bytes, and all that is
+    trained, saved and resumed is bit for bit as without it: the optimizer, its groups, schedules and states are the
+    same objects. Weights that are tied or used several times are stepped once, when their gradient is complete, and
+    weights without a gradient are left out, as by the optimizer. ``optimizers()`` and torch's optimizers are tried on
+    small weights before the first step: those that look at all weights at once (Prodigy, LAMB with its norm of all
+    gradients, LBFGS) are refused, as are wrappers of another optimizer (Lookahead).
+
+    An error in the middle of a backward pass leaves some weights stepped: resume from a checkpoint.
+
+    Raises:
+        MisconfigurationException: Before the first step where gradients are needed together or later (gradient
+            clipping, accumulation, a GradScaler, hooks that look at gradients, other tricks that change or check them),
+            with several processes, in manual optimization, and for an optimizer that does not work weight by weight.
+            In the backward pass before a weight would be used again with its new value.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[StepInBackward()], accelerator="cpu", logger=False)
+
+    References:
+        Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024,
+        https://arxiv.org/abs/2306.09782
+    """
+
+    conflicts = (
+        Conflict(
+            ("accumulate_grad_batches", "GradientAccumulationScheduler", "BatchSizeWarmup"),
+            "a weight is stepped by the gradient of one batch, and none is kept to add the next one to",
+            "Leave one of them out",
+        ),
+        Conflict(
+            ("GradientCallback", "SkipNonFinite", "RewindOnSpike", "TerminateOnNonFinite"),
+            "weights are stepped and gradients are freed before the other trick can look at them",
+            "Leave one of them out",
+        ),
+        Conflict(
+            ("SAMHooks",),
+            "SAM needs the gradients of all weights before the first is stepped",
+            "Leave one of them out",
+        ),
+        Conflict(("StepInBackward",), "the second one would find no gradients", "Leave one of them out"),
+        Conflict(
+            ("ModelCheckpoint", "OnExceptionCheckpoint"),
+            "an error in the backward pass leaves some weights stepped and others not, which would be saved",
+            "Save after batches, as ModelCheckpoint(every_n_train_steps=...) does",
+            lambda trick, other: getattr(other, "save_on_exception", True),
+        ),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tried: Optimizer | None = None  # the optimizer that was found to work weight by weight
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        _require_stock_step(trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        _require_no_hooks(trainer, pl_module)
+        self._wrap(pl_module, "backward", partial(self._backward, trainer))
+        self._undo.callback(setattr, self, "_tried", None)
+
+    def _backward(self, trainer: pl.Trainer, original: Callable[..., None], loss: Tensor) -> None:
+        (optimizer,) = trainer.optimizers
+        if optimizer is not self._tried:  # only now has every callback prepared it
+            require_weight_by_weight(optimizer)
+            self._tried = optimizer
+        step_in_backward(optimizer, loss)
+
+
+def _require_stock_step(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise where the Trainer needs gradients together, or has them from several processes."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        rule, remedy = f"works in automatic optimization, got {name} with automatic_optimization=False", "Change that"
+    elif len(trainer.optimizers) != 1:
+        rule, remedy = f"needs one optimizer, got {len(trainer.optimizers)}", f"Return one from {name}"
+    elif engine_of(trainer) is not Engine.SINGLE or trainer.world_size > 1:
+        strategy = type(trainer.strategy).__name__
+        rule, remedy = f"works on one device, got {strategy}, which joins gradients", 'Pass strategy="auto", devices=1'
+    elif trainer.gradient_clip_val:
+        rule = f"never has gradients together to clip, got gradient_clip_val={trainer.gradient_clip_val}"
+        remedy = "Leave that out"
+    elif grad_scaler(trainer):
+        rule = f"cannot unscale gradients and leave out steps, got precision={trainer.precision!r}"
+        remedy = "Pass precision='bf16-mixed'"
+    else:
+        return
+    raise MisconfigurationException(f"StepInBackward {rule}. {remedy}, or leave StepInBackward out.")
+
+
+def _require_no_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise for hooks of the user's that would see no gradients, or change when weights are stepped."""
+    owners: list[tuple[Any, type, Any]] = [(module, pl.LightningModule, _MODULE_HOOKS)]
+    others = [callback for callback in callbacks_of(trainer, Callback) if not isinstance(callback, Trick)]
+    owners += [(callback, Callback, _CALLBACK_HOOKS) for callback in others]  # tricks are in the table of conflicts
+    for owner, base, hooks in owners:
+        for hook in hooks:
+            method = getattr(owner, hook)
+            if getattr(method, "__func__", method) is not getattr(base, hook):
+                raise MisconfigurationException(
+                    f"StepInBackward steps weights inside of backward(): {type(owner).__name__}.{hook}"
+                    f" {_MODULE_HOOKS[hook]}. Leave {hook} out, or leave StepInBackward out."
+                )
