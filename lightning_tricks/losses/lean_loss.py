@@ -156,7 +156,7 @@ _FACTS = (
     "__len__",
 )
 _FREE = ("argmax", "__repr__")  # of gradients
-_ROWS = ("view", "reshape", "flatten", "contiguous")
+_ROWS = ("view", "reshape", "flatten")
 
 
 def _name(func: Any) -> str:
@@ -178,15 +178,15 @@ def _kept(logits: Logits, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         made = logits._with(hidden.detach(), dtype)
         made.weight, made.bias = logits.weight.detach(), None if logits.bias is None else logits.bias.detach()
         return made
-    if name == "float":
-        return logits._with(hidden, torch.float32)
+    if name in ("contiguous", "float"):
+        return logits._with(hidden, torch.float32 if name == "float" else dtype)
     if name == "to":
         given = [*args, *kwargs.values()]
         moved = [each for each in given if isinstance(each, str | torch.device) and torch.device(each) != logits.device]
         dtypes = [each for each in given if isinstance(each, torch.dtype)]
         return None if moved else logits._with(hidden, dtypes[0] if dtypes else dtype)
     if name in _ROWS:
-        shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+        shape = func(torch.empty(()).expand(logits.shape), *args, **kwargs).shape
         return logits._with(hidden.reshape(*shape[:-1], -1), dtype) if shape[-1] == logits.shape[-1] else None
     if name == "__getitem__":
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
