@@ -151,7 +151,7 @@ def advice(
     if with_8bit is not None and not shortage(with_8bit, hardware, margin):
         texts.append(
             f"Optimizer states are {readable(failed[0].optimizer)} of what {with_8bit.strategy} needs: with an 8-bit"
-            " optimizer (optimizer='adamw_8bit') it fits."
+            " optimizer (optimizer='adamw8bit') it fits."
         )
     shards_weights = estimate.strategy.startswith(("fsdp2", "zero3"))
     if shards_weights and hardware.links == "slow" and hardware.world > 1:
@@ -311,7 +311,7 @@ def suggest_strategy(
         micro, accumulate = _batches(estimate, hardware, batch_size, margin)
         estimate = estimate if micro is None else estimate.with_batch(micro)
         reasons = [*(why_not(faster, hardware, margin) for faster in failed), why_it_fits(estimate, hardware, margin)]
-        with_8bit = smallest_estimate(failed[0].strategy, "adamw_8bit") if failed else None
+        with_8bit = smallest_estimate(failed[0].strategy, "adamw8bit") if failed else None
         texts = advice(estimate, hardware, margin, failed, batch_size, accumulate, with_8bit)
         return Suggestion(name, hardware, micro, accumulate, tuple(reasons), texts, estimate)
     raise ValueError(_nothing_fits(failed, hardware, margin))

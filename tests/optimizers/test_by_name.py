@@ -439,7 +439,7 @@ def test_a_schedule_sets_the_rate_of_few_bits(tmp_path: Path) -> None:
         monitor, module = LearningRateMonitor(), build(Scheduled, name=name)
         fit(module, callbacks=[monitor], logger=CSVLogger(tmp_path / name), log_every_n_steps=1)
         found[name] = [float(rate) for rates in monitor.lrs.values() for rate in rates]
-    assert len(set(found["adamw"])) > 6
+    assert len(set(found["adamw"])) > 3
     assert found["adamw4bit"] == pytest.approx(found["adamw"])
 
 

@@ -12,8 +12,10 @@ from torch import nn
 from lightning_tricks.advisor.memory.activations import Activations, Regime, batch_samples, measure
 from lightning_tricks.advisor.memory.layout import Layout, layout_of
 from lightning_tricks.advisor.memory.parameters import Parameters, parameters_of
-from lightning_tricks.advisor.memory.states import OptimizerLike, States, states_of
+from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
 from lightning_tricks.core.checks import check_choice, check_count, check_type
+from lightning_tricks.optimizers.by_name import optimizer as optimizer_by_name
+from lightning_tricks.optimizers.table import row_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -213,8 +215,8 @@ def estimate_memory(
         model: A LightningModule, whose ``training_step`` runs; or another module, which is called with the batch, and
             whose outputs are summed to a loss. It may be on any device, including "meta", and stays unchanged. Or a
             number of parameters.
-        optimizer: A name: "sgd", "sgd_momentum", "adam", "adamw", "adamw_8bit", "adafactor", "lion", "muon" and more;
-            or a torch optimizer, its class, or a function from parameters to it, whose states are counted.
+        optimizer: A name of ``optimizers()``, "sgd_momentum" or "amsgrad"; or a torch optimizer, its class, or a
+            function from parameters to it, whose states are counted.
         precision: Lightning's name of the precision, by default the preset's, or "bf16-mixed".
         strategy: A name of ``presets()``, "ddp", or None for a full model on each device without buckets.
         devices: The number of devices per node, at least 1.
@@ -253,6 +255,9 @@ def estimate_memory(
     parameters = parameters_of(model)
     trainable = [weight for weight in parameters.weights if weight.trainable]
     dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype
+    named = isinstance(model, nn.Module) and isinstance(optimizer, str) and optimizer not in SETTINGS
+    if named and (row := row_of(optimizer)).by_shape and not row.is_lookahead:
+        optimizer = optimizer_by_name(optimizer, model, 0.1)
     states = states_of(optimizer, trainable, dtype, foreach=device == "cuda")
     measured = _measure_activations(model, batch, batch_size, layout, device)
     samples = None if measured is None else batch_size or measured.samples
