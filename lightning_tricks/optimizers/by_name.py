@@ -41,11 +41,11 @@ def optimizer(
 ) -> Optimizer:
     """Make an optimizer by its name, with the parameter groups that it needs.
 
-    The arithmetic is that of torch, timm, pytorch_optimizer, schedulefree or bitsandbytes; ``optimizers()`` lists the
-    names. ``"muon"`` orthogonalizes the hidden weights: weights of layers with two or more dimensions, without
-    embeddings and the output layer; the others are trained as by AdamW at ``adamw_lr``, a tenth of ``lr`` by default.
-    ``"galore"`` keeps the states of hidden weights in a low rank. ``"lookahead_..."`` lets slow weights follow every
-    ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another one.
+    The arithmetic is that of torch, timm, pytorch_optimizer, schedulefree, bitsandbytes or torchao; ``optimizers()``
+    lists the names. ``"muon"`` orthogonalizes the hidden weights: weights of layers with two or more dimensions,
+    without embeddings and the output layer; the others are trained as by AdamW at ``adamw_lr``, a tenth of ``lr`` by
+    default. ``"galore"`` keeps the states of hidden weights in a low rank. ``"lookahead_"`` before a name lets slow
+    weights follow every ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another one.
 
     Args:
         name: A name of ``optimizers()``.
@@ -61,7 +61,8 @@ def optimizer(
         The optimizer, to be returned from ``configure_optimizers`` or passed to a schedule.
 
     Raises:
-        ValueError: If the name is unknown or a number is out of range.
+        ValueError: If the name is unknown, a number is out of range, or torch refuses a flag such as ``fused=True``
+            for the weights' device or dtype.
         TypeError: If the optimizer does not have one of the settings.
         ModuleNotFoundError: If the library is missing, with the extra to install.
         MisconfigurationException: If the strategy shards weights and the optimizer does not train right then.

@@ -13,7 +13,6 @@ _8BIT = "'adamw8bit', which keeps as many bytes in a finer format"
 LEFT_OUT = {
     "adahessian": (_GRAPH, "'adamw'"),
     "adalomo": (_PAST, "'adafactor'"),
-    "adamuon": ("it does not resume exactly", "'muon'"),
     "adamw8bit_torchao": (_UNDERFLOW, _8BIT),
     "adamwfp8": (_UNDERFLOW, _8BIT),
     "asam": (_CLOSURE, _ANY),
@@ -27,9 +26,9 @@ LEFT_OUT = {
         "'adamw' with strategy='zero2_offload_bf16' or 'fsdp2_offload_bf16'",
     ),
     "psgd": (_RANDOM, "'soap'"),
-    "ranger": ("it is RAdam with Lookahead", "'lookahead_radam'"),
+    "ranger": ("it is RAdam with Lookahead and centred gradients", "'lookahead_radam'"),
     "sam": (_CLOSURE, _ANY),
-    "shampoo": ("it does not train under FSDP2, and SOAP does the same with fewer settings", "'soap'"),
+    "shampoo": ("its successor is SOAP, Adam in Shampoo's basis", "'soap'"),
     "sophia": (_GRAPH, "'lion'"),
     "wsam": (_CLOSURE, _ANY),
 }

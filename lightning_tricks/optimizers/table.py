@@ -241,7 +241,7 @@ def optimizers() -> list[dict[str, Any]]:
     return [
         {
             "name": row.name,
-            "library": row.library,
+            "library": f"timm, {row.library}" if row.is_lookahead else row.library,
             "extra": row.extra,
             "bytes": row.bytes,
             "fsdp2": row.fsdp2,

@@ -80,8 +80,8 @@ def _copy(optimizer: OptimizerLike, parameters: list[nn.Parameter]) -> Optimizer
     if isinstance(optimizer, Optimizer):
         if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
             raise ValueError(
-                f"optimizer: {type(optimizer).__name__} steps another optimizer inside, which cannot be copied: pass its"
-                ' name, such as "lookahead_adamw".'
+                f"optimizer: {type(optimizer).__name__} steps another optimizer inside, which stays out of a copy: pass"
+                " its name, such as 'lookahead_adamw'."
             )
         copied = copy.copy(optimizer)
         for name, value in vars(optimizer).items():

@@ -195,7 +195,7 @@ def test_states_are_those_of_a_real_step(optimizer: Any) -> None:
 
 def test_an_optimizer_around_another_is_refused_and_stays_unchanged() -> None:
     net = nn.Linear(2, 3)
-    with pytest.raises(ValueError, match=r"Lookahead steps another optimizer .* pass its name"):
+    with pytest.raises(ValueError, match=r"Lookahead steps another optimizer .* pass its name, such as"):
         estimate_memory(net, optimizer=lt.optimizer("lookahead_sgd", net, 0.1))
 
 
