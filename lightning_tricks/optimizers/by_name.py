@@ -18,6 +18,7 @@ from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
 from lightning_tricks.core.selection import Patterns, select_parameters
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.hidden import is_hidden
+from lightning_tricks.optimizers.lookahead import lookahead
 from lightning_tricks.optimizers.plain_states import with_plain_states
 from lightning_tricks.optimizers.table import Row, check_settings, row_of
 from lightning_tricks.schedules.param_groups import Groups, layer_decay_groups, no_weight_decay_groups
@@ -89,7 +90,7 @@ def optimizer(
     for group in made.param_groups:
         group["optimizer"] = name
     made.register_load_state_dict_pre_hook(_require_same)
-    return row.load("timm.optim.Lookahead")(made, **slow) if row.is_lookahead else made
+    return lookahead(row.load("timm.optim.Lookahead"), made, **slow) if row.is_lookahead else made
 
 
 def _groups(
@@ -190,6 +191,12 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
             f" of {type(module).__name__}: add it to callbacks=."
         )
     engine, rule = engine_of(trainer), ""
+    if getattr(trainer.strategy, "compression", "none") == "local_sgd" and not row.averages:
+        raise MisconfigurationException(
+            f"optimizer({row.name!r}) keeps states in few bits, or in numbers and bases of each rank's own, which"
+            f" {type(trainer.strategy).__name__}(compression='local_sgd') cannot average. Take {row.instead!r}, or"
+            " another compression."
+        )
     if engine is Engine.FSDP2 and not row.fsdp2:
         rule = "does not train under FSDP2 as in one process"
     if engine.is_deepspeed and not row.zero:

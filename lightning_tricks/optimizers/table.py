@@ -24,7 +24,7 @@ class Row:
     Args:
         name: The name that ``optimizer()`` takes.
         path: The module and the class.
-        bytes: Bytes of state for an fp32 weight; of hidden weights, or at most, where they depend on shapes.
+        bytes: Bytes of state for an fp32 weight; those of a large square matrix where they depend on shapes.
         use: When to take it.
         by_shape: Whether the bytes depend on the weights' shapes.
         zero: Whether two ranks under DeepSpeed ZeRO equal one process, which cuts weights anywhere.
@@ -66,7 +66,12 @@ class Row:
     @property
     def is_quantized(self) -> bool:
         """Whether its states have 4 or 8 bits, whatever the weights have."""
-        return self.extra == "8bit"
+        return _EXTRAS.get(self.library) == "8bit"
+
+    @property
+    def averages(self) -> bool:
+        """Whether the mean of the ranks' states is a state, as local SGD needs it."""
+        return not self.is_quantized and self.base not in ("galore", "soap", "prodigy")
 
     def load(self, path: str = "") -> Any:
         """The class of the optimizer, or another one that it needs.
@@ -229,6 +234,8 @@ def check_settings(row: Row, kind: Any, settings: dict[str, Any]) -> None:
 
 def optimizers() -> list[dict[str, Any]]:
     """The optimizers that ``optimizer()`` knows by name, with what tests have shown of each.
+
+    All resume exactly, and equal a plain loop with accumulated gradients, under fp16's scaler and under DDP.
 
     Returns:
         A row for each: its name, library and extra to install, bytes of state for an fp32 weight, whether two ranks

@@ -87,6 +87,15 @@ def test_what_was_passed_over_is_told_with_numbers() -> None:
     assert suggest_strategy(2 * 10**9, hardware=suggestion.hardware, optimizer="adamw8bit").preset == "ddp_bf16"
 
 
+def test_presets_that_refuse_the_optimizer_are_not_suggested() -> None:
+    hardware = Hardware(24 * GB, devices=8, host_memory=10_000 * GB)
+    assert suggest_strategy(7 * 10**9, hardware=hardware).preset == "fsdp2_bf16"
+    assert suggest_strategy(7 * 10**9, hardware=hardware, optimizer="sgd_momentum").preset == "fsdp2_bf16"
+    assert suggest_strategy(7 * 10**9, hardware=hardware, optimizer="adagrad").preset == "fsdp2_bf16"
+    with pytest.raises(ValueError, match=r"fsdp2_bf16, zero2_offload_bf16, .* refuse optimizer='adamw8bit'"):
+        suggest_strategy(7 * 10**9, hardware=hardware, optimizer="adamw8bit")
+
+
 def test_an_8_bit_optimizer_is_advised_only_if_it_fits() -> None:
     count = 10**9  # 8.08 GB of states, gradients and weights, and 2 GB of casts; plain SGD with momentum takes 12 and 2
     advised = suggest_strategy(count, hardware=Hardware(14 * GB, host_memory=100 * GB)).advice

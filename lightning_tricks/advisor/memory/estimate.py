@@ -255,9 +255,8 @@ def estimate_memory(
     parameters = parameters_of(model)
     trainable = [weight for weight in parameters.weights if weight.trainable]
     dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype
-    named = isinstance(model, nn.Module) and isinstance(optimizer, str) and optimizer not in SETTINGS
-    if named and (row := row_of(optimizer)).by_shape and not row.is_lookahead:
-        optimizer = optimizer_by_name(optimizer, model, 0.1)
+    if isinstance(model, nn.Module) and isinstance(optimizer, str):
+        optimizer = _of_shapes(optimizer, model)
     states = states_of(optimizer, trainable, dtype, foreach=device == "cuda")
     measured = _measure_activations(model, batch, batch_size, layout, device)
     samples = None if measured is None else batch_size or measured.samples
@@ -270,6 +269,12 @@ def estimate_memory(
         measured=measured,
         **_parts(layout, parameters, states, devices * nodes, nodes, extras, measured),
     )
+
+
+def _of_shapes(name: str, module: nn.Module) -> OptimizerLike:
+    """The optimizer itself if its bytes depend on the shapes of the weights, or else its name."""
+    row = None if name in SETTINGS else row_of(name)
+    return name if row is None or row.is_lookahead or not row.by_shape else optimizer_by_name(name, module, 0.1)
 
 
 def _measure_activations(
