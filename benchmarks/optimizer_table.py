@@ -1,23 +1,31 @@
-"""The table of docs/optimizers.md, from what ``optimizers()`` says; ``make tables`` writes it."""
+"""The table of docs/optimizers.md, from ``optimizers()`` and the committed figures; ``make tables`` writes it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from tables import placed
+from tables import RESULTS, placed
 
 import lightning_tricks as lt
+from lightning_tricks.optimizers.table import row_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
 MARKS = ("<!-- optimizers: make tables -->", "<!-- end of optimizers -->")
+HEAD = ("name", "library", "extra", "bytes a weight", "step", "FSDP2", "ZeRO", "when")
 
 
 def markdown() -> str:
-    """The table."""
-    lines = ["| name | library | extra | bytes a weight | FSDP2 | ZeRO | when |", "|---|---|---|---|---|---|---|"]
+    """The table; bytes that depend on shapes, and the time of a step, are those that were measured."""
+    figures = json.loads((RESULTS / "optimizers.json").read_text())["rows"]
+    ratios = {row["what"]: row["over_floor"] for row in figures if row["floor"]}
+    measured = {row["what"]: row["median"] for row in figures if row["unit"] == "bytes"}
+    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
     for row in lt.optimizers():
+        name = row["name"]
+        size = f"~{measured[name]:.2g}" if row_of(name).by_shape else f"{row['bytes']:g}"
         marks = ["✓" if row[engine] else "refused" for engine in ("fsdp2", "zero")]
-        cells = [f"`{row['name']}`", row["library"], row["extra"], f"{row['bytes']:g}", *marks, row["use"]]
+        cells = [f"`{name}`", row["library"], row["extra"], size, f"{ratios[name]:.2g}", *marks, row["use"]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

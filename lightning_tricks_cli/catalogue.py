@@ -117,7 +117,7 @@ CATALOGUE = (
     Row(
         ("optimizer", "optimizers", "ScheduleFree"),
         'lt.optimizer("lion",self,lr=3e-4)',
-        "[31 optimizers](docs/optimizers.md) by name",
+        "[34 optimizers](docs/optimizers.md) by name",
     ),
     Row(
         ("StepInBackward",),

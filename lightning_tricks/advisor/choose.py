@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_tricks.advisor.environment import devices_here, host_memory
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory, readable
-from lightning_tricks.advisor.memory.states import OptimizerLike
+from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
+from lightning_tricks.optimizers.table import row_of
 
 __all__ = ["Hardware", "Suggestion", "suggest_strategy"]
 
@@ -151,7 +152,7 @@ def advice(
     if with_8bit is not None and not shortage(with_8bit, hardware, margin):
         texts.append(
             f"Optimizer states are {readable(failed[0].optimizer)} of what {with_8bit.strategy} needs: with an 8-bit"
-            " optimizer (optimizer='adamw_8bit') it fits."
+            " optimizer (optimizer='adamw8bit') it fits."
         )
     shards_weights = estimate.strategy.startswith(("fsdp2", "zero3"))
     if shards_weights and hardware.links == "slow" and hardware.world > 1:
@@ -272,7 +273,7 @@ def suggest_strategy(
             margin.
         batch_size: The number of samples of an optimizer step over all devices, by default as many as fit at a time.
             It needs ``batch``.
-        optimizer: The optimizer, as for ``estimate_memory``.
+        optimizer: The optimizer, as for ``estimate_memory``; presets that refuse a name are passed over.
         margin: The fraction of the memory to leave free, in [0, 1), for kernels and fragmentation.
 
     Raises:
@@ -303,7 +304,11 @@ def suggest_strategy(
         return estimate(batch=batch).with_batch(1)
 
     failed: list[MemoryEstimate] = []
-    for name in candidates(hardware):
+    names = candidates(hardware)
+    refused = [name for name in names if isinstance(optimizer, str) and _refuses(optimizer, name)]
+    for name in names:
+        if name in refused:
+            continue
         estimate = smallest_estimate(name, optimizer)
         if shortage(estimate, hardware, margin):
             failed.append(estimate)
@@ -311,10 +316,19 @@ def suggest_strategy(
         micro, accumulate = _batches(estimate, hardware, batch_size, margin)
         estimate = estimate if micro is None else estimate.with_batch(micro)
         reasons = [*(why_not(faster, hardware, margin) for faster in failed), why_it_fits(estimate, hardware, margin)]
-        with_8bit = smallest_estimate(failed[0].strategy, "adamw_8bit") if failed else None
+        with_8bit = smallest_estimate(failed[0].strategy, "adamw8bit") if failed else None
         texts = advice(estimate, hardware, margin, failed, batch_size, accumulate, with_8bit)
         return Suggestion(name, hardware, micro, accumulate, tuple(reasons), texts, estimate)
-    raise ValueError(_nothing_fits(failed, hardware, margin))
+    left_out = f" {', '.join(refused)} refuse optimizer={optimizer!r}: another may fit there." if refused else ""
+    raise ValueError(_nothing_fits(failed, hardware, margin) + left_out)
+
+
+def _refuses(optimizer: str, preset: str) -> bool:
+    """Whether ``lightning_tricks.optimizer`` refuses a name under a preset."""
+    if optimizer in SETTINGS:
+        return False
+    row = row_of(optimizer)
+    return (preset.startswith("fsdp2") and not row.fsdp2) or (preset.startswith("zero") and not row.zero)
 
 
 def candidates(hardware: Hardware) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -17,10 +18,15 @@ from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
 from lightning_tricks.core.selection import Patterns, select_parameters
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.hidden import is_hidden
+from lightning_tricks.optimizers.lookahead import lookahead
+from lightning_tricks.optimizers.plain_states import with_plain_states
 from lightning_tricks.optimizers.table import Row, check_settings, row_of
 from lightning_tricks.schedules.param_groups import Groups, layer_decay_groups, no_weight_decay_groups
 
 __all__ = ["optimizer"]
+
+_LEAST_EPS = 1e-6  # for states of 4 bits
+_FLAGS = ("capturable", "differentiable", "fused")  # which torch refuses in the first step, by device and dtype
 
 
 def optimizer(
@@ -36,11 +42,11 @@ def optimizer(
 ) -> Optimizer:
     """Make an optimizer by its name, with the parameter groups that it needs.
 
-    The arithmetic is that of torch, timm, pytorch_optimizer, schedulefree or bitsandbytes; ``optimizers()`` lists the
-    names. ``"muon"`` orthogonalizes the hidden weights: weights of layers with two or more dimensions, without
-    embeddings and the output layer; the others are trained as by AdamW at ``adamw_lr``, a tenth of ``lr`` by default.
-    ``"galore"`` keeps the states of hidden weights in a low rank. ``"lookahead_..."`` lets slow weights follow every
-    ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another one.
+    The arithmetic is that of torch, timm, pytorch_optimizer, schedulefree, bitsandbytes or torchao; ``optimizers()``
+    lists the names. ``"muon"`` orthogonalizes the hidden weights: weights of layers with two or more dimensions,
+    without embeddings and the output layer; the others are trained as by AdamW at ``adamw_lr``, a tenth of ``lr`` by
+    default. ``"galore"`` keeps the states of hidden weights in a low rank. ``"lookahead_"`` before a name lets slow
+    weights follow every ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another one.
 
     Args:
         name: A name of ``optimizers()``.
@@ -56,7 +62,8 @@ def optimizer(
         The optimizer, to be returned from ``configure_optimizers`` or passed to a schedule.
 
     Raises:
-        ValueError: If the name is unknown or a number is out of range.
+        ValueError: If the name is unknown, a number is out of range, or torch refuses a flag such as ``fused=True``
+            for the weights' device or dtype.
         TypeError: If the optimizer does not have one of the settings.
         ModuleNotFoundError: If the library is missing, with the extra to install.
         MisconfigurationException: If the strategy shards weights and the optimizer does not train right then.
@@ -77,12 +84,13 @@ def optimizer(
     check_settings(row, kind, settings)
     _require_trains_right(row, module)
     groups = _groups(module, lr, weight_decay, no_decay=no_decay, layer_decay=layer_decay, parameters=parameters)
+    _check_values(row, kind, groups, settings)
     slow = {key: settings.pop(key) for key in ("alpha", "k") if row.is_lookahead and key in settings}
     made = _make(row, kind, module, groups, lr, settings)
     for group in made.param_groups:
         group["optimizer"] = name
     made.register_load_state_dict_pre_hook(_require_same)
-    return row.load("timm.optim.Lookahead")(made, **slow) if row.is_lookahead else made
+    return lookahead(row.load("timm.optim.Lookahead"), made, **slow) if row.is_lookahead else made
 
 
 def _groups(
@@ -113,17 +121,44 @@ def _groups(
 def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
     if row.name == "adamw" and isinstance(module, pl.LightningModule) and settings.keys() <= {"betas", "eps"}:
         return adamw(module, lr, params=groups, **settings)
-    if row.name == "muon":
+    if row.base == "muon":
         rate = settings.pop("adamw_lr", lr / 10)
         groups = _with_hidden(row, module, groups, {"use_fallback": False}, {"use_fallback": True})
         for group in groups:
             if group["use_fallback"]:
                 group["lr"] = rate * group["lr"] / lr if "lr" in group and lr else rate  # as layer_decay has scaled it
-    if row.name == "galore":
+    if row.base == "galore":
         low_rank = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
         low_rank |= {key: settings.pop(key) for key in low_rank if key in settings}
         groups = _with_hidden(row, module, groups, low_rank, {})
+    if row.base in ("galore", "adamw4bit"):
+        kind = with_plain_states(kind)
     return kind(groups, lr=lr, **settings)
+
+
+def _check_values(row: Row, kind: Any, groups: Groups, settings: dict[str, Any]) -> None:
+    """Raise for a setting that would raise in the first step, or blow weights up.
+
+    Raises:
+        ValueError: With the value and what to do.
+    """
+    if row.library == "torchao" and settings.setdefault("eps", _LEAST_EPS) < _LEAST_EPS:
+        raise ValueError(
+            f"eps must be at least {_LEAST_EPS} in optimizer({row.name!r}), whose states have few bits, got"
+            f" {settings['eps']}: leave it out."
+        )
+    if not (flags := {name: settings[name] for name in _FLAGS if settings.get(name)}):
+        return
+    for device, dtype in {(weight.device, weight.dtype) for group in groups for weight in group["params"]}:
+        trial = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        trial.grad = torch.zeros_like(trial)
+        try:
+            kind([trial], **flags).step()
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"optimizer({row.name!r}, {', '.join(f'{name}=True' for name in flags)}) cannot train {dtype} weights"
+                f" on {device}: {error} Leave {' and '.join(flags)} out."
+            ) from error
 
 
 def _with_hidden(row: Row, module: nn.Module, groups: Groups, hidden: dict[str, Any], others: dict[str, Any]) -> Groups:
@@ -156,6 +191,12 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
             f" of {type(module).__name__}: add it to callbacks=."
         )
     engine, rule = engine_of(trainer), ""
+    if getattr(trainer.strategy, "compression", "none") == "local_sgd" and not row.averages:
+        raise MisconfigurationException(
+            f"optimizer({row.name!r}) keeps states in few bits, or in numbers and bases of each rank's own, which"
+            f" {type(trainer.strategy).__name__}(compression='local_sgd') cannot average. Take {row.instead!r}, or"
+            " another compression."
+        )
     if engine is Engine.FSDP2 and not row.fsdp2:
         rule = "does not train under FSDP2 as in one process"
     if engine.is_deepspeed and not row.zero:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from lightning_tricks.optimizers.left_out import LEFT_OUT
 
 __all__ = ["optimizers"]
 
 _SETTINGS = ("self", "params", "lr", "weight_decay", "args", "kwargs")
-_EXTRAS = {"torch": "", "bitsandbytes": "8bit"}  # others are in "optimizers"
+_EXTRAS = {"torch": "", "bitsandbytes": "8bit", "torchao": "8bit"}  # others are in "optimizers"
+_LOOKAHEAD = "lookahead_"
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,12 @@ class Row:
     Args:
         name: The name that ``optimizer()`` takes.
         path: The module and the class.
-        bytes: Bytes of state for an fp32 weight.
+        bytes: Bytes of state for an fp32 weight; those of a large square matrix where they depend on shapes.
         use: When to take it.
+        by_shape: Whether the bytes depend on the weights' shapes.
         zero: Whether two ranks under DeepSpeed ZeRO equal one process, which cuts weights anywhere.
         fsdp2: Whether two ranks under FSDP2 equal one process.
+        lookahead: Whether slow weights may be put around it.
         instead: What to take where it is refused.
     """
 
@@ -32,24 +37,41 @@ class Row:
     path: str
     bytes: float
     use: str
+    by_shape: bool = False
     zero: bool = True
     fsdp2: bool = True
+    lookahead: bool = True
     instead: str = "adamw"
 
     @property
     def library(self) -> str:
         """The package that holds the arithmetic."""
-        return "timm" if self.is_lookahead else self.path.partition(".")[0]
-
-    @property
-    def is_lookahead(self) -> bool:
-        """Whether timm's Lookahead is around the optimizer."""
-        return self.name.startswith("lookahead_")
+        return self.path.partition(".")[0]
 
     @property
     def extra(self) -> str:
         """The extra of this package to install; "" for torch."""
-        return _EXTRAS.get(self.library, "optimizers")
+        return _EXTRAS.get(self.library, "optimizers") or ("optimizers" if self.is_lookahead else "")
+
+    @property
+    def is_lookahead(self) -> bool:
+        """Whether timm's Lookahead is around the optimizer."""
+        return self.name.startswith(_LOOKAHEAD)
+
+    @property
+    def base(self) -> str:
+        """The name of the optimizer that Lookahead is around, or its own."""
+        return self.name.removeprefix(_LOOKAHEAD)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its states have 4 or 8 bits, whatever the weights have."""
+        return _EXTRAS.get(self.library) == "8bit"
+
+    @property
+    def averages(self) -> bool:
+        """Whether the mean of the ranks' states is a state, as local SGD needs it."""
+        return not self.is_quantized and self.base not in ("galore", "soap", "prodigy")
 
     def load(self, path: str = "") -> Any:
         """The class of the optimizer, or another one that it needs.
@@ -58,26 +80,38 @@ class Row:
             ModuleNotFoundError: If its package is missing, with the extra to install.
         """
         module, _, kind = (path or self.path).rpartition(".")
+        package = module.partition(".")[0]
         try:
             return getattr(importlib.import_module(module), kind)
         except ModuleNotFoundError as error:
-            if error.name != self.library:
+            if error.name != package:
                 raise
+            extra = _EXTRAS.get(package, "optimizers")
             raise ModuleNotFoundError(
-                f"optimizer({self.name!r}) needs {self.library}: pip install 'lightning-tricks[{self.extra}]'."
+                f"optimizer({self.name!r}) needs {package}: pip install 'lightning-tricks[{extra}]'."
             ) from error
 
 
 _ROWS = (
-    Row("sgd", "torch.optim.SGD", 4, "with momentum=0.9, nesterov=True for convolutional networks"),
+    Row("sgd", "torch.optim.SGD", 0, "convolutional networks, with momentum=0.9 (4 bytes) and nesterov=True"),
     Row("adam", "torch.optim.Adam", 8, "Adam with coupled weight decay"),
     Row("adamw", "torch.optim.AdamW", 8, "the default of most recipes; DeepSpeed's own by adamw()"),
     Row("nadam", "torch.optim.NAdam", 8, "Adam with Nesterov momentum"),
     Row("radam", "torch.optim.RAdam", 8, "Adam without a warm-up"),
+    Row("adamax", "torch.optim.Adamax", 8, "Adam with the largest gradient in place of the mean square"),
     Row("asgd", "torch.optim.ASGD", 4, "averaged SGD, as AWD-LSTM uses it"),
     Row("rmsprop", "torch.optim.RMSprop", 4, "recurrent networks and reinforcement learning"),
     Row("adagrad", "torch.optim.Adagrad", 4, "sparse features", zero=False),
-    Row("adafactor", "torch.optim.Adafactor", 0.02, "a large model in little memory", zero=False, fsdp2=False),
+    Row("adadelta", "torch.optim.Adadelta", 8, "without a learning rate to choose: lr=1.0"),
+    Row(
+        "adafactor",
+        "torch.optim.Adafactor",
+        0.02,
+        "a large model in little memory",
+        by_shape=True,
+        zero=False,
+        fsdp2=False,
+    ),
     Row("lion", "timm.optim.Lion", 4, "half the state of AdamW; a third to a tenth of its lr"),
     Row("madgrad", "timm.optim.MADGRAD", 12, "convolutional networks and MRI reconstruction"),
     Row("adan", "timm.optim.Adan", 16, "vision transformers from scratch"),
@@ -89,20 +123,20 @@ _ROWS = (
         "muon",
         "timm.optim.Muon",
         4,
-        "hidden weights, orthogonalized; AdamW for the rest",
+        "hidden weights, orthogonalized; AdamW (8 bytes) for the rest",
+        by_shape=True,
         zero=False,
         fsdp2=False,
     ),
-    Row("lookahead_sgd", "torch.optim.SGD", 8, "SGD whose weights follow slow ones", zero=False),
-    Row("lookahead_adamw", "torch.optim.AdamW", 12, "AdamW whose weights follow slow ones", zero=False),
-    Row("lookahead_radam", "torch.optim.RAdam", 12, "the pair that is known as Ranger", zero=False),
     Row("ademamix", "pytorch_optimizer.AdEMAMix", 12, "long trainings of language models"),
     Row(
         "galore",
         "pytorch_optimizer.GaLore",
         8,
-        "states in a low rank: rank=128; to resume, fit(..., weights_only=False)",
+        "states in a low rank: rank=128",
+        by_shape=True,
         zero=False,
+        fsdp2=False,
     ),
     Row(
         "prodigy",
@@ -111,9 +145,18 @@ _ROWS = (
         "finds the step size by itself: lr=1.0",
         zero=False,
         fsdp2=False,
+        lookahead=False,
     ),
-    Row("ranger21", "pytorch_optimizer.Ranger21", 20, "its own warm-up and -down", zero=False, fsdp2=False),
-    Row("soap", "pytorch_optimizer.SOAP", 24, "Shampoo's basis for Adam", zero=False, fsdp2=False),
+    Row(
+        "ranger21",
+        "pytorch_optimizer.Ranger21",
+        20,
+        "its own warm-up and -down",
+        zero=False,
+        fsdp2=False,
+        lookahead=False,
+    ),
+    Row("soap", "pytorch_optimizer.SOAP", 24, "Shampoo's basis for Adam", by_shape=True, zero=False, fsdp2=False),
     Row("stableadamw", "pytorch_optimizer.StableAdamW", 8, "AdamW without spikes", zero=False, fsdp2=False),
     Row(
         "schedulefree_adamw",
@@ -121,6 +164,7 @@ _ROWS = (
         8,
         "no schedule: with the callback ScheduleFree()",
         zero=False,
+        lookahead=False,
     ),
     Row(
         "schedulefree_sgd",
@@ -128,27 +172,51 @@ _ROWS = (
         4,
         "no schedule: with the callback ScheduleFree()",
         zero=False,
+        lookahead=False,
     ),
     Row("adam8bit", "bitsandbytes.optim.Adam8bit", 2.03, "a quarter of Adam's state", zero=False, fsdp2=False),
     Row("adamw8bit", "bitsandbytes.optim.AdamW8bit", 2.03, "a quarter of AdamW's state", zero=False, fsdp2=False),
     Row("lion8bit", "bitsandbytes.optim.Lion8bit", 1.02, "an eighth of AdamW's state", zero=False, fsdp2=False),
+    Row("adamw4bit", "torchao.optim.AdamW4bit", 1.06, "an eighth of AdamW's state", zero=False, fsdp2=False),
 )
+
+
+def _with_lookahead(row: Row) -> Row:
+    """The row of Lookahead around an optimizer."""
+    use = f"{row.base} whose weights follow slow ones"
+    return replace(row, name=_LOOKAHEAD + row.name, bytes=row.bytes + 4, use=use, zero=False)
+
+
 ROWS = {row.name: row for row in _ROWS}
+ROWS |= {row.name: row for row in (_with_lookahead(ROWS[base]) for base in ("sgd", "adamw", "radam"))}
 
 
 def row_of(name: str) -> Row:
-    """The row of a name.
+    """The row of a name; ``"lookahead_..."`` has one for every optimizer that slow weights may be put around.
 
     Raises:
-        ValueError: For another name, with the nearest ones.
+        ValueError: For another name, with the reason and what to take, or with the nearest names.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}.")
-    if name not in ROWS:
-        near = difflib.get_close_matches(name.lower(), ROWS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(ROWS)}."
-        raise ValueError(f"name must be one of lightning_tricks.optimizers(), got {name!r}: {hint}")
-    return ROWS[name]
+    if name in ROWS:
+        return ROWS[name]
+    base = name.lower().removeprefix(_LOOKAHEAD)
+    if base in LEFT_OUT:
+        why, instead = LEFT_OUT[base]
+        raise ValueError(f"{base!r} is not one of lightning_tricks.optimizers(): {why}. Take {instead}.")
+    around = {row.name: row for row in _ROWS}
+    if name == _LOOKAHEAD + base and base in around:
+        if around[base].lookahead:
+            return _with_lookahead(around[base])
+        raise ValueError(
+            f"{name!r}: {base!r} measures or averages its own way through the weights, from which slow weights would"
+            f" take it off. Take {base!r} alone, or 'lookahead_adamw'."
+        )
+    known = [*ROWS, *(_LOOKAHEAD + base for base in around)]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(ROWS)}."
+    raise ValueError(f"name must be one of lightning_tricks.optimizers(), got {name!r}: {hint}")
 
 
 def check_settings(row: Row, kind: Any, settings: dict[str, Any]) -> None:
@@ -159,13 +227,15 @@ def check_settings(row: Row, kind: Any, settings: dict[str, Any]) -> None:
     """
     own = [name for name in inspect.signature(kind.__init__).parameters if name not in _SETTINGS]
     own += ["alpha", "k"] if row.is_lookahead else []
-    own += ["rank", "update_proj_gap", "scale", "projection_type"] if row.name == "galore" else []
+    own += ["rank", "update_proj_gap", "scale", "projection_type"] if row.base == "galore" else []
     if unknown := [name for name in settings if name not in own]:
         raise TypeError(f"optimizer({row.name!r}) has no setting {unknown[0]!r}; it has {', '.join(own)}.")
 
 
 def optimizers() -> list[dict[str, Any]]:
     """The optimizers that ``optimizer()`` knows by name, with what tests have shown of each.
+
+    All resume exactly, and equal a plain loop with accumulated gradients, under fp16's scaler and under DDP.
 
     Returns:
         A row for each: its name, library and extra to install, bytes of state for an fp32 weight, whether two ranks
@@ -178,12 +248,12 @@ def optimizers() -> list[dict[str, Any]]:
     return [
         {
             "name": row.name,
-            "library": row.library,
+            "library": f"timm, {row.library}" if row.is_lookahead else row.library,
             "extra": row.extra,
             "bytes": row.bytes,
             "fsdp2": row.fsdp2,
             "zero": row.zero,
             "use": row.use,
         }
-        for row in _ROWS
+        for row in ROWS.values()
     ]

@@ -17,7 +17,7 @@ def add_target(command: argparse.ArgumentParser) -> None:
         " parameters such as 7B",
     )
     command.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="sgd, adamw, adamw_8bit, ... (default: adamw)"
+        "--optimizer", default="adamw", metavar="NAME", help="sgd, adamw, adamw8bit, ... (default: adamw)"
     )
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     command.add_argument(

@@ -83,16 +83,25 @@ def test_what_was_passed_over_is_told_with_numbers() -> None:
     plain = estimate_memory(2 * 10**9, strategy="ddp_bf16", devices=2)
     more = f"{(plain.total - 0.9 * 33 * GB) / GB:.3g} GB more on each device"
     assert suggestion.reasons[0] == f"ddp_bf16 needs {more}, even without activations."
-    assert "with an 8-bit optimizer (optimizer='adamw_8bit') it fits." in " ".join(suggestion.advice)
-    assert suggest_strategy(2 * 10**9, hardware=suggestion.hardware, optimizer="adamw_8bit").preset == "ddp_bf16"
+    assert "with an 8-bit optimizer (optimizer='adamw8bit') it fits." in " ".join(suggestion.advice)
+    assert suggest_strategy(2 * 10**9, hardware=suggestion.hardware, optimizer="adamw8bit").preset == "ddp_bf16"
+
+
+def test_presets_that_refuse_the_optimizer_are_not_suggested() -> None:
+    hardware = Hardware(24 * GB, devices=8, host_memory=10_000 * GB)
+    assert suggest_strategy(7 * 10**9, hardware=hardware).preset == "fsdp2_bf16"
+    assert suggest_strategy(7 * 10**9, hardware=hardware, optimizer="sgd_momentum").preset == "fsdp2_bf16"
+    assert suggest_strategy(7 * 10**9, hardware=hardware, optimizer="adagrad").preset == "fsdp2_bf16"
+    with pytest.raises(ValueError, match=r"fsdp2_bf16, zero2_offload_bf16, .* refuse optimizer='adamw8bit'"):
+        suggest_strategy(7 * 10**9, hardware=hardware, optimizer="adamw8bit")
 
 
 def test_an_8_bit_optimizer_is_advised_only_if_it_fits() -> None:
     count = 10**9  # 8.08 GB of states, gradients and weights, and 2 GB of casts; plain SGD with momentum takes 12 and 2
     advised = suggest_strategy(count, hardware=Hardware(14 * GB, host_memory=100 * GB)).advice
-    assert "adamw_8bit" in " ".join(advised)
+    assert "adamw8bit" in " ".join(advised)
     advised = suggest_strategy(count, hardware=Hardware(13 * GB, host_memory=100 * GB), optimizer="sgd_momentum").advice
-    assert "adamw_8bit" not in " ".join(advised)
+    assert "adamw8bit" not in " ".join(advised)
 
 
 def test_weights_over_slow_links_are_warned_of() -> None:

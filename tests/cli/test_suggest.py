@@ -28,7 +28,7 @@ def test_it_prints_a_trainer_and_the_reasons(capsys: pytest.CaptureFixture[str])
         (["--nodes", "2", "--links", "slow"], "ddp_compressed_bf16"),
         (["--no-bf16"], "ddp_fp16"),
         (["--device-memory", "1GiB"], "fsdp2_bf16"),
-        (["--device-memory", "1GiB", "--optimizer", "adamw_8bit"], "ddp_bf16"),
+        (["--device-memory", "1GiB", "--optimizer", "adamw8bit"], "ddp_bf16"),
     ],
 )
 def test_the_machines_decide(arguments: list[str], preset: str, capsys: pytest.CaptureFixture[str]) -> None:

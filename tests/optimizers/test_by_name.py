@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import lightning_tricks as lt
+from lightning_tricks.core.nonfinite.snapshot import Snapshot
 from lightning_tricks.optimizers.hidden import is_hidden
-from lightning_tricks.optimizers.table import ROWS, Row
+from lightning_tricks.optimizers.left_out import LEFT_OUT
+from lightning_tricks.optimizers.table import ROWS, Row, row_of
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import Cases, run_cases
 
@@ -24,16 +31,37 @@ LR = {"prodigy": 1.0}
 MATRICES = ("muon", "galore")  # which take hidden weights apart from the others
 
 
-class Three(PlainNet):
-    """With a hidden layer."""
+# The arithmetic of each kind: elementwise, by matrices, with slow weights, averaged, in few bits; the others are slow.
+KINDS = (
+    *("adamw", "lion", "lamb", "muon", "lookahead_radam", "schedulefree_adamw", "adafactor"),
+    *("adamw8bit", "adamw4bit", "galore"),
+)
+SPLIT = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
+OTHER_LOOKAHEADS = [
+    pytest.param(f"lookahead_{name}", marks=() if name in ("lion", "adamw4bit") else pytest.mark.slow)
+    for name, row in ROWS.items()
+    if row.lookahead and not row.is_lookahead and f"lookahead_{name}" not in ROWS
+]
 
-    def __init__(self, name: str = "sgd", weight_decay: float = 0.0, **settings: Any) -> None:
+
+@pytest.fixture(autouse=True)
+def without_compiling() -> Iterator[None]:
+    """torchao compiles its step, which takes half a minute; a slow test does."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Three(PlainNet):
+    """With a hidden layer, of 4,096 weights if that is what the optimizer keeps in few bits."""
+
+    def __init__(self, name: str = "sgd", weight_decay: float = 0.0, width: int = 0, **settings: Any) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+        size = width or (64 if row_of(name).is_quantized else 16)
+        self.layers = nn.Sequential(nn.Linear(8, size), nn.Tanh(), nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 2))
         self.name, self.weight_decay, self.settings = name, weight_decay, settings
 
     def configure_optimizers(self) -> Any:
-        settings = {**NEEDED.get(self.name, {}), **self.settings}
+        settings = {**NEEDED.get(row_of(self.name).base, {}), **self.settings}
         return lt.optimizer(self.name, self, LR.get(self.name, 0.01), weight_decay=self.weight_decay, **settings)
 
 
@@ -41,55 +69,82 @@ def callbacks(name: str) -> list[Any]:
     return [lt.ScheduleFree()] if name.startswith("schedulefree") else []
 
 
-def own(name: str, groups: Any) -> Any:
+def own(name: str, groups: Any, fused: bool = True) -> Any:
     """The library's optimizer, made as its documentation says."""
-    module, _, kind = ROWS[name].path.rpartition(".")
-    settings = {"adamw": {"fused": True}, "galore": {}}.get(name, NEEDED.get(name, {}))
+    row = row_of(name)
+    module, _, kind = row.path.rpartition(".")
+    settings = {"adamw4bit": {"eps": 1e-6}, "galore": {}}.get(row.base, NEEDED.get(row.base, {}))
+    settings |= {"fused": fused} if name == "adamw" else {}
     made = getattr(importlib.import_module(module), kind)(groups, lr=LR.get(name, 0.01), weight_decay=0.0, **settings)
-    return importlib.import_module("timm.optim").Lookahead(made) if name.startswith("lookahead") else made
+    return importlib.import_module("timm.optim").Lookahead(made) if row.is_lookahead else made
 
 
 def groups_of(name: str, module: Three) -> Any:
     hidden = [module.layers[0].weight, module.layers[2].weight]
     others = [weight for weight in module.parameters() if all(weight is not each for each in hidden)]
-    if name == "muon":
+    if name.endswith("muon"):
         return [{"params": hidden}, {"params": others, "use_fallback": True, "lr": 0.001}]
-    if name == "galore":
+    if name.endswith("galore"):
         low_rank = {"rank": 2, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
         return [{"params": hidden, **low_rank}, {"params": others}]
     weights, biases = ([each for n, each in module.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
     return [{"params": weights}, {"params": biases}]
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_it_equals_the_librarys_own_in_a_plain_loop(name: str) -> None:
-    naive = build(Three)
-    optimizer = own(name, groups_of(name, naive))
-    for switch in ("train",) if name.startswith("schedulefree") else ():
-        getattr(optimizer, switch)()
+def plain_loop(name: str, scaler: torch.amp.GradScaler, window: int = 1) -> dict[str, Tensor]:
+    """The weights after two epochs; fp16 if the scaler is enabled, with the gradients of ``window`` batches a step."""
+    module, scaled = build(Three, name=name), scaler.is_enabled()
+    optimizer = own(name, groups_of(name, module), fused=not scaled)
+    if name.startswith("schedulefree"):
+        optimizer.train()
     for _ in range(2):
-        for x, y in loader():
-            optimizer.zero_grad()
-            F.cross_entropy(naive(x), y).backward()
-            optimizer.step()
+        for number, (x, y) in enumerate(loader()):
+            with torch.autocast("cpu", torch.float16, enabled=scaled):
+                loss = F.cross_entropy(module(x), y)
+            scaler.scale(loss / window).backward()
+            if (number + 1) % window == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
     if name.startswith("schedulefree"):
         optimizer.eval()
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", [*ROWS, *OTHER_LOOKAHEADS])
+def test_it_equals_the_librarys_own_in_a_plain_loop(name: str) -> None:
     module = build(Three, name=name)
     fit(module, callbacks=callbacks(name))
-    assert_equal(weights(module), weights(naive))
+    assert_equal(weights(module), plain_loop(name, torch.amp.GradScaler("cpu", enabled=False)))
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", SPLIT)
+def test_accumulated_gradients_are_those_of_a_plain_loop(name: str) -> None:
+    module = build(Three, name=name)
+    fit(module, callbacks=callbacks(name), accumulate_grad_batches=2)
+    assert_equal(weights(module), plain_loop(name, torch.amp.GradScaler("cpu", enabled=False), window=2))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_scaler_skips_the_steps_that_a_plain_loop_skips(name: str) -> None:
+    module, (scaler, other) = build(Three, name=name), (torch.amp.GradScaler("cpu", 2.0**18) for _ in range(2))
+    fit(module, callbacks=callbacks(name), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    assert_equal(weights(module), plain_loop(name, other))
+    assert 1 < scaler.get_scale() == other.get_scale() < 2.0**18, "some were skipped, and some were not"
+
+
+@pytest.mark.parametrize("name", [*SPLIT, *OTHER_LOOKAHEADS])
 def test_a_resumed_fit_is_exact_and_another_optimizer_is_refused(name: str, tmp_path: Path) -> None:
     whole, resumed = build(Three, name=name, weight_decay=0.1), build(Three, name=name, weight_decay=0.1)
     fit(whole, callbacks=callbacks(name))
     run = fit(build(Three, name=name, weight_decay=0.1), callbacks=callbacks(name), max_epochs=1)
     run.save_checkpoint(path := tmp_path / "half.ckpt")
-    trainer(callbacks=callbacks(name)).fit(resumed, loader(), loader(24), ckpt_path=path, weights_only=name != "galore")
+    trainer(callbacks=callbacks(name)).fit(resumed, loader(), loader(24), ckpt_path=path, weights_only=True)
     assert_equal(weights(resumed), weights(whole))
     other = "adagrad" if name != "adagrad" else "lion"
+    module = build(Three, name=other, width=resumed.layers[2].out_features)
     with pytest.raises(MisconfigurationException, match=rf"optimizer\('{name}'\).*optimizer\('{other}'\)"):
-        trainer().fit(build(Three, name=other), loader(), loader(24), ckpt_path=path, weights_only=name != "galore")
+        trainer().fit(module, loader(), loader(24), ckpt_path=path, weights_only=True)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -97,32 +152,57 @@ def test_a_resumed_fit_is_exact_and_another_optimizer_is_refused(name: str, tmp_
 STRATEGIES = {"ddp": "ddp", "fsdp2": "fsdp2_bf16", "zero": "zero1_bf16"}
 
 
-def on_ranks(case: tuple[str, str]) -> Any:
+def on_ranks(case: tuple[str, str], folder: Path) -> Any:
     name, engine = case
-    settings = {"strategy": "ddp"} if engine == "ddp" else lt.preset(STRATEGIES[engine], precision="32-true")
-    module = build(Three, name=name)
-    run = trainer(devices=2, callbacks=callbacks(name), use_distributed_sampler=False, **settings)
+    engine, _, resumes = engine.partition("_")
+    torch.compiler.set_stance("force_eager")
+
+    def run(**more: Any) -> tuple[Three, pl.Trainer]:
+        settings = {"strategy": "ddp"} if engine == "ddp" else lt.preset(STRATEGIES[engine], precision="32-true")
+        again = trainer(devices=2, callbacks=callbacks(name), use_distributed_sampler=False, **settings, **more)
+        return build(Three, name=name), again
+
+    path = None
+    if resumes:
+        module, half = run(max_epochs=1)
+        half.fit(module, rank_loader())
+        half.save_checkpoint(path := folder / f"{name}_{engine}.ckpt")
+    module, whole = run()
     try:
-        run.fit(module, rank_loader(), loader(8))
+        whole.fit(module, rank_loader(), loader(8), ckpt_path=path, weights_only=True)
     except MisconfigurationException as error:
-        assert run.global_step == 0, "refused before the first step"
+        assert whole.global_step == 0, "refused before the first step"
         return str(error)
     return weights(module)
 
 
-# One of each kind: elementwise, by matrices, with slow weights, averaged, refused; the others are slow.
-KINDS = ("sgd", "adamw", "lion", "lamb", "muon", "lookahead_radam", "schedulefree_adamw", "adafactor", "adamw8bit")
-SPLIT = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
+# States that are objects, or of few bits, and those that a folder of shards holds.
+RESUMED = [("adamw4bit", "ddp"), ("adamw8bit", "ddp"), ("galore", "ddp"), ("lookahead_radam", "fsdp2")]
+OTHERS_RESUMED = [(name, "fsdp2") for name, row in ROWS.items() if row.fsdp2 and (name, "fsdp2") not in RESUMED]
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Cases:
-    return run_cases(on_ranks, [(name, engine) for engine in STRATEGIES for name in KINDS])
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    cases = [(name, engine) for engine in STRATEGIES for name in KINDS]
+    again = [(name, f"{engine}_resumed") for name, engine in RESUMED]
+    return run_cases(on_ranks, cases + again, tmp_path_factory.mktemp("resumed"))
 
 
 @pytest.fixture(scope="module")
-def other_two_ranks() -> Cases:
-    return run_cases(on_ranks, [(name, engine) for engine in STRATEGIES for name in ROWS if name not in KINDS])
+def other_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    cases = [(name, engine) for engine in STRATEGIES for name in ROWS if name not in KINDS]
+    again = [(name, f"{engine}_resumed") for name, engine in OTHERS_RESUMED]
+    return run_cases(on_ranks, cases + again, tmp_path_factory.mktemp("resumed"))
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [*RESUMED, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS_RESUMED)]
+)
+def test_a_fit_resumed_on_two_ranks_is_exact(name: str, engine: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue("two_ranks" if (name, engine) in RESUMED else "other_two_ranks")
+    whole = request.getfixturevalue("two_ranks" if name in KINDS else "other_two_ranks")
+    for resumed, expected in zip(found[name, f"{engine}_resumed"], whole[name, engine], strict=True):
+        assert_equal(resumed, expected)
 
 
 def one_process(name: str) -> dict[str, Tensor]:
@@ -149,6 +229,17 @@ def test_two_ranks_equal_one_process_or_are_refused_as_the_table_says(
             else:
                 assert f"optimizer({name!r})" in found
                 assert "Take 'adamw'" in found
+
+
+def test_local_sgd_is_refused_where_states_have_no_mean() -> None:
+    for name in ("adamw8bit", "lookahead_adamw4bit", "galore", "soap", "prodigy", "lion"):
+        module = build(Three, name=name)
+        module.trainer = trainer(strategy=lt.DDPPreset(compression="local_sgd"), devices=2)
+        if name == "lion":
+            assert module.configure_optimizers()
+            continue
+        with pytest.raises(MisconfigurationException, match=rf"'{name}'.* cannot average\. Take 'adamw'"):
+            module.configure_optimizers()
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -192,7 +283,10 @@ def test_every_trainable_parameter_is_in_one_group(model: str) -> None:
     module = MODELS[model]()
     first = next(iter(dict(module.named_parameters())))
     module.get_parameter(first).requires_grad_(False)
-    for name, settings in (("adamw", {}), ("muon", {}), ("lion", {"layer_decay": 0.8}), ("adamw", {"no_decay": False})):
+    for name, settings in (
+        *(("adamw", {}), ("muon", {}), ("galore", {}), ("lookahead_muon", {}), ("adamw8bit", {})),
+        *(("lion", {"layer_decay": 0.8}), ("adamw", {"no_decay": False})),
+    ):
         made = lt.optimizer(name, module, 1e-3, weight_decay=0.1, **settings)
         assert named(made, module).keys() == {n for n, weight in module.named_parameters() if weight.requires_grad}
         assert all("weight_decay" in group for group in made.param_groups)
@@ -281,28 +375,204 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         lt.optimizer("elsewhere", module, 0.1)
 
 
+@pytest.mark.parametrize("name", [*LEFT_OUT, "KRON", "lookahead_kron"])
+def test_what_is_left_out_is_named_with_what_to_take(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is not one of lightning_tricks.optimizers\(\): .*\. Take ") as caught:
+        lt.optimizer(name, build(Three), 0.1)
+    quoted = str(caught.value).rpartition("Take ")[2].partition("'")[2].partition("'")[0]
+    assert not quoted or row_of(quoted)
+
+
+@pytest.mark.filterwarnings("ignore:It is highly recommended")  # of Kron, to install a package
+def test_what_is_left_out_is_left_out_for_a_reason() -> None:
+    from timm.optim.kron import Kron
+    from torchao.optim import CPUOffloadOptimizer
+
+    found = []
+    for seed in (1, 2):
+        weight, gradient = nn.Parameter(torch.ones(8, 8)), torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        made = Kron([weight], lr=0.1)
+        torch.manual_seed(seed)  # the ranks of DDP differ by it
+        for _ in range(4):
+            weight.grad = gradient.clone()
+            made.step()
+        found.append(weight)
+    assert not torch.equal(*found)
+    assert not hasattr(object.__new__(CPUOffloadOptimizer), "state")  # which Lightning moves when a fit begins
+
+
+def test_lookahead_is_refused_around_what_averages_itself() -> None:
+    for name in ("schedulefree_adamw", "ranger21", "prodigy"):
+        with pytest.raises(ValueError, match=f"'lookahead_{name}': '{name}' measures or averages"):
+            lt.optimizer(f"lookahead_{name}", build(Three), 0.1)
+    with pytest.raises(ValueError, match="got 'lookahead_lookahead_sgd': did you mean 'lookahead_"):
+        lt.optimizer("lookahead_lookahead_sgd", build(Three), 0.1)
+    with pytest.raises(ValueError, match="got 'lookahead_lionn': did you mean 'lookahead_lion'"):
+        lt.optimizer("lookahead_lionn", build(Three), 0.1)
+    with pytest.raises(TypeError, match=r"has no setting 'gamma'; it has .*alpha, k"):
+        lt.optimizer("lookahead_lion", build(Three), 0.1, gamma=1)
+
+
+@pytest.mark.parametrize("flag", ["capturable", "differentiable", "fused"])
+def test_flags_that_torch_refuses_later_are_refused_at_once(flag: str) -> None:
+    module = nn.Linear(4, 2, dtype=torch.complex64) if flag == "fused" else nn.Linear(4, 2)
+    with pytest.raises(ValueError, match=rf"'adamw', {flag}=True\) cannot train .* on cpu: .* Leave {flag} out"):
+        lt.optimizer("adamw", module, 0.1, **{flag: True})
+    assert lt.optimizer("adam", nn.Linear(4, 2), 0.1, fused=True).defaults["fused"]
+
+
+# -- few bits ---------------------------------------------------------------------------------------------------------
+
+
+def _largest_weight(made: torch.optim.Optimizer) -> float:
+    """After 100 steps with gradients that differ by eight orders of magnitude, and of which most are zero."""
+    (weight,), numbers = made.param_groups[0]["params"], torch.Generator().manual_seed(0)
+    scale = 10 ** (-8 * torch.rand(weight.shape, generator=numbers))
+    for _ in range(100):
+        gradient = scale * torch.randn(weight.shape, generator=numbers)
+        weight.grad = gradient * (torch.rand(weight.shape, generator=numbers) < 0.3)
+        made.step()
+    return float(weight.detach().abs().max())
+
+
+def test_few_bits_do_not_blow_single_weights_up_where_those_that_are_left_out_do() -> None:
+    from torchao.optim import AdamW8bit, AdamWFp8
+
+    def zeros() -> nn.Module:
+        module = nn.Linear(64, 64, bias=False)
+        nn.init.zeros_(module.weight)
+        return module
+
+    expected = _largest_weight(lt.optimizer("adamw", zeros(), 1e-3))
+    for name in ("adamw8bit", "adamw4bit"):
+        assert _largest_weight(lt.optimizer(name, zeros(), 1e-3)) < expected, name
+    for kind in (AdamW8bit, AdamWFp8):
+        assert _largest_weight(kind(zeros().parameters(), lr=1e-3, eps=1e-6)) > 100 * expected
+
+
+def test_an_eps_that_few_bits_cannot_hold_is_refused() -> None:
+    assert lt.optimizer("adamw4bit", build(Three), 0.1).defaults["eps"] == 1e-6
+    for name in ("adamw4bit", "lookahead_adamw4bit"):
+        with pytest.raises(ValueError, match=r"eps must be at least 1e-06 .* got 1e-08"):
+            lt.optimizer(name, build(Three), 0.1, eps=1e-8)
+
+
+class Scheduled(Three):
+    """With a schedule, which writes into a learning rate that is a tensor."""
+
+    def configure_optimizers(self) -> Any:
+        self.rates: list[float] = []
+        return lt.flat_cos(super().configure_optimizers(), self, warmup=2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates += [float(group["lr"]) for group in self.trainer.optimizers[0].param_groups]
+
+
+def test_a_schedule_sets_the_rate_of_few_bits() -> None:
+    plain, few = (build(Scheduled, name=name) for name in ("adamw", "adamw4bit"))
+    for module in (plain, few):
+        fit(module)
+    assert len(set(plain.rates)) > 3
+    assert few.rates == pytest.approx(plain.rates)
+
+
+@pytest.mark.parametrize("name", ["galore", "adamw4bit"])
+def test_states_of_the_library_load_too(name: str) -> None:
+    def step(made: Any, module: nn.Module) -> dict[str, Tensor]:
+        for weight in module.parameters():
+            weight.grad = torch.full_like(weight, 0.1).cumsum(0)
+        for _ in range(3):
+            made.step()
+        return weights(module)
+
+    first, other = (build(Three, name=name) for _ in range(2))
+    library = own(name, groups_of(name, other))
+    assert_equal(step(made := first.configure_optimizers(), first), step(library, other))
+    states = [copy.deepcopy(made.state_dict())]
+    if name == "adamw4bit":  # whose groups are as many
+        states.append(library.state_dict())
+    found = []
+    for state in states:
+        module = build(Three, name=name)
+        module.load_state_dict(weights(first))
+        again = module.configure_optimizers()
+        again.load_state_dict(state)
+        found.append(step(again, module))
+    expected = step(made, first)
+    for each in found:
+        assert_equal(each, expected)
+
+
+class Restores(pl.Callback):
+    """Takes a snapshot, goes on for three steps, restores it."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        (made,), step = trainer.optimizers, trainer.global_step
+        if step == 7:
+            self.snapshot, self.before = Snapshot(trainer, module), copy.deepcopy(made.state_dict())
+        if step == 10:
+            changed = copy.deepcopy(made.state_dict())
+            self.snapshot.restore(trainer, module)
+            self.found = (self.before, changed, made.state_dict())
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("name", ["lookahead_adamw", "galore", "adamw4bit", "adamw8bit"])
+def test_a_snapshot_of_a_fit_has_the_states(name: str) -> None:
+    fit(build(Three, name=name), callbacks=[restores := Restores()])
+    before, changed, restored = (
+        [leaf for leaf in tree_leaves(state["state"]) if isinstance(leaf, Tensor)] for state in restores.found
+    )
+    assert any(not torch.equal(one, other) for one, other in zip(before, changed, strict=True))
+    for one, other in zip(before, restored, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own parts
+def test_compiled_steps_resume_exactly_too(tmp_path: Path) -> None:
+    with torch.compiler.set_stance("default"):
+        test_a_resumed_fit_is_exact_and_another_optimizer_is_refused("adamw4bit", tmp_path)
+
+
+# -- beside averages --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_an_average_follows_the_weights_that_lookahead_has_pulled_back(window: int) -> None:
+    module, naive = (build(Three, name="lookahead_sgd") for _ in range(2))
+    ema = lt.EMA(decay=0.9, warmup=False)
+    fit(module, callbacks=[ema], accumulate_grad_batches=window, max_epochs=4)
+    optimizer, average = own("lookahead_sgd", groups_of("lookahead_sgd", naive)), weights(naive)
+    for _ in range(4):
+        for number, (x, y) in enumerate(loader()):
+            (F.cross_entropy(naive(x), y) / window).backward()
+            if (number + 1) % window == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                average = {name: average[name].lerp(weight, 1 - 0.9) for name, weight in weights(naive).items()}
+    assert optimizer.param_groups[0]["lookahead_step"] > 6
+    assert_equal(weights(module), average)
+
+
 def test_the_table_has_what_people_ask_for() -> None:
     names = {row["name"] for row in lt.optimizers()}
     assert len(names) > 20
     assert {"sgd", "adamw", "lion", "adafactor", "muon", "galore", "soap", "prodigy", "adamw8bit"} <= names
 
 
-# Whose bytes depend on settings and shapes, or are kept in objects and lists.
-OTHERWISE = {"adafactor", "galore", "muon", "soap"}
-
-
 @pytest.mark.filterwarnings("ignore")  # of libraries, about single settings
-@pytest.mark.parametrize("name", sorted(ROWS.keys() - OTHERWISE))
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.by_shape])
 def test_bytes_of_state_are_those_of_the_table(name: str) -> None:
     module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
-    momentum = {"momentum": 0.9} if name in ("sgd", "lookahead_sgd") else {}
-    made = lt.optimizer(name, module, 0.01, **momentum, **NEEDED.get(name, {}))
+    made = lt.optimizer(name, module, 0.01, **NEEDED.get(name, {}))
     if name.startswith("schedulefree"):
         made.train()  # type: ignore[attr-defined]
     for _ in range(6):  # after which Lookahead has its slow weights
         module(torch.ones(2, 256)).sum().backward()
         made.step()
     inner = getattr(made, "_base_optimizer", made)
-    held = sum(t.nbytes for state in inner.state.values() for t in state.values() if isinstance(t, Tensor))
+    state = inner.state_dict()["state"]  # in which tensors of few bits are dictionaries
+    held = sum(tensor.nbytes for tensor in tree_leaves(state) if isinstance(tensor, Tensor))
     per_weight = held / sum(weight.numel() for weight in module.parameters())
     assert per_weight == pytest.approx(ROWS[name].bytes, rel=0.05)

@@ -12,8 +12,10 @@ from torch import nn
 from lightning_tricks.advisor.memory.activations import Activations, Regime, batch_samples, measure
 from lightning_tricks.advisor.memory.layout import Layout, layout_of
 from lightning_tricks.advisor.memory.parameters import Parameters, parameters_of
-from lightning_tricks.advisor.memory.states import OptimizerLike, States, states_of
+from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
 from lightning_tricks.core.checks import check_choice, check_count, check_type
+from lightning_tricks.optimizers.by_name import optimizer as optimizer_by_name
+from lightning_tricks.optimizers.table import row_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -213,8 +215,8 @@ def estimate_memory(
         model: A LightningModule, whose ``training_step`` runs; or another module, which is called with the batch, and
             whose outputs are summed to a loss. It may be on any device, including "meta", and stays unchanged. Or a
             number of parameters.
-        optimizer: A name: "sgd", "sgd_momentum", "adam", "adamw", "adamw_8bit", "adafactor", "lion", "muon" and more;
-            or a torch optimizer, its class, or a function from parameters to it, whose states are counted.
+        optimizer: A name of ``optimizers()``, "sgd_momentum" or "amsgrad"; or a torch optimizer, its class, or a
+            function from parameters to it, whose states are counted.
         precision: Lightning's name of the precision, by default the preset's, or "bf16-mixed".
         strategy: A name of ``presets()``, "ddp", or None for a full model on each device without buckets.
         devices: The number of devices per node, at least 1.
@@ -253,6 +255,8 @@ def estimate_memory(
     parameters = parameters_of(model)
     trainable = [weight for weight in parameters.weights if weight.trainable]
     dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype
+    if isinstance(model, nn.Module) and isinstance(optimizer, str):
+        optimizer = _of_shapes(optimizer, model)
     states = states_of(optimizer, trainable, dtype, foreach=device == "cuda")
     measured = _measure_activations(model, batch, batch_size, layout, device)
     samples = None if measured is None else batch_size or measured.samples
@@ -265,6 +269,12 @@ def estimate_memory(
         measured=measured,
         **_parts(layout, parameters, states, devices * nodes, nodes, extras, measured),
     )
+
+
+def _of_shapes(name: str, module: nn.Module) -> OptimizerLike:
+    """The optimizer itself if its bytes depend on the shapes of the weights, or else its name."""
+    row = None if name in SETTINGS else row_of(name)
+    return name if row is None or row.is_lookahead or not row.by_shape else optimizer_by_name(name, module, 0.1)
 
 
 def _measure_activations(

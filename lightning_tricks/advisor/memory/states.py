@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,33 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_tricks.advisor.memory.fake import LiveBytes, fake_mode
 from lightning_tricks.advisor.memory.parameters import Weight
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.optimizers.table import row_of
 
 OptimizerLike = str | Optimizer | Callable[[Any], Optimizer]
 
-TORCH: dict[str, Callable[..., Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
+# Names for optimizers with settings, besides those of ``optimizer()``.
+SETTINGS: dict[str, Callable[..., Optimizer]] = {
     "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "adadelta": torch.optim.Adadelta,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamax": torch.optim.Adamax,
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
-}
-# Bytes per trainable parameter, for optimizers that are not in torch or whose states depend on shapes.
-TABLE = {
-    "lion": 4.0,
-    "muon": 4.0,
-    "madgrad": 12.0,
-    "ranger21": 20.0,
-    "adafactor": 0.02,
-    "adamw_8bit": 2.04,
-    "adamw_4bit": 1.06,
-    "lion_8bit": 1.02,
 }
 
 
@@ -58,8 +39,8 @@ class States:
 def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtype | None, *, foreach: bool) -> States:
     """Count the bytes of an optimizer.
 
-    A name in ``TABLE`` is looked up. Other optimizers step on fake tensors, and the bytes of their storages are
-    counted.
+    For a name of ``optimizers()`` outside of torch they are those of its row. Other optimizers step on fake tensors,
+    and the bytes of their storages are counted.
 
     Args:
         optimizer: A name, an optimizer (which stays unchanged), its class, or a function from parameters to it.
@@ -68,10 +49,11 @@ def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtyp
         foreach: Whether torch's optimizers step on many parameters at a time, as on CUDA.
     """
     if isinstance(optimizer, str):
-        check_choice("optimizer", optimizer, sorted([*TORCH, *TABLE]))
-        if optimizer in TABLE:
-            return States(round(TABLE[optimizer] * sum(weight.numel for weight in weights)), 0)
-        optimizer = TORCH[optimizer]
+        row = None if optimizer in SETTINGS else row_of(optimizer)
+        if row is not None and (row.library != "torch" or row.is_lookahead or row.by_shape):
+            sizes = [4 * weight.numel if row.is_quantized else weight.bytes(dtype) for weight in weights]
+            return States(round(row.bytes * sum(sizes) / 4), 0)
+        optimizer = SETTINGS[optimizer] if row is None else row.load()
     if not weights:
         return States(0, 0)
     with fake_mode(), LiveBytes() as live:
@@ -96,15 +78,24 @@ def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtyp
 def _copy(optimizer: OptimizerLike, parameters: list[nn.Parameter]) -> Optimizer:
     """Copy an optimizer, or make one, with other parameters."""
     if isinstance(optimizer, Optimizer):
-        copied, remaining = copy.copy(optimizer), iter(parameters)
-        count = sum(old.requires_grad for group in optimizer.param_groups for old in group["params"])
-        if count > len(parameters):
+        if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
             raise ValueError(
-                f"optimizer has {count} parameters, the model trains {len(parameters)}: pass the model's own."
+                f"optimizer: {type(optimizer).__name__} steps another optimizer inside, which stays out of a copy: pass"
+                " its name, such as 'lookahead_adamw'."
             )
-        pairs = {
-            old: next(remaining) for group in optimizer.param_groups for old in group["params"] if old.requires_grad
-        }
+        copied = copy.copy(optimizer)
+        for name, value in vars(optimizer).items():
+            vars(copied).setdefault(name, value)  # torch copies its own attributes only
+        trained = [old for group in optimizer.param_groups for old in group["params"] if old.requires_grad]
+        if sum((Counter(old.shape for old in trained) - Counter(new.shape for new in parameters)).values()):
+            raise ValueError(
+                f"optimizer has {len(trained)} parameters that are not all among the {len(parameters)} that the model"
+                " trains: pass the model's own."
+            )
+        by_shape = defaultdict(list)
+        for new in parameters:
+            by_shape[new.shape].append(new)
+        pairs = {old: by_shape[old.shape].pop() for old in trained}
         copied.param_groups = [
             {**group, "params": [pairs[old] for old in group["params"] if old in pairs]}
             for group in optimizer.param_groups

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_tricks.core.averaging.callback import averaging_callbacks
 from lightning_tricks.core.lightning.trainer import grad_scaler, subtract_steps
@@ -77,7 +78,12 @@ def _scalers(trainer: pl.Trainer) -> list[Any]:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    return local_part(tensor).to("cpu", copy=True)
+    tensor = local_part(tensor)
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.to("cpu", copy=True)
+    names, context = tensor.__tensor_flatten__()  # Its own to(copy=True) may share the tensors inside, as torchao's do.
+    inside = {name: _host(getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(inside, context, tensor.size(), tensor.stride())
 
 
 def _host_all(values: dict[str, Any]) -> dict[str, Any]:

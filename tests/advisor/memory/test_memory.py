@@ -16,10 +16,13 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
+import lightning_tricks as lt
 from lightning_tricks.advisor import estimate_memory
 from lightning_tricks.advisor.memory.estimate import BUCKET
-from lightning_tricks.advisor.memory.states import TABLE, TORCH
+from lightning_tricks.advisor.memory.states import SETTINGS
+from lightning_tricks.optimizers.table import ROWS, row_of
 from lightning_tricks.strategies.zero.config import zero_config
 from tests.nets import Net, assert_equal, build, weights
 
@@ -146,30 +149,60 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 # -- the table of bytes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", [*ROWS, *SETTINGS, "lookahead_lion"])
+def test_bytes_of_a_number_of_parameters_are_those_of_the_table(name: str) -> None:
+    per_weight = {"sgd_momentum": 4, "amsgrad": 12}.get(name) or row_of(name).bytes
+    assert estimate_memory(COUNT, optimizer=name).optimizer == pytest.approx(per_weight * COUNT, abs=20)
+
+
+@pytest.mark.parametrize("name", ["lion", "madgrad", "adamw8bit", "adamw"])
+def test_states_in_16_bits_are_half_as_large_but_quantized_ones_are_not(name: str) -> None:
+    full, half = (estimate_memory(COUNT, optimizer=name, precision=p).optimizer for p in ("32-true", "bf16-true"))
+    assert half == pytest.approx(full if name == "adamw8bit" else full / 2, abs=20)
+
+
+def held(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of the storages of an optimizer's states."""
+    leaves = tree_leaves(optimizer.state_dict()["state"])
+    storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.library == "torch" or row.by_shape])
+def test_states_by_name_are_those_of_a_real_step(name: str) -> None:
+    net = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 11), nn.Linear(11, 3))
+    settings = {"rank": 2} if name == "galore" else {}
+    real = lt.optimizer(name, net, 0.1, **settings)
+    expected = estimate_memory(net, optimizer=real if settings else name, precision="32-true").optimizer
+    for _ in range(6):
+        net(torch.zeros(2, 7)).sum().backward()
+        real.step()
+    assert held(real) == pytest.approx(expected, abs=40)
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "bytes_each"),
-    [
-        *[("sgd", 0), ("sgd_momentum", 4), ("rmsprop", 4), ("lion", 4), ("muon", 4), ("adam", 8), ("adamw", 8)],
-        *[("amsgrad", 12), ("madgrad", 12), ("adamw_8bit", 2.04), ("adamw_4bit", 1.06), ("lion_8bit", 1.02)],
-        *[("adafactor", 0.02), ("ranger21", 20), ("adadelta", 8), ("adagrad", 4), ("adamax", 8), ("nadam", 8)],
-        ("radam", 8),
-    ],
+    "optimizer", [*SETTINGS, torch.optim.Adafactor, partial(torch.optim.SGD, lr=1, momentum=0.5), torch.optim.Adagrad]
 )
-def test_optimizer_states(optimizer: str, bytes_each: float) -> None:
-    assert optimizer in {*TORCH, *TABLE}
-    assert estimate_memory(COUNT, optimizer=optimizer).optimizer == pytest.approx(bytes_each * COUNT, abs=20)
-
-
-@pytest.mark.parametrize("optimizer", [*TORCH, torch.optim.Adafactor, partial(torch.optim.SGD, lr=1, momentum=0.5)])
 def test_states_are_those_of_a_real_step(optimizer: Any) -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3))
-    real = (TORCH[optimizer] if isinstance(optimizer, str) else optimizer)(net.parameters())
+    real = (SETTINGS[optimizer] if isinstance(optimizer, str) else optimizer)(net.parameters())
     estimates = [estimate_memory(net, optimizer=each, precision="32-true") for each in (optimizer, real)]
     assert all(not value for state in real.state.values() for value in state["step"].reshape(1)), "it has not stepped"
     net(torch.zeros(2, 7)).sum().backward()
     real.step()
-    held = sum(x.untyped_storage().nbytes() for s in real.state.values() for x in s.values() if isinstance(x, Tensor))
-    assert [estimate.optimizer for estimate in estimates] == [held, held]
+    assert [estimate.optimizer for estimate in estimates] == [held(real), held(real)]
+
+
+def test_an_optimizer_around_another_is_refused_and_stays_unchanged() -> None:
+    net = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"Lookahead steps another optimizer .* pass its name, such as"):
+        estimate_memory(net, optimizer=lt.optimizer("lookahead_sgd", net, 0.1))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    other = torch.optim.Adam(nn.Linear(3, 2).parameters())
+    with pytest.raises(ValueError, match=r"optimizer has 2 parameters that are not all among the 2"):
+        estimate_memory(nn.Linear(2, 3), optimizer=other)
 
 
 N, W = 4, 8  # devices of a node, and of two nodes
@@ -356,7 +389,7 @@ class Manual(pl.LightningModule):
             "trains in 'bf16-mixed', got precision='32",
         ),
         (nn.Linear(2, 2), {"strategy": "zero3_bf61"}, "strategy must be one of .* Did you mean 'zero3_bf16'"),
-        (nn.Linear(2, 2), {"optimizer": "adamv"}, "optimizer must be one of .* Did you mean 'adam"),
+        (nn.Linear(2, 2), {"optimizer": "adamv"}, "must be one of .* got 'adamv': did you mean 'adam"),
         (nn.Linear(2, 2), {"extras": ["emma"]}, "extras must be one of 'ema', .* Did you mean 'ema'"),
         (nn.Linear(2, 2), {"devices": 0}, "devices must be at least 1"),
         (nn.Linear(2, 2), {"batch_size": 8}, "batch_size=8 needs batch="),
