@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_tricks.core.checks import check_range, compile_pattern, examples
+from lightning_tricks.core.checks import check_bool, check_range, compile_pattern, examples
 from lightning_tricks.core.selection import select_parameters
 
 __all__ = ["discriminative_groups", "layer_decay_groups", "no_weight_decay_groups"]
@@ -217,6 +217,7 @@ def no_weight_decay_groups(
         groups: Groups to split in two, which keep their names and settings; several unnamed ones are numbered.
 
     Raises:
+        TypeError: If ``embeddings`` is not a bool.
         ValueError: If ``weight_decay`` is negative.
 
     Example:
@@ -228,6 +229,7 @@ def no_weight_decay_groups(
         [('rest_decay', 0.01), ('rest_no_decay', 0.01), ('^2_decay', 0.1), ('^2_no_decay', 0.1)]
     """
     check_range("weight_decay", weight_decay, 0.0)
+    check_bool("embeddings", embeddings)
     exempting = [(prefix, part) for prefix, part in model.named_modules() if hasattr(type(part), "no_weight_decay")]
     exempt = [f"{prefix}.{name}".lstrip(".") for prefix, part in exempting for name in part.no_weight_decay()]
     tables = {part.weight for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
