@@ -87,6 +87,26 @@ class Head:
         return Logits.of(self, input, self.head.weight, self.head.bias)
 
 
+class _Blank(torch.autograd.Function):
+    """A number that takes no memory and is none, should anything read it in a way that torch does not tell of."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.full((), torch.nan, dtype=dtype, device=hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise _needed("an autograd.Function")
+
+
+def _needed(what: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        "LeanLoss (lean_loss) computes F.cross_entropy(logits (N, C), target) without the logits, and they are needed"
+        f" for {what}. For a metric, take logits.detach(); if the module or another trick changes logits or targets,"
+        " leave LeanLoss out."
+    )
+
+
 class Logits(Tensor):
     """Stands for ``hidden @ weight.T + bias`` (..., C), until a cross-entropy takes rows of it."""
 
@@ -103,8 +123,7 @@ class Logits(Tensor):
         if torch.is_autocast_enabled(hidden.device.type):
             low = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight, bias = hidden.to(low), weight.to(low), bias if bias is None else bias.to(low)
-        # No memory, and not a number, should anything read it.
-        blank = torch.full((), torch.nan, dtype=dtype or hidden.dtype, device=hidden.device)
+        blank = _Blank.apply(hidden, weight, dtype or hidden.dtype)
         made = blank.expand(*hidden.shape[:-1], len(weight)).as_subclass(cls)
         made.head, made.hidden, made.weight, made.bias = head, hidden, weight, bias
         return made
@@ -123,7 +142,7 @@ class Logits(Tensor):
         logits = args[0] if args and isinstance(args[0], Logits) else None
         with torch._C.DisableTorchFunctionSubclass():
             name = _name(func)
-            if name in _FACTS:
+            if name in _FACTS or name.startswith("new_"):
                 return func(*args, **kwargs)
             if logits is not None and (kept := _kept(logits, name, func, args[1:], kwargs)) is not None:
                 return kept
@@ -133,11 +152,7 @@ class Logits(Tensor):
             writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
             needs = torch.is_grad_enabled() and name not in _FREE and any(_needs_gradient(each) for each in given)
             if writes or needs:
-                raise MisconfigurationException(
-                    "lean_loss computes F.cross_entropy(logits (N, C), target) without the logits, and they are needed"
-                    f" for {name}({', '.join(type(each).__name__ for each in args)}). For a metric, take"
-                    " logits.detach(); if the model or another trick changes logits or targets, leave lean_loss out."
-                )
+                raise _needed(f"{name}({', '.join(type(each).__name__ for each in args)})")
             args, kwargs = tree_map_only(Logits, Logits._values, (args, kwargs))
         return func(*args, **kwargs)
 

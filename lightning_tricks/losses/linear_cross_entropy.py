@@ -38,7 +38,8 @@ def linear_cross_entropy(
         ignore_index: The class index that does not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: The share of the uniform distribution in the targets, in [0, 1].
-        rows: The rows at a time; by default those whose logits take 8 MiB, or as much as ``hidden``.
+        rows: The rows at a time; by default those whose logits take 8 MiB, or as much as ``hidden``. If that is all of
+            them, the logits are kept.
 
     Example:
         >>> hidden, weight, target = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
@@ -50,6 +51,8 @@ def linear_cross_entropy(
     """
     settings = {"weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     rows = rows or max(1, max(BYTES, hidden.nbytes) // (4 * len(weight)))
+    if len(hidden) <= rows:  # nothing to save
+        return _losses(F.linear(hidden, weight, bias), target, {**settings, "reduction": reduction})
     losses: Tensor = _Rows.apply(hidden, weight, bias, target, settings, rows)
     if reduction == "none":
         return losses
@@ -98,7 +101,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, target: Tensor, settings: dict[str, Any]) -> Tensor:
-    return F.cross_entropy(logits.to(_wide(logits.dtype)), target, reduction="none", **settings)
+    return F.cross_entropy(logits.to(_wide(logits.dtype)), target, **{"reduction": "none", **settings})
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from lightning_tricks.core.checks import check_bool, check_range, check_type
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
-from lightning_tricks.core.selection import Patterns, select_parameters
+from lightning_tricks.core.selection import Patterns, check_patterns, select_parameters
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.hidden import is_hidden
 from lightning_tricks.optimizers.lookahead import lookahead
@@ -79,6 +79,8 @@ def optimizer(
     check_range("lr", lr, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     check_bool("no_decay", no_decay)
+    if parameters is not None:
+        check_patterns("parameters", parameters)
     require_same_lightning(module, "optimizer")
     kind = row.load()
     check_settings(row, kind, settings)

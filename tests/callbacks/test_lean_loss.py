@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.losses.test_lean_loss import causal
+from tests.losses.test_lean_loss import causal, in_chunks  # noqa: F401
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import Cases, run_cases
 

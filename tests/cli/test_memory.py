@@ -84,7 +84,7 @@ def test_a_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["1e400"], "'1e400' is not a model"),
         (["7B", "--strategy", "zero"], "strategy must be one of"),
         (["7B", "--batch-size", "8"], "batch_size=8 needs batch="),
-        (["7B", "--optimizer", "adamww"], "optimizer must be one of"),
+        (["7B", "--optimizer", "adamww"], "name must be one of"),
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "no_weight_decay_groups": {"model": layers, "weight_decay": lambda: 0.1},
     "plot_schedule": {"schedule": lambda: lt.cosine(sgd(), total_steps=20)},
     "preset": {"name": lambda: "single_bf16"},
+    "quantize": {"module": layers},
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
     "scale_ema_decay": {"decay": lambda: 0.99, **SCALE},
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
@@ -122,6 +123,8 @@ def needed(name: str) -> dict[str, Any]:
 
 LEFT_OUT = {
     "drop_bias_before_batchnorm": "has a model only",
+    "lean_loss": "has a model only",
+    "LeanLoss": "has the name of a module only",
     **dict.fromkeys(
         ["BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"],
         "a result, which nobody constructs",

@@ -98,9 +98,8 @@ def use(name: str, data: st.DataObject) -> None:
             raise
 
 
-USED = [
-    name for name in CALLBACKS if name not in ("Compile", "TerminateOnNonFinite")
-]  # takes seconds; has a folder only
+# Takes seconds; has the name of a module, or a folder, only.
+USED = [name for name in CALLBACKS if name not in ("Compile", "LeanLoss", "TerminateOnNonFinite")]
 
 
 @cases(20)

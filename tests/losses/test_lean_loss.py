@@ -14,9 +14,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
+import lightning_tricks.losses.linear_cross_entropy as chunks
 from lightning_tricks.losses.lean_loss import Logits
 from lightning_tricks.losses.linear_cross_entropy import linear_cross_entropy
 from tests.nets import assert_close
+
+
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small logits, too."""
+    monkeypatch.setattr(chunks, "BYTES", 1)
+
 
 # -- the function of tensors ------------------------------------------------------------------------------------------
 
@@ -218,6 +226,9 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked": lambda logits, y: F.cross_entropy(logits[y > 3], y[y > 3], reduction="sum"),
     "sliced": lambda logits, y: F.cross_entropy(logits[:, 1:].reshape(-1, logits.shape[-1]), y[:, 1:].reshape(-1)),
     "last": lambda logits, y: F.cross_entropy(logits[:, -1], y[:, -1]),
+    "weighted": lambda logits, y: F.cross_entropy(
+        logits.flatten(0, 1), y.flatten(), weight=logits.new_tensor([0.5, *[1.0] * 10])
+    ),
     "none": lambda logits, y: (
         F.cross_entropy(logits.to(torch.float64).reshape(-1, 11), y.reshape(-1), reduction="none").square().mean()
     ),
@@ -276,6 +287,24 @@ def test_scales_are_refused_where_a_model_has_them() -> None:
 def test_what_needs_logits_raises_and_never_computes_something_else(use: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r"logits\.detach\(\)"):
         use(lt.lean_loss(nn.Linear(8, 11))(torch.randn(4, 8)), torch.arange(4))
+
+
+class Twice(torch.autograd.Function):
+    """An operation of which torch does not tell tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_a_function_that_torch_does_not_tell_of_raises_in_the_backward_pass() -> None:
+    loss = F.cross_entropy(Twice.apply(lt.lean_loss(nn.Linear(8, 11))(torch.randn(4, 8))), torch.arange(4))
+    with pytest.raises(MisconfigurationException, match=r"autograd\.Function"):
+        loss.backward()
 
 
 def test_logits_are_not_written() -> None:

@@ -346,6 +346,13 @@ PRIVATE = (
     PrivateName("torch.nn.Module", "_backward_hooks", "Compile", "whether there are hooks"),
     PrivateName("torch.nn.Module", "_backward_pre_hooks", "Compile", "whether there are hooks"),
     PrivateName("torch.nn.Module", "_non_persistent_buffers_set", "EMA, SWA", "buffers that are not saved"),
+    PrivateName("timm.optim.Lookahead", "_base_optimizer", "optimizer", "the states of the optimizer inside"),
+    PrivateName(
+        "torch.utils._python_dispatch",
+        "is_traceable_wrapper_subclass",
+        "RewindOnSpike",
+        "whether a tensor, such as a state of 4 bits, holds other tensors",
+    ),
     PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "SWA, freeze", "the base class of all BatchNorm layers"),
     PrivateName(
         "torch.optim.Optimizer", "_optimizer_step_post_hooks", "EMA, SWA, schedules", "whether it calls step hooks"
