@@ -31,6 +31,7 @@ from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
 from lightning_tricks.modules.quantize import quantize
@@ -100,6 +101,7 @@ __all__ = [
     "adamw",
     "add_stochastic_depth",
     "average_checkpoints",
+    "clip_loss",
     "consolidate",
     "constant",
     "cosine",
@@ -116,6 +118,7 @@ __all__ = [
     "freeze",
     "functional",
     "greedy_soup",
+    "info_nce",
     "inverse_sqrt",
     "layer_decay_groups",
     "linear",
