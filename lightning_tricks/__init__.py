@@ -34,6 +34,7 @@ from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_s
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
+from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM
@@ -83,6 +84,7 @@ __all__ = [
     "DDPPreset",
     "Doctor",
     "FSDP2Preset",
+    "GradCacheMixin",
     "GradualUnfreeze",
     "HardExampleFilter",
     "Hardware",
