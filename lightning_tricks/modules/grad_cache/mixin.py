@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -37,9 +36,10 @@ class GradCacheMixin(_Module):
     so accumulation, clipping, mixed precision, DDP, FSDP2 and checkpoints work by the Trainer's own arguments. A step
     takes a second forward pass, and the embeddings twice. A smaller batch is trained on as without the mixin.
 
-    Override ``embed`` and ``contrast``, and not ``training_step``, or one that returns the loss of
-    ``super().training_step(batch, batch_idx)`` and logs it. ``validation_step`` calls ``embed`` and ``contrast`` as it
-    likes. Use ``info_nce`` or ``clip_loss`` in ``contrast`` to compare the samples of all devices.
+    Define ``embed(batch)``, which returns a tuple of embeddings (N, d) of a batch or some of its samples, and
+    ``contrast(*embeddings)``, which returns the loss of all of them. The mixin has the ``training_step``; another one
+    may call ``super().training_step(batch, batch_idx)``, log its loss and return it. ``validation_step`` calls
+    ``embed`` and ``contrast`` as it likes. ``info_nce`` and ``clip_loss`` compare the samples of all devices.
 
     The second run of a chunk draws the same random numbers, and logs nothing; buffers and attributes of the module are
     as the first run left them. BatchNorm normalizes with the statistics of a chunk, and moves its running statistics
@@ -76,21 +76,13 @@ class GradCacheMixin(_Module):
         if pl.LightningModule in order and order.index(pl.LightningModule) < order.index(GradCacheMixin):
             raise TypeError(f"GradCacheMixin must come first: class {cls.__name__}(GradCacheMixin, LightningModule).")
 
-    def embed(self, batch: Any) -> tuple[Tensor, ...]:
-        """The embeddings of a batch or of a part of it: tensors (N, d), beside which may be others (N, ...).
+    if TYPE_CHECKING:  # at run time they would hide those of a base class behind the mixin
 
-        Args:
-            batch: A batch of the loader, or some of its samples.
-        """
-        raise NotImplementedError
+        def embed(self, batch: Any) -> tuple[Tensor, ...]:
+            """The embeddings of a batch or some of its samples: tensors (N, d), and perhaps others (N, ...)."""
 
-    def contrast(self, *embeddings: Tensor) -> Tensor:
-        """The loss of the embeddings of the whole batch, a scalar.
-
-        Args:
-            *embeddings: What ``embed`` returns, for all samples.
-        """
-        raise NotImplementedError
+        def contrast(self, *embeddings: Tensor) -> Tensor:
+            """The loss, a scalar, of what ``embed`` returns for all samples of a batch."""
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -189,11 +181,10 @@ def _check(trainer: pl.Trainer, pl_module: Any) -> None:
         check_count(f"{name}.chunk", pl_module.chunk)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(f"{error} It is the largest number of samples in a chunk.") from None
-    missing: list[Callable[..., Any]] = [GradCacheMixin.embed, GradCacheMixin.contrast]
-    for method in missing:
-        if getattr(type(pl_module), method.__name__) is method:
+    for method in ("embed", "contrast"):
+        if not callable(getattr(pl_module, method, None)):
             raise MisconfigurationException(
-                f"{name} inherits GradCacheMixin, which calls {method.__name__} in every training step: define it."
+                f"{name} inherits GradCacheMixin, which calls {method} in every training step: define it."
             )
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
