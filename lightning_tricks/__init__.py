@@ -19,6 +19,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
+from lightning_tricks.callbacks.moe_balance import MoEBalance
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
@@ -91,6 +92,7 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "Mixup",
+    "MoEBalance",
     "RewindOnSpike",
     "SAMCallback",
     "SAMMixin",

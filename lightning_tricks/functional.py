@@ -5,12 +5,14 @@ from lightning_tricks.callbacks.cutmix import cutmix
 from lightning_tricks.callbacks.ema import ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import ohem_loss
 from lightning_tricks.callbacks.mixup import mixup
+from lightning_tricks.callbacks.moe_balance import balance_experts_
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.modules.sam.rules import asam_perturb_, sam_perturb_
 
 __all__ = [
     "adaptive_clip_",
     "asam_perturb_",
+    "balance_experts_",
     "clip_loss",
     "cutmix",
     "ema_decay",

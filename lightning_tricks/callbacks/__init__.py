@@ -13,6 +13,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_los
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
+from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
@@ -37,12 +38,14 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "Mixup",
+    "MoEBalance",
     "RewindOnSpike",
     "SAMCallback",
     "ScheduleFree",
     "SkipNonFinite",
     "TerminateOnNonFinite",
     "adaptive_clip_",
+    "balance_experts_",
     "cutmix",
     "ema_decay",
     "mixup",
