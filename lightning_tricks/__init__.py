@@ -33,6 +33,7 @@ from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
+from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
 from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
@@ -126,6 +127,7 @@ __all__ = [
     "inverse_sqrt",
     "layer_decay_groups",
     "linear",
+    "min_snr_weight",
     "no_weight_decay_groups",
     "one_cycle",
     "optimizer",

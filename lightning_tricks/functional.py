@@ -7,6 +7,7 @@ from lightning_tricks.callbacks.hard_examples import ohem_loss
 from lightning_tricks.callbacks.mixup import mixup
 from lightning_tricks.callbacks.moe_balance import balance_experts_
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
+from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.modules.sam.rules import asam_perturb_, sam_perturb_
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "cutmix",
     "ema_decay",
     "info_nce",
+    "min_snr_weight",
     "mixup",
     "ohem_loss",
     "sam_perturb_",
