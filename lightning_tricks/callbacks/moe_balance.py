@@ -112,7 +112,7 @@ class MoEBalance(Trick):
         for router in routers(pl_module).values():
             bias, load = router.expert_bias, router.tokens_per_expert
             total = trainer.strategy.reduce(load.clone(), reduce_op="sum") if trainer.world_size > 1 else load
-            balance_experts_(bias, total, self.rate)  # type: ignore[arg-type]
+            balance_experts_(bias, total, self.rate)
             load.zero_()
 
 
