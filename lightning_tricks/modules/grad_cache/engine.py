@@ -99,7 +99,6 @@ class GradCache:
         random, state = random_state(self.module.device), ModuleState(self.module)
         with torch.no_grad():
             parts = [self._embed(chunk, place) for chunk, place in chunks]
-        torch.clear_autocast_cache()  # weights that were cast without a graph
         embeddings = [torch.cat(several) for several in zip(*parts, strict=True)]
         for embedding in embeddings:
             embedding.requires_grad_(embedding.is_floating_point())

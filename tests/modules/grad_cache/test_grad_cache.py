@@ -26,17 +26,22 @@ from tests.ranks import Cases, run_cases
 
 
 class Noisy(Towers):
-    """With dropout, and a buffer that counts the samples."""
+    """With dropout, embeddings that depend on a count of the samples, and a count of the losses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.5)
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("losses", torch.zeros(()))
 
     def embed(self, batch: Any) -> Any:
         a, b = super().embed(batch)
         self.seen += len(a)
-        return self.dropout(a), b
+        return self.dropout(a) * self.seen.clone(), b
+
+    def contrast(self, a: Tensor, b: Tensor) -> Tensor:
+        self.losses += 1
+        return super().contrast(a, b)
 
 
 class Headed(Towers):
@@ -148,6 +153,19 @@ def test_accumulated_and_clipped_in_16_bits() -> None:
         for one, other in zip(found.gradients, whole.gradients, strict=True):
             assert_close(one, other, wide)
         assert_close(weights(module), weights(plain), wide)
+
+
+class Popping(Towers):
+    """Takes the parts of a batch out of it."""
+
+    def embed(self, batch: Any) -> Any:
+        return super().embed((batch["pair"].pop("a"), batch["pair"].pop("b")))
+
+
+def test_embed_may_take_its_batch_apart() -> None:
+    (x, y), (whole, _) = pairs(), gradients(Towers)
+    found, _ = gradients(cached(Popping, 5), [{"pair": {"a": x, "b": y}}])
+    assert_close(found.gradients[0], whole.gradients[0])
 
 
 class Logs(Towers):
