@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 KINDS = {
     "callbacks": "Callbacks",
     "modules": "Modules",
+    "losses": "Losses",
     "schedules": "Schedules",
     "optimizers": "Optimizers",
     "strategies": "Strategies",

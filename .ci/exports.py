@@ -2,6 +2,7 @@
 
 What a file lists is imported by its package. The top level has all of it except a class that a function of the same
 file returns (a result), the pure function beside a class (it is in ``lightning_tricks.functional``), and IN_PACKAGE.
+A loss that needs no class is in both.
 ``--check`` only compares, and names the files that differ.
 """
 
@@ -45,9 +46,10 @@ def _names(kind: str, file: Path) -> list[Name]:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     results = {ast.unparse(node.returns) for node in functions if node.returns}
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names} - results
-    pure = {node.name for node in functions} if classes and kind in TRICKS else set()
+    halves = {node.name for node in functions} if classes and kind in TRICKS else set()
+    pure = {node.name for node in functions} if kind == "losses" and not classes else halves
     module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    return [Name(name, kind, module, name not in (results | pure | IN_PACKAGE), name in pure) for name in names]
+    return [Name(name, kind, module, name not in (results | halves | IN_PACKAGE), name in pure) for name in names]
 
 
 def contents() -> dict[Path, str]:

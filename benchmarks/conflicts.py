@@ -9,6 +9,7 @@ from pathlib import Path
 from tables import placed
 
 from lightning_tricks.core.trick import Conflict
+from lightning_tricks.modules.grad_cache.mixin import GradCacheHooks
 from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
 from lightning_tricks_cli.runs.tricks import public
 
@@ -21,7 +22,7 @@ def declared() -> dict[Conflict, list[str]]:
     found: dict[Conflict, list[str]] = {}
     for name, kind in public().items():
         thing = getattr(importlib.import_module(f"lightning_tricks.{kind}"), name)
-        declaring = MixinHooks if name == "SAMMixin" else thing
+        declaring = {"SAMMixin": MixinHooks, "GradCacheMixin": GradCacheHooks}.get(name, thing)
         for conflict in getattr(declaring, "conflicts", ()) if inspect.isclass(declaring) else ():
             found.setdefault(conflict, []).append(name)
     return found
@@ -39,7 +40,12 @@ def markdown() -> str:
 
 def _public(other: str) -> list[str]:
     """The public names for a class that conflicts name."""
-    return {"AveragingCallback": ["EMA", "SWA"], "SAMHooks": ["SAMMixin", "SAMCallback"]}.get(other, [other])
+    names = {
+        "AveragingCallback": ["EMA", "SWA"],
+        "MixingCallback": ["Mixup", "CutMix", "HiddenMixup"],
+        "SAMHooks": ["SAMMixin", "SAMCallback"],
+    }
+    return names.get(other, [other])
 
 
 def _code(names: list[str]) -> str:

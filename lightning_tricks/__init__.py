@@ -20,6 +20,7 @@ from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
+from lightning_tricks.callbacks.moe_balance import MoEBalance
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
@@ -33,9 +34,12 @@ from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.losses.contrastive import clip_loss, info_nce
+from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
+from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM
@@ -85,6 +89,7 @@ __all__ = [
     "DDPPreset",
     "Doctor",
     "FSDP2Preset",
+    "GradCacheMixin",
     "GradualUnfreeze",
     "HardExampleFilter",
     "Hardware",
@@ -92,6 +97,7 @@ __all__ = [
     "LRSchedule",
     "LeanLoss",
     "Mixup",
+    "MoEBalance",
     "RewindOnSpike",
     "SAMCallback",
     "SAMMixin",
@@ -105,6 +111,7 @@ __all__ = [
     "adamw",
     "add_stochastic_depth",
     "average_checkpoints",
+    "clip_loss",
     "consolidate",
     "constant",
     "cosine",
@@ -121,10 +128,12 @@ __all__ = [
     "freeze",
     "functional",
     "greedy_soup",
+    "info_nce",
     "inverse_sqrt",
     "layer_decay_groups",
     "lean_loss",
     "linear",
+    "min_snr_weight",
     "no_weight_decay_groups",
     "one_cycle",
     "optimizer",

@@ -5,13 +5,22 @@ from lightning_tricks.callbacks.cutmix import cutmix
 from lightning_tricks.callbacks.ema import ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import ohem_loss
 from lightning_tricks.callbacks.mixup import mixup
+from lightning_tricks.callbacks.moe_balance import balance_experts_
+from lightning_tricks.losses.contrastive import clip_loss, info_nce
+from lightning_tricks.losses.diffusion import min_snr_weight
+from lightning_tricks.losses.lean_loss import lean_loss
 from lightning_tricks.modules.sam.rules import asam_perturb_, sam_perturb_
 
 __all__ = [
     "adaptive_clip_",
     "asam_perturb_",
+    "balance_experts_",
+    "clip_loss",
     "cutmix",
     "ema_decay",
+    "info_nce",
+    "lean_loss",
+    "min_snr_weight",
     "mixup",
     "ohem_loss",
     "sam_perturb_",

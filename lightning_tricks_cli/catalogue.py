@@ -64,6 +64,22 @@ CATALOGUE = (
         "trains on the samples with the largest losses",
         "a scoring pass, half a backward pass",
     ),
+    Row(
+        ("clip_loss", "info_nce", "min_snr_weight"),
+        "lt.clip_loss(images,texts)",
+        "contrastive losses over all devices, with the [right gradient](docs/contrastive.md); Min-SNR weights",
+    ),
+    Row(
+        ("GradCacheMixin",),
+        "class Net(lt.GradCacheMixin, L.LightningModule): chunk = 32",
+        "contrastive batches larger than memory, the same gradient",
+        "a second forward pass",
+    ),
+    Row(
+        ("MoEBalance", "balance_experts_"),
+        "callbacks=[lt.MoEBalance(rate=1e-3)]",
+        "balances a mixture's experts without a balancing loss",
+    ),
     Row(("flat_cos",), "return lt.flat_cos(optimizer, self)", "warm-up, flat, then half a cosine to the floor"),
     Row(
         (

@@ -14,6 +14,7 @@ from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
+from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
@@ -40,6 +41,7 @@ __all__ = [
     "LRSchedule",
     "LeanLoss",
     "Mixup",
+    "MoEBalance",
     "RewindOnSpike",
     "SAMCallback",
     "ScheduleFree",
@@ -47,6 +49,7 @@ __all__ = [
     "StepInBackward",
     "TerminateOnNonFinite",
     "adaptive_clip_",
+    "balance_experts_",
     "cutmix",
     "ema_decay",
     "mixup",

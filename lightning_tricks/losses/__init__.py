@@ -1,5 +1,7 @@
-"""Losses that a stock network takes in place of its own."""
+"""Losses: of large vocabularies, contrastive ones over all devices, and weights of diffusion losses."""
 
+from lightning_tricks.losses.contrastive import clip_loss, info_nce
+from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
 
-__all__ = ["lean_loss"]
+__all__ = ["clip_loss", "info_nce", "lean_loss", "min_snr_weight"]

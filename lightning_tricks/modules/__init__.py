@@ -2,6 +2,7 @@
 
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
+from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM, asam_perturb_, sam_perturb_
@@ -10,6 +11,7 @@ from lightning_tricks.modules.stochastic_depth import add_stochastic_depth
 
 __all__ = [
     "SAM",
+    "GradCacheMixin",
     "SAMMixin",
     "Sharpness",
     "add_stochastic_depth",

@@ -95,13 +95,14 @@ class Gather(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(trainer.strategy, ModelParallelStrategy):
             pl_module.layers.reshard()  # validation leaves the root unsharded
-            named = dict(pl_module.named_parameters())
-            self.weights = {name: weight.full_tensor().detach() for name, weight in named.items()}
+            self.weights = weights(pl_module)
         else:
             from deepspeed.utils import safe_get_full_fp32_param
 
             named = dict(pl_module.named_parameters())
             self.weights = {name: safe_get_full_fp32_param(weight) for name, weight in named.items()}
+            kept = pl_module.state_dict()
+            self.weights |= {name: buffer for name, buffer in pl_module.named_buffers() if name in kept}
 
 
 REFUSED_BY = {  # what the error says of a regime

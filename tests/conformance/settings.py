@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import lightning_tricks as lt
+from tests.callbacks.test_moe_balance import NaiveBalance
 from tests.callbacks.test_qat import NaiveQAT
 from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, terminator
+from tests.modules.grad_cache.naive import NaiveChunks
 from tests.reference import tricks as naive
 
 
@@ -65,6 +67,12 @@ SETTINGS: dict[str, Trick] = {
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
     ),
+    "GradCacheMixin": Trick(
+        naive=lambda batches, seen: NaiveChunks(2),
+        chunk={"on": 4, "off": 8},
+        yaml={"model": {"class_path": "tests.conformance.yaml_nets.ChunkedNet", "init_args": {"chunk": 4}}},
+        refused=("DeepSpeed", "manual"),
+    ),
     "GradualUnfreeze": Trick(
         naive=lambda batches, seen: naive.Unfrozen(),
         callbacks={
@@ -116,6 +124,15 @@ SETTINGS: dict[str, Trick] = {
     ),
     "LeanLoss": neutral(
         LeanLoss, {"class_path": "lightning_tricks.LeanLoss", "init_args": {"module": "layers.3"}}, "FSDP2", "DeepSpeed"
+    ),
+    "MoEBalance": Trick(
+        naive=lambda batches, seen: NaiveBalance(0.05),
+        callbacks={"on": lambda: [lt.MoEBalance(0.05)], "off": lambda: [lt.MoEBalance(0.0)]},
+        experts=True,
+        yaml={
+            "trainer": {"callbacks": [{"class_path": "MoEBalance", "init_args": {"rate": 0.05}}]},
+            "model": {"class_path": "tests.conformance.yaml_nets.MixtureNet"},
+        },
     ),
     "Mixup": Trick(
         naive=lambda batches, seen: naive.Mixed(seen),

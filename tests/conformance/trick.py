@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 import lightning_tricks as lt
+from tests.callbacks.test_moe_balance import with_experts
 from tests.nets import Net
 from tests.reference import tricks as naive_forms
 from tests.reference.loop import Naive
@@ -31,6 +33,8 @@ class Trick:
         images: Whether it needs images.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         convolutions: Whether it needs convolutions.
+        experts: Whether it needs a mixture of experts.
+        chunk: The samples in a chunk of GradCacheMixin, by the same key.
         yaml: What a user adds to a LightningCLI configuration for it; None for a function, which YAML does not call.
         neutral: Whether trained weights are those without it: it saves memory or time, or only looks.
         spoiled: Whether it waits for a bad batch: where it is on, a sample is not finite in the last epoch.
@@ -48,6 +52,8 @@ class Trick:
     images: bool = False
     by_batches: bool = False
     convolutions: bool = False
+    experts: bool = False
+    chunk: dict[str, int] | None = None
     yaml: dict[str, Any] | None = None
     neutral: bool = False
     spoiled: bool = False
@@ -60,6 +66,8 @@ class Trick:
         """``base`` with what the trick needs to be there."""
         if self.convolutions:
             return type(base)("Net", (base,), {"__init__": lambda module: convolve(base, module)})
+        if self.experts:
+            return type(base)("Net", (base,), {"__init__": lambda module: with_experts(base, module)})
         if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
             body = {
                 "on_after_batch_transfer": lambda module, batch, _: (batch[0].unflatten(1, (2, 4)), batch[1]),
@@ -76,7 +84,10 @@ class Trick:
         if self.schedule is not None:
             factory = self.schedule[state]
             body["configure_optimizers"] = lambda module: factory(base.configure_optimizers(module), module)
-        return type(base)("Net", (lt.SAMMixin, plain) if self.sam is not None else (plain,), body)
+        mixins: list[type] = [lt.SAMMixin] if self.sam is not None else []
+        if self.chunk is not None:
+            mixins, body = [lt.GradCacheMixin], {**body, **in_chunks(self.chunk[state])}
+        return type(base)("Net", (*mixins, plain), body)
 
     def spoils(self) -> dict[str, Any]:
         """What a module has beside that where the trick is on."""
@@ -85,6 +96,15 @@ class Trick:
 
     def make_callbacks(self, state: str) -> list[Callback]:
         return self.callbacks[state]() if self.callbacks else []
+
+
+def in_chunks(chunk: int) -> dict[str, Any]:
+    """What a module says to GradCacheMixin: its logits are the embeddings, which the labels go with."""
+    return {
+        "chunk": chunk,
+        "embed": lambda module, batch: (module(batch[0]), batch[1]),
+        "contrast": lambda module, logits, y: F.cross_entropy(logits, y),
+    }
 
 
 def schedule(factory: Callable[..., Any], **off: float) -> Trick:

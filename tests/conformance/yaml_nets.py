@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 import lightning_tricks as lt
-from tests.conformance.trick import convolve, spoil_first_batch, spoil_last_epoch
+from tests.callbacks.test_moe_balance import with_experts
+from tests.conformance.trick import convolve, in_chunks, spoil_first_batch, spoil_last_epoch
 from tests.nets import NormNet
 
 
@@ -17,6 +18,23 @@ class SharpNet(lt.SAMMixin, NormNet):
     def __init__(self, sam: lt.SAM | None = None, lr: float = 0.1) -> None:
         super().__init__(lr)
         self.sam = sam or lt.SAM()
+
+
+class ChunkedNet(lt.GradCacheMixin, NormNet):
+    """Takes the size of a chunk from a configuration file."""
+
+    def __init__(self, chunk: int = 32, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.chunk = chunk
+
+    embed, contrast = in_chunks(0)["embed"], in_chunks(0)["contrast"]
+
+
+class MixtureNet(NormNet):
+    """Has a mixture of experts."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        with_experts(NormNet, self)
 
 
 class ImagesNet(NormNet):

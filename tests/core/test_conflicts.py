@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks.core.trick import Conflict
+from tests.callbacks.test_moe_balance import with_experts
 from tests.nets import PlainNet, assert_close, build, fit, loader, weights
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -71,6 +72,25 @@ class Sharp(lt.SAMMixin, PlainNet):
 
 class Split(Sharp):
     sam = lt.SAM(0.05, micro_batch_size=4)
+
+
+class Chunked(lt.GradCacheMixin, PlainNet):
+    chunk = 4
+
+    def embed(self, batch: Any) -> Any:
+        return self(batch[0]), batch[1]
+
+    def contrast(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, y)
+
+
+class SharpChunks(lt.SAMMixin, Chunked):
+    sam = lt.SAM(0.05)
+
+
+class Mixture(PlainNet):
+    def __init__(self) -> None:
+        with_experts(PlainNet, self)
 
 
 class Backbone(PlainNet):
@@ -139,7 +159,7 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.EMA,), Stepped), Run((partial(lt.LRSchedule, replace=True),), Stepped)],
     ),
     "SAMCallback-static_graph": (
-        [Run((), Sharp, static), Run((lt.SAMCallback,), PlainNet, static)],
+        [Run((), Sharp, static), Run((lt.SAMCallback,), PlainNet, static), Run((), Chunked, static)],
         [Run((), PlainNet, static), Run((), Sharp, {"strategy": lambda: lt.DDPPreset(precision="32-true")})],
     ),
     "SAMCallback-SAMHooks": (
@@ -154,6 +174,15 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((partial(lt.HiddenMixup, "layers.2"),), Split)],
         [Run((partial(lt.HiddenMixup, "layers.2"),), Sharp)],
     ),
+    "GradCacheMixin-SAMHooks": (
+        [Run((), SharpChunks), Run((lt.SAMCallback,), Chunked)],
+        [Run((), Chunked)],
+    ),
+    "GradCacheMixin-MixingCallback": (
+        [Run((lt.Mixup,), Chunked), Run((lt.HardExampleFilter,), Chunked)],
+        [Run((lt.EMA, lt.AutoClip), Chunked)],
+    ),
+    "MoEBalance-MoEBalance": ([Run((lt.MoEBalance, lt.MoEBalance), Mixture)], [Run((lt.MoEBalance,), Mixture)]),
     "BatchSizeWarmup-GradientAccumulationScheduler": (
         [Run((partial(lt.BatchSizeWarmup, final=2), partial(GradientAccumulationScheduler, {0: 2})))],
         [Run((lt.EMA, partial(GradientAccumulationScheduler, {0: 2})))],

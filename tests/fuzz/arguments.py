@@ -69,6 +69,9 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "optimizer": {"name": lambda: "lion", "module": Net, "lr": lambda: 1e-3},
     "adaptive_clip_": {"parameters": lambda: [nn.Parameter(torch.ones(2))]},
     "add_stochastic_depth": {"model": layers, "rate": lambda: 0.1, "modules": lambda: "0"},
+    "clip_loss": {"images": lambda: torch.eye(4), "texts": lambda: torch.eye(4)},
+    "info_nce": {"queries": lambda: torch.eye(4), "keys": lambda: torch.eye(4)},
+    "min_snr_weight": {"alphas_cumprod": lambda: torch.linspace(0.9, 0.1, 4), "t": lambda: torch.tensor([0, 3])},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
     "ema_decay": {"updates": lambda: 3, "decay": lambda: 0.99},
@@ -130,8 +133,10 @@ LEFT_OUT = {
         "a result, which nobody constructs",
     ),
     "UnknownTotalSteps": "an error, which nobody constructs",
+    "balance_experts_": "tensors that belong together; tests/callbacks/test_moe_balance.py",
     "asam_perturb_": "lists that belong together; tests/modules/sam/test_rules.py",
     "sam_perturb_": "lists that belong together; tests/modules/sam/test_rules.py",
+    "GradCacheMixin": "has no arguments",
     "SAMMixin": "has no arguments",
     "ScheduleFree": "has no arguments",
     "StepInBackward": "has no arguments",
@@ -149,6 +154,7 @@ COSTLY = {"steps", "max_size", "effective"}  # what is done so often
 OBJECTS = {
     *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
     *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
+    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather"),
 }
 
 

@@ -161,7 +161,11 @@ class _Cut:
         """The error for a part that may depend on samples and cannot be cut."""
         nested = isinstance(part, Tensor) and part.is_nested
         found = f"a tensor {tuple(part.shape)}" if not nested and hasattr(part, "shape") else f"a {type(part).__name__}"
-        other = "leave micro_batch_size out" if "micro" in self.trick else 'use mode="loss", or name another target='
+        other = 'use mode="loss", or name another target='
+        if "micro" in self.trick:
+            other = "leave micro_batch_size out"
+        elif "chunk" in self.trick:
+            other = "give it one entry per sample, or embed the whole batch at once"
         return MisconfigurationException(
             f"{self.trick} cuts a batch of {self.size} samples, and cannot know how samples are stored in {path},"
             f" {found}: {other}. What is the same for all samples belongs in the module (register_buffer)."

@@ -69,8 +69,15 @@ WRAPPED = (
         _STRATEGY,
         "training_step",
         "args, kwargs",
-        "SAM",
+        "SAM, GradCacheMixin",
         "the step with the module's batch, under autocast and DDP",
+    ),
+    WrappedMethod(
+        _MODULE,
+        "training_step",
+        "args, kwargs",
+        "GradCacheMixin",
+        "a chunk is embedded again under the autocast and in the forward pass of DDP or FSDP2 that a step has",
     ),
     WrappedMethod(
         _STRATEGY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -78,6 +78,19 @@ def will_step(trainer: pl.Trainer) -> bool:
 def grad_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
     """The GradScaler of fp16, if there is one."""
     return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def scaled(trainer: pl.Trainer, loss: torch.Tensor) -> torch.Tensor:
+    """A loss divided and scaled as Lightning divides and scales that of a training step."""
+    if trainer.lightning_module.automatic_optimization:
+        loss = loss / trainer.accumulate_grad_batches
+    scaler = grad_scaler(trainer)
+    return loss if scaler is None else scaler.scale(loss)
+
+
+def unsynced(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """A context in which DDP does not average gradients over the ranks."""
+    return getattr(trainer.strategy, "block_backward_sync", nullcontext)()
 
 
 def subtract_steps(trainer: pl.Trainer, steps: int) -> None:

@@ -141,7 +141,7 @@ class ModuleState:
                 raise MisconfigurationException(
                     f"{path} ({type(value).__name__}) has changed in a step of {self._root} that is repeated or undone,"
                     " and it is or holds what cannot be set back: a file, a closure or an object that is written in C."
-                    " Keep plain numbers in the module, or change it in on_train_batch_end, which SAM does not repeat."
+                    " Keep plain numbers in the module, or change it in on_train_batch_end, which is not repeated."
                 )
 
     def can_restore(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim import LBFGS
 
 from lightning_tricks.core.batches.cutting import count_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.lightning.trainer import grad_scaler, step_schedules
+from lightning_tricks.core.lightning.trainer import scaled, step_schedules, unsynced
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
@@ -64,7 +64,7 @@ class SAMEngine:
         self.weights.reshard()  # so that the module's parameters are the optimizer's
         weights = self._perturbed([self.module.optimizers()])
         if self.sam.micro_batch_size is None:
-            self._run_twice(loss, first, weights, lambda again: descend(self._scaled(again)))
+            self._run_twice(loss, first, weights, lambda again: descend(scaled(self.module.trainer, again)))
         else:
             self._backward_of_micro_batches(first, weights, descend, self.sam.micro_batch_size)
 
@@ -77,11 +77,11 @@ class SAMEngine:
         parts = micro_batches(first.run, size)
         try:
             for number, (share, run) in enumerate(parts, 1):
-                with nullcontext() if number == len(parts) else self._unsynced():
+                with nullcontext() if number == len(parts) else unsynced(self.module.trainer):
                     step = RecordedStep(with_own_batch(run), random, first.state)
                     first.state.restore()
                     with random_numbers_of(random, self.module.device), self._naming(size):
-                        loss = self._scaled(self._loss_again(run) * share)
+                        loss = scaled(self.module.trainer, self._loss_again(run) * share)
                         random = random_state(self.module.device)
                     norms.append(self._run_twice(loss, step, weights, partial(self._descend_by, share, descend)))
         finally:
@@ -102,7 +102,7 @@ class SAMEngine:
             ) from error
 
     def _descend_by(self, share: float, descend: Callable[[Tensor], None], loss: Tensor) -> None:
-        descend(self._scaled(loss * share if share < 1 else loss))
+        descend(scaled(self.module.trainer, loss * share if share < 1 else loss))
 
     def backward_by_hand(
         self, closure: Callable[[], Tensor], optimizer: Any = None, method: str = "sam_backward"
@@ -119,7 +119,7 @@ class SAMEngine:
         weights = self._perturbed(own if isinstance(own, list) else [own])
         try:
             with self.steps.adding(method):
-                self._run_twice(self._scaled(loss), step, weights, self.module.manual_backward)
+                self._run_twice(scaled(self.module.trainer, loss), step, weights, self.module.manual_backward)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 rule = f"the closure of {method} uses tensors of a forward pass outside of it"
@@ -156,14 +156,14 @@ class SAMEngine:
             watch.require_kept(inner)
             return loss
 
-        with nullcontext() if ends else self._unsynced():
+        with nullcontext() if ends else unsynced(self.module.trainer):
             loss = self.backward_by_hand(share, own, "sam_step") * accumulate
         assert self.norm is not None, "just measured"
         self.norm *= accumulate
         watch.calls[inner] = 0 if ends else calls
         if ends:
             if clip_norm is not None:
-                limit = float(self._scaled(torch.tensor(clip_norm, device=self.module.device)))
+                limit = float(scaled(self.module.trainer, torch.tensor(clip_norm, device=self.module.device)))
                 self.module.clip_gradients(inner, gradient_clip_val=limit, gradient_clip_algorithm="norm")
             with watch.stepping():
                 own.step()
@@ -203,7 +203,7 @@ class SAMEngine:
             copy_(parts, before)
             after.restore()
             self.perturbed = None
-        self.norm = norm / self._scaled(torch.ones_like(norm))
+        self.norm = norm / scaled(self.module.trainer, torch.ones_like(norm))
         return self.norm
 
     def _descend(self, descend: Callable[[Tensor], None], loss: Tensor) -> None:
@@ -242,18 +242,6 @@ class SAMEngine:
         """The loss of the step run once more."""
         with replaying():
             return loss_of(run())
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        """The loss divided and scaled as Lightning divides and scales that of the first run."""
-        trainer = self.module.trainer
-        if self.module.automatic_optimization:
-            loss = loss / trainer.accumulate_grad_batches
-        scaler = grad_scaler(trainer)
-        return loss if scaler is None else scaler.scale(loss)
-
-    def _unsynced(self) -> AbstractContextManager[None]:
-        """A context in which DDP does not average gradients over the ranks."""
-        return getattr(self.module.trainer.strategy, "block_backward_sync", nullcontext)()
 
 
 def _acts_in_backward(module: pl.LightningModule) -> bool:

@@ -1,0 +1,1 @@
+"""Contrastive batches larger than memory."""

@@ -1,0 +1,161 @@
+"""MoEBalance: biases follow the loads of all ranks and accumulated batches, and experts come into balance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+import lightning_tricks as lt
+from lightning_tricks.functional import balance_experts_
+from tests.nets import Net, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
+from tests.ranks import Cases, run_cases
+from tests.reference.loop import Naive, naive_fit
+
+
+class Experts(nn.Module):
+    """The best one of some linear experts for each sample; all of them are computed, so that DDP misses none."""
+
+    def __init__(self, width: int, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.weights = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+        self.register_buffer("expert_bias", torch.zeros(experts))
+        self.register_buffer("tokens_per_expert", torch.zeros(experts), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).float().sigmoid()
+        chosen = (scores + self.expert_bias).argmax(1)
+        if self.training:
+            with torch.no_grad():
+                self.tokens_per_expert += chosen.bincount(minlength=scores.shape[1])
+        one_hot = F.one_hot(chosen, scores.shape[1]) * scores
+        return torch.einsum("be,edf,bd->bf", one_hot.to(x.dtype), self.weights.to(x.dtype), x)
+
+
+def with_experts(base: type[Net], module: Any) -> None:
+    """Put experts before the last layer; the body of an ``__init__``."""
+    base.__init__(module)
+    module.layers.insert(len(module.layers) - 1, Experts(module.layers[-1].in_features))
+
+
+class Mixture(PlainNet):
+    def __init__(self) -> None:
+        with_experts(PlainNet, self)
+
+
+class NaiveBalance(Naive):
+    """Counts by a loop over experts, since the last step that was made."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        for layer in module.layers:
+            if isinstance(layer, Experts):
+                loads = layer.tokens_per_expert.tolist()
+                mean = sum(loads) / len(loads)
+                for expert, load in enumerate(loads):
+                    layer.expert_bias[expert] += self.rate if load < mean else -self.rate if load > mean else 0
+                layer.tokens_per_expert = torch.zeros(len(loads))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_plain_loop_gives_the_same(accumulate: int) -> None:
+    naive, module = build(Mixture), build(Mixture)
+    naive_fit(naive, NaiveBalance(0.05), list(loader()), accumulate=accumulate)
+    fit(module, callbacks=[lt.MoEBalance(0.05)], accumulate_grad_batches=accumulate)
+    assert_equal(weights(module), weights(naive))
+    assert module.layers[2].expert_bias.abs().max() > 0
+    assert not module.layers[2].tokens_per_expert.any()
+
+
+def test_large_counts_are_compared_exactly() -> None:
+    bias = torch.zeros(3)
+    balance_experts_(bias, torch.tensor([10**12, 10**12 + 1, 10**12 - 1]), 1.0)
+    assert bias.tolist() == [0, -1, 1]
+
+
+class Skewed(Mixture):
+    """The gate begins with a preference for one expert, and the loads of each step are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.layers[2].gate.bias[1] = 0.8
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        load = self.layers[2].tokens_per_expert
+        SEEN.append(float(load.max() / load.mean()))
+
+
+SEEN: list[float] = []
+
+
+def imbalance(callbacks: list[Callback]) -> float:
+    """The largest load by the mean one, in the last of twenty epochs."""
+    SEEN.clear()
+    fit(build(Skewed), train=loader(320, 32), max_epochs=20, callbacks=callbacks)
+    return sum(SEEN[-10:]) / 10
+
+
+def test_experts_come_into_balance() -> None:
+    assert imbalance([lt.MoEBalance(0.02)]) < 1.8 < 2.4 < imbalance([])
+
+
+def test_a_fit_resumes_exactly(tmp_path: Path) -> None:
+    whole, half, module = build(Mixture), build(Mixture), build(Mixture)
+    fit(whole, callbacks=[lt.MoEBalance(0.05), lt.EMA(0.9)], max_epochs=2)
+    saves = ModelCheckpoint(tmp_path, filename="half")
+    fit(half, callbacks=[lt.MoEBalance(0.05), lt.EMA(0.9), saves], max_epochs=1, enable_checkpointing=True)
+    fit(module, callbacks=[lt.MoEBalance(0.05), lt.EMA(0.9)], max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(weights(module), weights(whole))
+
+
+class Odd(PlainNet):
+    def __init__(self, bias: Tensor, load: Tensor) -> None:
+        super().__init__()
+        self.layers[0].register_buffer("expert_bias", bias)
+        self.layers[0].register_buffer("tokens_per_expert", load)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (PlainNet, r"MoEBalance\(0.001\) found no router in PlainNet"),
+        (lambda: Odd(torch.zeros(4).bfloat16(), torch.zeros(4)), r"layers.0.expert_bias .* got torch.bfloat16 \(4,\)"),
+        (lambda: Odd(torch.zeros(4), torch.zeros(4).half()), "neither in 16 bits"),
+        (lambda: Odd(torch.zeros(4), torch.zeros(5)), r"one entry per expert, .*\(4,\) and torch.float32 \(5,\)"),
+        (lambda: Odd(torch.zeros(1, 4), torch.zeros(1, 4)), "one entry per expert"),
+        (lambda: Odd(torch.zeros(4).long(), torch.zeros(4)), "the first in fp32"),
+    ],
+)
+def test_what_is_no_router_is_refused(module: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(build(module), callbacks=[lt.MoEBalance()])
+
+
+def on_ranks(accumulate: int) -> dict[str, Any]:
+    module = build(Mixture)
+    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    fit(module, train=rank_loader(), callbacks=[lt.MoEBalance(0.05)], accumulate_grad_batches=accumulate, **settings)
+    return {name: value.numpy() for name, value in weights(module).items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    return run_cases(on_ranks, [1, 3])
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_ranks_equal_one_process(accumulate: int, ranks: Cases) -> None:
+    alone = build(Mixture)
+    fit(alone, train=loader(48), callbacks=[lt.MoEBalance(0.05)], accumulate_grad_batches=2 * accumulate)
+    for found in ranks[accumulate]:
+        assert_close({name: torch.from_numpy(value) for name, value in found.items()}, weights(alone), 1e-5)
