@@ -17,6 +17,7 @@ from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
@@ -32,6 +33,7 @@ from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
+from lightning_tricks.modules.merge_adapters import merge_adapters
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM
 from lightning_tricks.modules.sharpness import sharpness
@@ -84,6 +86,7 @@ __all__ = [
     "Hardware",
     "HiddenMixup",
     "LRSchedule",
+    "LoRA",
     "Mixup",
     "RewindOnSpike",
     "SAMCallback",
@@ -116,6 +119,7 @@ __all__ = [
     "inverse_sqrt",
     "layer_decay_groups",
     "linear",
+    "merge_adapters",
     "no_weight_decay_groups",
     "one_cycle",
     "optimizer",

@@ -11,6 +11,7 @@ from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
@@ -34,6 +35,7 @@ __all__ = [
     "HardExampleFilter",
     "HiddenMixup",
     "LRSchedule",
+    "LoRA",
     "Mixup",
     "RewindOnSpike",
     "SAMCallback",

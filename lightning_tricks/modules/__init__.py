@@ -2,6 +2,7 @@
 
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
+from lightning_tricks.modules.merge_adapters import merge_adapters
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM, asam_perturb_, sam_perturb_
 from lightning_tricks.modules.sharpness import Sharpness, sharpness
@@ -15,6 +16,7 @@ __all__ = [
     "asam_perturb_",
     "drop_bias_before_batchnorm",
     "freeze",
+    "merge_adapters",
     "sam_perturb_",
     "sharpness",
 ]

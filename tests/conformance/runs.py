@@ -98,10 +98,14 @@ class Gather(Callback):
             named = dict(pl_module.named_parameters())
             self.weights = {name: weight.full_tensor().detach() for name, weight in named.items()}
         else:
+            import deepspeed
             from deepspeed.utils import safe_get_full_fp32_param
 
             named = dict(pl_module.named_parameters())
-            self.weights = {name: safe_get_full_fp32_param(weight) for name, weight in named.items()}
+            trained = {name: safe_get_full_fp32_param(weight) for name, weight in named.items() if weight.requires_grad}
+            with deepspeed.zero.GatheredParameters([w for w in named.values() if not w.requires_grad]):
+                frozen = {name: weight.detach().clone() for name, weight in named.items() if not weight.requires_grad}
+            self.weights = {name: {**trained, **frozen}[name] for name in named}
 
 
 class Steps(Callback):

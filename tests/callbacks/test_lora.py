@@ -1,0 +1,488 @@
+"""LoRA: adapters train and nothing else does, checkpoints hold them alone, and merged weights are the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import lightning_tricks as lt
+from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
+from lightning_tricks.strategies.zero.preset import ZeROPreset
+from tests.conformance.runs import Steps
+from tests.nets import (
+    Net,
+    NormNet,
+    PlainNet,
+    assert_close,
+    assert_equal,
+    build,
+    data,
+    fit,
+    loader,
+    rank_loader,
+    trainer,
+    weights,
+)
+from tests.ranks import Cases, run_cases
+
+
+def lora(**settings: Any) -> lt.LoRA:
+    return lt.LoRA("layers.0", **{"r": 2, "train": r"layers\.[23]", **settings})
+
+
+def saved(module: Any, path: Path, **settings: Any) -> Any:
+    """A checkpoint after a fit."""
+    fit(module, callbacks=[lora()], **settings).save_checkpoint(path)
+    return torch.load(path, weights_only=True)
+
+
+def as_loader(batches: Any) -> DataLoader[Any]:
+    return DataLoader(batches, batch_size=None)
+
+
+# -- what trains ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+def test_adapters_and_what_train_selects_move_and_the_base_does_not(variant: str) -> None:
+    module, before = build(NormNet), weights(build(NormNet))
+    fit(module, callbacks=[lora(variant=variant)])
+    after = weights(module)
+    assert torch.equal(after["layers.0.base_layer.weight"], before["layers.0.weight"])
+    assert torch.equal(after["layers.0.base_layer.bias"], before["layers.0.bias"])
+    assert torch.equal(after["layers.1.weight"], before["layers.1.weight"])  # BatchNorm, which train= does not select
+    assert after["layers.0.lora_B.default.weight"].any()
+    assert not torch.equal(after["layers.3.weight"], before["layers.3.weight"])
+    assert ("layers.0.lora_magnitude_vector.default.weight" in after) == (variant == "dora")
+
+
+def test_layers_that_setup_and_configure_model_make_get_adapters() -> None:
+    class Later(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made, self.layers = self.layers, None
+
+        def setup(self, stage: str) -> None:
+            self.layers = self.layers or self.made
+
+    class Last(Later):
+        def setup(self, stage: str) -> None:
+            pass
+
+        def configure_model(self) -> None:
+            Later.setup(self, "fit")
+
+    expected = build(PlainNet)
+    fit(expected, callbacks=[lora()])
+    for kind in (Later, Last):
+        module = build(kind)
+        fit(module, callbacks=[lora()])
+        assert_equal(weights(module.layers), weights(expected.layers))
+
+
+def test_a_second_fit_goes_on_and_needs_the_same_settings() -> None:
+    module = build(NormNet)
+    fit(module, callbacks=[lora()])
+    before = weights(module)
+    fit(module, callbacks=[lora()], max_epochs=1)
+    assert weights(module).keys() == before.keys()
+    assert not torch.equal(*(w["layers.0.lora_B.default.weight"] for w in (before, weights(module))))
+    changed: list[dict[str, Any]] = [{"r": 4}, {"dropout": 0.1}, {"train": ()}]
+    for settings in changed:
+        with pytest.raises(MisconfigurationException, match="from an earlier LoRA"):
+            fit(module, callbacks=[lora(**settings)])
+
+
+# -- combinations -----------------------------------------------------------------------------------------------------
+
+
+def ended(*callbacks: Callback, base: Any = NormNet, **settings: Any) -> dict[str, Tensor]:
+    module = build(base)
+    fit(module, callbacks=[lora(), *callbacks], **settings)
+    return weights(module)
+
+
+def test_a_trick_at_its_limit_changes_nothing() -> None:
+    alone = ended()
+    assert_equal(ended(lt.EMA(0)), alone)
+    assert_equal(ended(lt.SAMCallback(0.0)), alone)
+    assert_equal(ended(lt.SWA(start=1.0, recalibrate_batchnorm=False)), alone)
+    assert_equal(ended(lt.LRSchedule("cosine", floor=1.0)), alone)
+    assert_equal(ended(lt.ActivationCheckpointing("^layers$")), alone)
+    assert_close(ended(lt.Compile("layers", backend="aot_eager")), alone)
+
+
+@pytest.mark.parametrize("average", [lt.EMA(0.9), lt.SWA(start=3)], ids=["EMA", "SWA"])
+def test_averages_are_those_of_what_trains(average: Any, tmp_path: Path) -> None:
+    module = build(NormNet)
+    base = weights(module)["layers.0.weight"]
+    run = fit(module, callbacks=[lora(), average])
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]
+    (kept,) = (one["raw"] for key, one in state.items() if key.startswith(type(average).__name__))
+    assert "layers.0.lora_A.default.weight" in kept
+    assert not any("base_layer" in name for name in kept)
+    assert torch.equal(weights(module)["layers.0.base_layer.weight"], base)
+    assert not torch.equal(weights(module)["layers.0.lora_B.default.weight"], ended()["layers.0.lora_B.default.weight"])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_adapters_move_in_16_bits_and_the_base_does_not(precision: Any) -> None:
+    module, before = build(NormNet), weights(build(NormNet))
+    fit(module, callbacks=[lora()], precision=precision)
+    base = module.layers[0].base_layer.weight
+    assert torch.equal(base, before["layers.0.weight"].to(base.dtype))
+    assert module.layers[0].lora_B["default"].weight.any()
+
+
+def test_a_base_in_16_bits_has_adapters_in_32() -> None:
+    module = build(NormNet).bfloat16()
+    fit(module, callbacks=[lora()], train=as_loader([(x.bfloat16(), y) for x, y in loader()]), limit_val_batches=0)
+    assert module.layers[0].base_layer.weight.dtype == torch.bfloat16
+    assert module.layers[0].lora_B["default"].weight.dtype == torch.float32
+    assert module.layers[0].lora_B["default"].weight.any()
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_what_training_changes_and_no_more(tmp_path: Path) -> None:
+    checkpoint = saved(build(NormNet), tmp_path / "a.ckpt")
+    tensors = {name for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+    adapters = {f"layers.0.lora_{part}.default.weight" for part in "AB"}
+    buffers = {"layers.1.running_mean", "layers.1.running_var", "layers.1.num_batches_tracked"}
+    assert tensors == {*adapters, *buffers, "layers.3.weight", "layers.3.bias"}
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_fresh_module_loads_it(weights_only: bool, tmp_path: Path) -> None:
+    module, best = build(NormNet), ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only)
+    run = fit(module, callbacks=[lora(), best], enable_checkpointing=True)
+    expected = run.test(module, loader(24), ckpt_path="best", verbose=False)
+    scored = float(best.best_model_score)
+    fresh, other = build(NormNet), trainer(callbacks=[lora()])
+    assert other.test(fresh, loader(24), ckpt_path=best.best_model_path, verbose=False) == expected
+    assert_equal(weights(fresh), weights(module))
+    (validated,) = other.validate(build(NormNet), loader(24), ckpt_path=best.best_model_path, verbose=False)
+    assert validated["val_loss"] == pytest.approx(scored)
+    predicted = other.predict(build(NormNet), loader(24), ckpt_path=best.best_model_path)
+    assert torch.equal(torch.cat(predicted), module.eval()(data(24).tensors[0]).detach())
+
+
+@pytest.mark.parametrize("save", ["adapter", "all"])
+def test_nothing_else_loads_it(save: Any, tmp_path: Path) -> None:
+    fit(build(NormNet), callbacks=[lora(save=save)]).save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(RuntimeError, match=r"callbacks=\[LoRA\(...\)\]"):
+        NormNet.load_from_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(RuntimeError, match=r'named "layers.0.weight", expected torch.Tensor'):
+        NormNet.load_from_checkpoint(tmp_path / "a.ckpt", strict=False)
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    with pytest.raises(RuntimeError, match="expected torch"):
+        build(NormNet).load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match=r"callbacks=\[LoRA"):
+        trainer().test(build(NormNet), loader(24), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_all_saves_the_base_too(tmp_path: Path) -> None:
+    module = build(NormNet)
+    fit(module, callbacks=[lora(save="all")]).save_checkpoint(tmp_path / "a.ckpt")
+    other = NormNet()  # with another base
+    trainer(callbacks=[lora(save="all")]).test(other, loader(24), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    assert_equal(weights(other), weights(module))
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    checkpoint = saved(build(NormNet), tmp_path / "a.ckpt")
+    fit(build(NormNet)).save_checkpoint(tmp_path / "plain.ckpt")
+    del checkpoint["state_dict"]["layers.3.bias"]
+    torch.save(checkpoint, tmp_path / "part.ckpt")
+    other = NormNet()
+    cases: list[tuple[Any, dict[str, Any], str, str]] = [
+        (other, {}, "a.ckpt", "checksum="),
+        (build(NormNet), {"r": 4}, "a.ckpt", "r=2 and 4"),
+        (build(NormNet), {"variant": "dora"}, "a.ckpt", "variant='lora' and 'dora'"),
+        (build(NormNet), {"alpha": 1.0}, "a.ckpt", "alpha=4 and 1.0"),
+        (build(NormNet), {"train": "layers.3.weight"}, "a.ckpt", r"trained=\['layers.3.bias'\]"),
+        (build(NormNet), {}, "plain.ckpt", "was saved without LoRA"),
+        (build(NormNet), {}, "part.ckpt", "differ in layers.3.bias"),
+    ]
+    for module, settings, name, message in cases:
+        before = module.layers[3].weight.detach().clone()
+        for stage in ("fit", "test"):
+            with pytest.raises(MisconfigurationException, match=message):
+                run = trainer(callbacks=[lora(**settings)], max_epochs=3)
+                batches = (loader(), loader()) if stage == "fit" else (loader(),)
+                getattr(run, stage)(module, *batches, ckpt_path=tmp_path / name)
+        assert torch.equal(module.layers[3].weight, before)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Shared(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 16)
+        self.other.weight = self.layers[0].weight
+
+
+class Twice(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.layers[0]
+
+
+class Attention(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.wide = nn.Conv1d(1, 1, 3, dilation=2)
+        self.deep = nn.Conv1d(4, 4, 3, groups=2)
+        self.ring = nn.Conv1d(4, 4, 3, padding_mode="circular")
+        self.table = nn.Embedding(4, 4, max_norm=1.0)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.lazy = nn.LazyLinear(4)
+
+
+class Meta(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.to("meta")
+
+
+class MadeEarly(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class Unfreezes(PlainNet):
+    def on_fit_start(self) -> None:
+        self.requires_grad_(True)
+
+
+REFUSED: list[tuple[Any, dict[str, Any], list[Callback], str]] = [
+    (PlainNet, {"modules": "layer.0"}, [], "'layers.0'"),
+    (PlainNet, {"train": "haed"}, [], "train: a pattern must be found"),
+    (PlainNet, {"modules": "Tanh"}, [], "selects no layer that takes an adapter, but 'layers.1' of class Tanh"),
+    (PlainNet, {"train": "layers.0"}, [], "train selects the weights of layers.0"),
+    (Shared, {}, [], "used in more than one place"),
+    (Twice, {}, [], "used in more than one place"),
+    (Attention, {"modules": "out_proj"}, [], "inside of nn.MultiheadAttention"),
+    *((Attention, {"modules": name}, [], f"{name}.*convolution") for name in ("wide", "deep", "ring")),
+    (Attention, {"modules": "table"}, [], "max_norm"),
+    (Attention, {"modules": "normed"}, [], "parametrization"),
+    (Attention, {"modules": "lazy"}, [], "shape yet"),
+    (MadeEarly, {}, [], "configure_optimizers makes lack layers.0.lora_A"),
+    (Unfreezes, {}, [], "requires_grad of layers.0.base_layer"),
+    (PlainNet, {}, [lt.GradualUnfreeze([1], parameters=["layers.0"])], "unfreezes weights that the other keeps"),
+    (PlainNet, {}, [BackboneFinetuning()], "unfreezes weights that the other keeps"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "callbacks", "message"), REFUSED, ids=[case[-1] for case in REFUSED])
+def test_what_cannot_be_right_is_refused_before_a_step(
+    kind: Any, settings: dict[str, Any], callbacks: list[Callback], message: str
+) -> None:
+    module, steps = build(kind), Steps()
+    own = lt.LoRA(**{"modules": "layers.0", **settings})
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(module, callbacks=[own, *callbacks, steps])
+    assert not steps.made
+
+
+def test_weights_without_values_are_refused() -> None:
+    with pytest.raises(NotImplementedError) as caught:  # Lightning's, when it takes the module back to the CPU
+        fit(build(Meta), callbacks=[lora()])
+    assert "LoRA: Meta has weights on the meta device" in str(caught.value.__context__)
+
+
+def test_arguments_are_checked() -> None:
+    for wrong, kind in [
+        ({"modules": ()}, ValueError),
+        ({"r": 0}, ValueError),
+        ({"alpha": 0}, ValueError),
+        ({"alpha": "2"}, TypeError),
+        ({"dropout": 1.0}, ValueError),
+        ({"variant": "qlora"}, ValueError),
+        ({"save": "none"}, ValueError),
+        ({"train": 3}, TypeError),
+    ]:
+        with pytest.raises(kind, match=next(iter(wrong))):
+            lt.LoRA(**{"modules": "x", **wrong})
+
+
+def test_adapters_that_another_made_are_refused() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    module = build(PlainNet)
+    inject_adapter_in_model(LoraConfig(target_modules=["0"]), module.layers)
+    with pytest.raises(MisconfigurationException, match="has other adapters already, in layers"):
+        fit(module, callbacks=[lora()])
+
+
+def test_an_adapter_that_the_network_reads_past_is_told() -> None:
+    class ReadsPast(PlainNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[2](torch.tanh(nn.functional.linear(x, self.layers[0].weight)))
+
+    with pytest.warns(UserWarning, match=r"the adapters of layers.0 are as they were"):
+        fit(build(ReadsPast), callbacks=[lora()])
+
+
+# -- merging ----------------------------------------------------------------------------------------------------------
+
+
+class Kinds(pl.LightningModule):
+    """A layer of each kind that takes an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.embed = nn.Embedding(9, 6, padding_idx=0)
+        self.mix = Conv1D(6, 6)
+        self.line = nn.Conv1d(6, 6, 3, stride=2, padding=1)
+        self.plane = nn.Conv2d(6, 4, (3, 1), padding=(1, 0))
+        self.space = nn.Conv3d(4, 4, 1)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.line(self.mix(self.embed(tokens)).transpose(1, 2))
+        x = self.space(self.plane(x[..., None])[..., None])[..., 0, 0]
+        return self.head(self.norm(self.encoder(x.transpose(1, 2)).mean(1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    validation_step = Net.validation_step
+    predict_step = Net.predict_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+def test_merged_weights_are_the_adapted_network(variant: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randint(0, 9, (8, 5), generator=generator), torch.arange(8) % 2) for _ in range(4)]
+    module = build(Kinds)
+    kinds = ["embed", "mix", "line", "plane", "space", "linear1", "linear2", "head"]
+    callback = lt.LoRA(kinds, r=2, alpha=3.0, variant=variant)
+    run = fit(module, train=as_loader(batches), limit_val_batches=0, callbacks=[callback], max_epochs=3)
+    merged = lt.merge_adapters(module)
+    bare = build(Kinds)
+    before = bare.state_dict()
+    assert list(merged) == list(before)
+    assert sum(not torch.equal(merged[name], before[name]) for name in merged) == 8 + 3  # with the statistics
+    bare.load_state_dict(merged)
+    adapted = module.eval()(batches[0][0])
+    torch.testing.assert_close(bare.eval()(batches[0][0]), adapted, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():  # not on the fast path of nn.TransformerEncoderLayer, which passes the adapters by
+        torch.testing.assert_close(module(batches[0][0]), adapted)
+    (predicted,) = run.predict(module, as_loader(batches[:1]))
+    torch.testing.assert_close(predicted, adapted)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Seeded(PlainNet):
+    """Its adapters begin with the same numbers in every process, and it trains by Adam."""
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class ShardedByUser(Seeded):
+    def configure_model(self) -> None:
+        for layer in self.layers:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "fsdp2": lambda: FSDP2Preset(precision="32-true"),
+    "fsdp2, dora": lambda: FSDP2Preset(precision="32-true"),
+    "fsdp2 into a file": lambda: FSDP2Preset(precision="32-true", save_distributed_checkpoint=False),
+    "fsdp2 in configure_model": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    "zero1": lambda: ZeROPreset(stage=1, precision="32-true"),
+    "zero2": lambda: ZeROPreset(stage=2, precision="32-true"),
+    "zero3": lambda: ZeROPreset(stage=3, precision="32-true"),
+}
+
+
+class Whole(Callback):
+    """The whole weights when training ends, before a strategy takes the module apart."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if any(hasattr(p, "ds_id") for p in pl_module.parameters()):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(list(pl_module.parameters())):
+                self.weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        else:
+            self.weights = weights(pl_module)
+
+
+def on_ranks(name: str, folder: str) -> list[dict[str, Any]]:
+    """The weights of a whole run, and of one that went on from a checkpoint."""
+    kind = ShardedByUser if "configure_model" in name else Seeded
+    given: list[dict[str, Any]] = []
+
+    def run(epochs: int, path: str | None = None) -> pl.Trainer:
+        whole = Whole()
+        made = trainer(
+            devices=2,
+            strategy=STRATEGIES[name](),
+            max_epochs=epochs,
+            callbacks=[lora(variant="dora" if "dora" in name else "lora"), whole],
+            use_distributed_sampler=False,
+        )
+        made.fit(build(kind), rank_loader(), loader(), ckpt_path=path)
+        given.append({name: value.numpy() for name, value in whole.weights.items()})
+        return made
+
+    run(2)
+    run(1).save_checkpoint(f"{folder}/{name}.ckpt")
+    run(2, f"{folder}/{name}.ckpt")
+    return given[::2]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Path]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_cases(on_ranks, STRATEGIES, str(folder)), folder
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_ranks_equal_one_process_and_resume_exactly(name: str, on_two_ranks: tuple[Cases, Path]) -> None:
+    (whole, resumed), (other, _) = on_two_ranks[0][name]
+    alone = build(Seeded)
+    variant = "dora" if "dora" in name else "lora"
+    run = trainer(callbacks=[lora(variant=variant)], accumulate_grad_batches=2)
+    run.fit(alone, loader(48), loader())
+    for key, value in weights(alone).items():
+        torch.testing.assert_close(torch.from_numpy(whole[key]), value, atol=1e-5, rtol=1e-4)
+        assert (whole[key] == other[key]).all()
+        assert (whole[key] == resumed[key]).all()
+    assert torch.equal(weights(alone)["layers.0.base_layer.weight"], weights(build(Seeded))["layers.0.weight"])
