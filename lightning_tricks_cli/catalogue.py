@@ -149,6 +149,12 @@ CATALOGUE = (
         "unfreezes from head to stem, following the schedule",
     ),
     Row(
+        ("LoRA", "merge_adapters"),
+        'callbacks=[lt.LoRA("attn.qkv",r=8,train="head")]',
+        "[adapters](docs/lora.md) for any network, checkpoints without the frozen weights",
+        "",
+    ),
+    Row(
         ("ActivationCheckpointing",),
         "callbacks=[lt.ActivationCheckpointing()]",
         "recomputes blocks in the backward pass, for less memory",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from types import NoneType
 from typing import Any, Literal, final
 
@@ -152,10 +153,10 @@ class LoRA(Trick):
         """Run the module's own hook, then give its layers their adapters."""
         output = hook(*args, **kwargs)
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        found: Any = getattr(module, "_lora", None)  # an attribute goes with a copy of the module
+        found: Any = getattr(module, "lightning_tricks_lora", None)  # an attribute goes with a copy of the module
         if found is None:
             found = settings, self._injected(trainer, module)
-            module._lora = found
+            module.lightning_tricks_lora = found
         earlier, self._record = found
         if told := [f"{name}={earlier[name]!r}" for name in _SETTINGS if earlier[name] != settings[name]]:
             raise MisconfigurationException(
@@ -256,9 +257,9 @@ class LoRA(Trick):
     def _saved(self, trainer: pl.Trainer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state for a checkpoint: without frozen weights, and with placeholders that no other module loads."""
         state, module = state_dict(), trainer.lightning_module
-        if not state or not hasattr(module, "_lora"):
+        if not state or not hasattr(module, "lightning_tricks_lora"):
             return state  # of another module, or on a rank that saves nothing
-        _, record = module._lora
+        _, record = module.lightning_tricks_lora
         if self.save == "adapter":
             frozen = _frozen(module)
             state = {name: value for name, value in state.items() if not _is_part(name, frozen)}
@@ -268,7 +269,8 @@ class LoRA(Trick):
         """Load a checkpoint; raise unless it belongs to this module with these settings."""
         meta = Path(path) / "meta.pt"  # the part of a folder by FSDP2 that is not sharded
         if meta.is_file():
-            self._require_same(record_in(torch.load(meta, *args, map_location="cpu", **kwargs)))
+            with suppress(UnpicklingError):  # other objects in it, as the hyperparameters; it is compared below
+                self._require_same(record_in(torch.load(meta, map_location="cpu", weights_only=True)))
         module = trainer.lightning_module
         with ExitStack() as undo:
             if self.save == "adapter":  # a folder by FSDP2 must have all that the module's state_dict asks for

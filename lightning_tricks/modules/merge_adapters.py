@@ -33,7 +33,7 @@ def merge_adapters(module: nn.Module) -> dict[str, Any]:
         Traceback (most recent call last):
         ValueError: Linear has no adapters of LoRA: fit it with this callback, or load its checkpoint with a Trainer.
     """
-    if not hasattr(module, "_lora"):
+    if not hasattr(module, "lightning_tricks_lora"):
         raise ValueError(
             f"{type(module).__name__} has no adapters of LoRA: fit it with this callback, or load its checkpoint with a"
             " Trainer."
@@ -42,7 +42,7 @@ def merge_adapters(module: nn.Module) -> dict[str, Any]:
         raise ValueError(
             "DeepSpeed ZeRO-3 shards the weights: save a checkpoint and merge it, lightning-tricks export --merge."
         )
-    record: Record = module._lora[1]  # type: ignore[index]
+    record: Record = module.lightning_tricks_lora[1]  # type: ignore[index]
     state = {name: _whole(value) for name, value in module.state_dict().items()}
     return merged_state({}, state, record)
 

@@ -28,6 +28,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export.add_argument(
         "--strip-prefix", default="", metavar="PREFIX", help="write only this submodule, without its name"
     )
+    export.add_argument("--merge", action="store_true", help="merge the adapters of LoRA into the weights")
+    export.add_argument(
+        "--base", type=Path, metavar="BASE", help="for --merge: a file with the weights of before the training"
+    )
     add_output(export)
 
 
@@ -41,6 +45,8 @@ def run(options: argparse.Namespace) -> None:
         which=options.which,
         callback=options.callback,
         strip_prefix=options.strip_prefix,
+        merge=options.merge,
+        base=options.base,
         force=options.force,
     )
     print(f"wrote {options.output}")

@@ -11,13 +11,16 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
+from lightning_tricks.checkpoints.folders import lazy_weights
 from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
 from lightning_tricks.strategies.zero.preset import ZeROPreset
+from lightning_tricks_cli.main import main as command
 from tests.conformance.runs import Steps
 from tests.nets import (
     Net,
@@ -399,6 +402,63 @@ def test_merged_weights_are_the_adapted_network(variant: Any) -> None:
     torch.testing.assert_close(predicted, adapted)
 
 
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+@pytest.mark.parametrize("save", ["adapter", "all"])
+def test_exported_weights_are_the_merged_ones(save: Any, variant: Any, tmp_path: Path) -> None:
+    module = build(NormNet)
+    torch.save(module.state_dict(), tmp_path / "base.pt")
+    callbacks = [lora(variant=variant, save=save), lt.EMA(0.9)]
+    fit(module, callbacks=callbacks).save_checkpoint(tmp_path / "a.ckpt")
+    base = {"base": tmp_path / "base.pt"} if save == "adapter" else {}
+    lt.export_weights(tmp_path / "a.ckpt", tmp_path / "out.pt", merge=True, **base)
+    exported = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert_equal(exported, lt.merge_adapters(module))
+    bare = NormNet()
+    bare.load_state_dict(exported)
+    x = data(24).tensors[0]
+    torch.testing.assert_close(bare.eval()(x), module.eval()(x), atol=1e-5, rtol=1e-5)
+    layers = ["--strip-prefix", "layers.", *(["--base", str(base["base"])] if base else [])]
+    command(["export", str(tmp_path / "a.ckpt"), "-o", str(tmp_path / "l.safetensors"), "--merge", *layers])
+    assert_equal(load_file(tmp_path / "l.safetensors"), bare.layers.state_dict())
+
+
+def test_an_export_that_cannot_be_right_is_refused(tmp_path: Path) -> None:
+    base = build(NormNet).state_dict()
+    torch.save(base, tmp_path / "base.pt")
+    torch.save({**base, "layers.0.weight": base["layers.0.weight"] + 1e-3}, tmp_path / "other.pt")
+    torch.save({name.removeprefix("layers."): value for name, value in base.items()}, tmp_path / "inner.pt")
+    saved(build(NormNet), tmp_path / "a.ckpt")
+    fit(build(NormNet), callbacks=[lora(save="all")]).save_checkpoint(tmp_path / "all.ckpt")
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("a.ckpt", {}, "need merge=True"),
+        ("a.ckpt", {"merge": True}, "pass base="),
+        ("a.ckpt", {"merge": True, "base": tmp_path / "other.pt"}, "not what the adapters .* were trained with"),
+        ("a.ckpt", {"merge": True, "base": tmp_path / "inner.pt"}, "its names must be those of the LightningModule"),
+        ("all.ckpt", {"merge": True, "base": tmp_path / "base.pt"}, "leave it out"),
+        ("base.pt", {"merge": True}, "no adapters of LoRA to merge"),
+    ]
+    for name, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            lt.export_weights(tmp_path / name, tmp_path / "out.pt", **settings)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_means_are_those_of_adapters_for_one_base(tmp_path: Path) -> None:
+    module = build(NormNet)
+    run = fit(module, callbacks=[lora()])
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    first = module.layers[0].lora_B["default"].weight.detach().clone()
+    fit(module, callbacks=[lora()], max_epochs=1).save_checkpoint(tmp_path / "b.ckpt")
+    second = module.layers[0].lora_B["default"].weight.detach().clone()
+    lt.average_checkpoints([tmp_path / "a.ckpt", tmp_path / "b.ckpt"], tmp_path / "mean.ckpt")
+    fresh = build(NormNet)
+    trainer(callbacks=[lora()]).test(fresh, loader(24), ckpt_path=tmp_path / "mean.ckpt", verbose=False)
+    torch.testing.assert_close(fresh.layers[0].lora_B["default"].weight, (first + second) / 2)
+    saved(NormNet(), tmp_path / "c.ckpt")
+    with pytest.raises(ValueError, match="for weights of checksum"):
+        lt.average_checkpoints([tmp_path / "a.ckpt", tmp_path / "c.ckpt"], tmp_path / "out.ckpt")
+
+
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -486,3 +546,21 @@ def test_two_ranks_equal_one_process_and_resume_exactly(name: str, on_two_ranks:
         assert (whole[key] == other[key]).all()
         assert (whole[key] == resumed[key]).all()
     assert torch.equal(weights(alone)["layers.0.base_layer.weight"], weights(build(Seeded))["layers.0.weight"])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_checkpoint_of_two_ranks_is_small_and_merged(
+    name: str, on_two_ranks: tuple[Cases, Path], tmp_path: Path
+) -> None:
+    (_, resumed), _ = on_two_ranks[0][name]
+    folder = on_two_ranks[1] / f"{name}.ckpt"
+    module = build(Seeded)
+    torch.save(module.state_dict(), tmp_path / "base.pt")
+    if folder.is_dir():
+        assert not any("base_layer" in name for name in lazy_weights(folder))
+        with pytest.raises(ValueError, match="has adapters of LoRA: merge them"):
+            lt.consolidate(folder, tmp_path / "out.pt")
+    lt.export_weights(folder, tmp_path / "out.pt", merge=True, base=tmp_path / "base.pt")
+    module.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert not torch.equal(module.layers[0].weight, build(Seeded).layers[0].weight)
+    assert torch.equal(module.layers[0].bias, torch.from_numpy(resumed["layers.0.base_layer.bias"]))
