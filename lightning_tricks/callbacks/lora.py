@@ -19,20 +19,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
+from lightning_tricks.core.adapters.base import is_quantized
 from lightning_tricks.core.adapters.inject import (
     Settings,
     adapted_layers,
     adapter_parameters,
     inject,
-    original_name,
     transposed,
 )
-from lightning_tricks.core.adapters.record import Record, found_in, record_in, weights_checksum
+from lightning_tricks.core.adapters.record import Record, found_in, record_in
 from lightning_tricks.core.checks import check_choice, check_count, check_range, check_type, some
-from lightning_tricks.core.lightning.engine import TORCH, Engine, engine_of, require_engine
+from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, engine_of, require_engine
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.trainer import saves_folder
+from lightning_tricks.core.lightning.trainer import extremes, saves_folder
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict, Trick
 
@@ -62,12 +62,14 @@ class LoRA(Trick):
         dropout: The probability of dropout in front of A, in [0, 1).
         train: Parameters that train as a whole, such as a new head: patterns as in ``modules``, for parameters.
         variant: "lora", "dora" or "rslora".
+        base: "keep" for frozen weights as they are; "nf4" (4 bits, by bitsandbytes) or "int8" (by torchao) for those
+            of linear layers, on a single device or under DDP. The checkpoint has the checksum of the weights before.
         save: "adapter" for checkpoints without the frozen weights, "all" for all weights.
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        ModuleNotFoundError: At setup, if peft is missing, with the extra to install.
+        ModuleNotFoundError: At setup, if peft (bitsandbytes, torchao) is missing, with the extra to install.
         MisconfigurationException: At setup, if a pattern selects nothing or a layer that cannot have an adapter, the
             module is sharded already or has other adapters; for a checkpoint of other weights or other settings; when
             the optimizers are made, if they lack an adapter; when training starts, if something else was unfrozen.
@@ -96,6 +98,7 @@ class LoRA(Trick):
         dropout: float = 0.0,
         train: str | Sequence[str] = (),
         variant: Literal["lora", "dora", "rslora"] = "lora",
+        base: Literal["keep", "nf4", "int8"] = "keep",
         save: Literal["adapter", "all"] = "adapter",
     ) -> None:
         check_patterns("modules", modules)
@@ -107,7 +110,10 @@ class LoRA(Trick):
         if train != ():
             check_patterns("train", train)
         check_choice("variant", variant, ("lora", "dora", "rslora"))
+        check_choice("base", base, ("keep", "nf4", "int8"))
         check_choice("save", save, ("adapter", "all"))
+        if save == "all" and base != "keep":
+            raise ValueError(f"save='all' needs base='keep', got base={base!r}: quantized weights are not saved.")
         super().__init__()
         self.modules = modules
         self.r = r
@@ -115,6 +121,7 @@ class LoRA(Trick):
         self.dropout = dropout
         self.train = train
         self.variant = variant
+        self.base = base
         self.save = save
         self._record: Record | None = None  # of the module that runs, or ran last
         self._strategy: Any = None  # the one whose checkpoints are changed
@@ -125,6 +132,8 @@ class LoRA(Trick):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         engine = require_engine(trainer, "LoRA", *TORCH, Engine.ZERO1, Engine.ZERO2, Engine.ZERO3)
+        if self.base != "keep":
+            require_engine(trainer, f"LoRA(base={self.base!r})", *UNSHARDED, why="where quantized weights stay whole")
         if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
             raise MisconfigurationException(
                 "LoRA: BitsandbytesPrecision would quantize the adapters, too: leave the plugin out."
@@ -188,10 +197,18 @@ class LoRA(Trick):
             )
         settings = Settings(self.r, self._alpha, self.dropout, self.variant)
         try:
-            layers, trained = inject(module, self.modules, self.train, settings)
+            layers, trained, checksum = inject(module, self.modules, self.train, settings, self.base)
         except ValueError as error:
             raise MisconfigurationException(f"LoRA on {name}: {error}") from error
-        frozen = {original_name(name, layers): weight for name, weight in _frozen(module).items()}
+        smallest, largest = extremes(trainer, int(checksum, 16))
+        if smallest != largest and self.base != "keep":  # else the strategy copies the weights of rank 0
+            raise MisconfigurationException(
+                f"LoRA(base={self.base!r}): the ranks have different weights before quantizing, which no strategy makes"
+                " equal: load the same weights on all, or pl.seed_everything(...) before the module is made."
+            )
+        packed = [f"{path}.weight" for path, layer in module.named_modules() if is_quantized(layer)]
+        ignored: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        module._ddp_params_and_buffers_to_ignore = [*ignored, *packed]  # DDP does not copy packed weights
         return Record(
             r=self.r,
             alpha=self._alpha,
@@ -200,8 +217,8 @@ class LoRA(Trick):
             layers=layers,
             transposed=transposed(module),
             trained=trained,
-            # Ranks may differ until the strategy copies the weights of rank 0.
-            checksum=trainer.strategy.broadcast(weights_checksum(frozen) if self.save == "adapter" else ""),
+            base=self.base,
+            checksum=trainer.strategy.broadcast(checksum) if self.save == "adapter" else "",
         )
 
     @property
@@ -313,7 +330,7 @@ class LoRA(Trick):
         return {} if self._record is None else self._record.state()
 
 
-_SETTINGS = ("modules", "r", "alpha", "dropout", "train", "variant", "save")
+_SETTINGS = ("modules", "r", "alpha", "dropout", "train", "variant", "base", "save")
 _OTHER_BASE = " The checksum is that of the frozen weights, which the checkpoint leaves out."
 
 

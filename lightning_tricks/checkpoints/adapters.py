@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_tricks.checkpoints.files import PathLike, load, path_of, weights_in
 from lightning_tricks.checkpoints.stream import LazyTensor
+from lightning_tricks.core.adapters.base import weights_checksum
 from lightning_tricks.core.adapters.merge import merged_state
-from lightning_tricks.core.adapters.record import Record, weights_checksum
+from lightning_tricks.core.adapters.record import Record
 from lightning_tricks.core.checks import some
 
 
@@ -46,7 +47,8 @@ def merged(weights: Mapping[str, Any], record: Record, source: Path, base: PathL
     frozen = {name: value for name, value in state.items() if name not in replaced and isinstance(value, Tensor)}
     if lost := [name for name in (*replaced, *(f"{layer}.weight" for layer in record.layers)) if name not in state]:
         raise ValueError(
-            f"{file} has no {some(lost)}, which the module of {source} has: its names must be those of the LightningModule."
+            f"{file} has no {some(lost)}, which the module of {source} has: its names must be those of the"
+            " LightningModule."
         )
     if (found := weights_checksum(frozen)) != record.checksum:
         raise ValueError(

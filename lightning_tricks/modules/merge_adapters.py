@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_tricks.core.adapters.base import dequantized, is_quantized
+from lightning_tricks.core.adapters.inject import BASE
 from lightning_tricks.core.adapters.merge import merged_state
 from lightning_tricks.core.adapters.record import Record
 
@@ -18,7 +20,8 @@ __all__ = ["merge_adapters"]
 def merge_adapters(module: nn.Module) -> dict[str, Any]:
     """The ``state_dict`` of a module trained with ``LoRA``, with merged adapters and the names of before.
 
-    It loads into the class as it was, strictly and without peft. The module is not changed. Merged weights are new
+    It loads into the class as it was, strictly and without peft. The module is not changed. Of a quantized base the
+    weights are those that the module computes with. Merged weights are new
     tensors, all others are those of the module, as in its ``state_dict``. Where FSDP2 shards the weights, all ranks
     take part and get the whole.
 
@@ -44,6 +47,11 @@ def merge_adapters(module: nn.Module) -> dict[str, Any]:
         )
     record: Record = module.lightning_tricks_lora[1]  # type: ignore[index]
     state = {name: _whole(value) for name, value in module.state_dict().items()}
+    for path, layer in module.named_modules(remove_duplicate=False):
+        if is_quantized(layer) and not hasattr(layer, BASE):
+            for name in [name for name in state if name.startswith(f"{path}.weight.")]:
+                del state[name]
+            state[f"{path}.weight"] = dequantized(layer)
     return merged_state({}, state, record)
 
 

@@ -36,7 +36,7 @@ from tests.nets import (
     trainer,
     weights,
 )
-from tests.ranks import Cases, run_cases
+from tests.ranks import Cases, run_alone, run_cases
 
 
 def lora(**settings: Any) -> lt.LoRA:
@@ -459,6 +459,69 @@ def test_means_are_those_of_adapters_for_one_base(tmp_path: Path) -> None:
         lt.average_checkpoints([tmp_path / "a.ckpt", tmp_path / "c.ckpt"], tmp_path / "out.ckpt")
 
 
+# -- quantized bases --------------------------------------------------------------------------------------------------
+
+
+class Deep(NormNet):
+    """With a frozen layer that has no adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, norm, act, head = NormNet().layers
+        self.layers = nn.Sequential(first, norm, act, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2, 8, 0.0), head)
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_a_quantized_base_trains_resumes_and_merges(base: Any, variant: Any, tmp_path: Path) -> None:
+    def callback() -> lt.LoRA:
+        return lora(train=r"layers\.5", base=base, variant=variant)
+
+    module = build(Deep)
+    torch.save(module.state_dict(), tmp_path / "base.pt")
+    run = fit(module, callbacks=[callback(), lt.EMA(0.9)])
+    packed = module.layers[0].base_layer.weight, module.layers[3].weight, module.layers[4].linear1.weight
+    assert all(type(weight).__name__ in ("Params4bit", "Int8Tensor") for weight in packed)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    norm = {f"layers.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    tensors = {name for name, value in state.items() if isinstance(value, Tensor)}
+    assert {name for name in tensors if ".lora_" not in name} == {*norm, "layers.5.weight", "layers.5.bias"}
+    bare, x = build(Deep), data(24).tensors[0]
+    bare.load_state_dict(lt.merge_adapters(module))
+    with torch.no_grad():
+        torch.testing.assert_close(bare.eval()(x), module.eval()(x), atol=1e-5, rtol=1e-5)
+        before = build(Deep).eval()
+        before.load_state_dict(
+            bare.state_dict() | {n: w for n, w in build(Deep).state_dict().items() if "layers.0" in n}
+        )
+        assert (before(x) - bare(x)).abs().max() > 1e-3
+    lt.export_weights(tmp_path / "a.ckpt", tmp_path / "out.pt", merge=True, base=tmp_path / "base.pt")
+    exported = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(exported["layers.3.weight"], build(Deep).layers[3].weight)  # of before quantizing
+    again, resumed = build(Deep), build(Deep)
+    fit(again, callbacks=[callback()], max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
+    fit(again := build(Deep), callbacks=[callback()])
+    fit(resumed, callbacks=[callback()], ckpt_path=tmp_path / "half.ckpt")
+    assert_equal(trained(resumed), trained(again))
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def test_a_quantized_base_is_refused_where_it_is_not_whole() -> None:
+    with pytest.raises(ValueError, match="save='all' needs base='keep'"):
+        lora(base="nf4", save="all")
+    assert "LoRA(base='nf4') works under" in run_alone(sharded_refusal)
+
+
+def sharded_refusal() -> str:
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(build(PlainNet), callbacks=[lora(base="nf4")], strategy=FSDP2Preset(precision="32-true"))
+    return str(caught.value)
+
+
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -481,6 +544,8 @@ class ShardedByUser(Seeded):
 
 STRATEGIES: dict[str, Any] = {
     "ddp": lambda: "ddp",
+    "ddp, nf4": lambda: "ddp",
+    "ddp, int8": lambda: "ddp",
     "fsdp2": lambda: FSDP2Preset(precision="32-true"),
     "fsdp2, dora": lambda: FSDP2Preset(precision="32-true"),
     "fsdp2 into a file": lambda: FSDP2Preset(precision="32-true", save_distributed_checkpoint=False),
@@ -501,13 +566,19 @@ class Whole(Callback):
             with deepspeed.zero.GatheredParameters(list(pl_module.parameters())):
                 self.weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
         else:
-            self.weights = weights(pl_module)
+            self.weights = {name: w for name, w in weights(pl_module).items() if type(w) is Tensor}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    base = next((base for base in ("nf4", "int8") if base in name), "keep")
+    return {"variant": "dora" if "dora" in name else "lora", "base": base}
 
 
 def on_ranks(name: str, folder: str) -> list[dict[str, Any]]:
     """The weights of a whole run, and of one that went on from a checkpoint."""
     kind = ShardedByUser if "configure_model" in name else Seeded
     given: list[dict[str, Any]] = []
+    settings = settings_of(name)
 
     def run(epochs: int, path: str | None = None) -> pl.Trainer:
         whole = Whole()
@@ -515,7 +586,7 @@ def on_ranks(name: str, folder: str) -> list[dict[str, Any]]:
             devices=2,
             strategy=STRATEGIES[name](),
             max_epochs=epochs,
-            callbacks=[lora(variant="dora" if "dora" in name else "lora"), whole],
+            callbacks=[lora(**settings), whole],
             use_distributed_sampler=False,
         )
         made.fit(build(kind), rank_loader(), loader(), ckpt_path=path)
@@ -525,7 +596,7 @@ def on_ranks(name: str, folder: str) -> list[dict[str, Any]]:
     run(2)
     run(1).save_checkpoint(f"{folder}/{name}.ckpt")
     run(2, f"{folder}/{name}.ckpt")
-    return given[::2]
+    return given
 
 
 @pytest.fixture(scope="module")
@@ -536,23 +607,24 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Path]
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_ranks_equal_one_process_and_resume_exactly(name: str, on_two_ranks: tuple[Cases, Path]) -> None:
-    (whole, resumed), (other, _) = on_two_ranks[0][name]
+    (whole, _, resumed), (other, *_) = on_two_ranks[0][name]
     alone = build(Seeded)
-    variant = "dora" if "dora" in name else "lora"
-    run = trainer(callbacks=[lora(variant=variant)], accumulate_grad_batches=2)
+    run = trainer(callbacks=[lora(**settings_of(name))], accumulate_grad_batches=2)
     run.fit(alone, loader(48), loader())
-    for key, value in weights(alone).items():
+    for key, value in trained(alone).items():
         torch.testing.assert_close(torch.from_numpy(whole[key]), value, atol=1e-5, rtol=1e-4)
         assert (whole[key] == other[key]).all()
         assert (whole[key] == resumed[key]).all()
-    assert torch.equal(weights(alone)["layers.0.base_layer.weight"], weights(build(Seeded))["layers.0.weight"])
+    if "int8" not in name and "nf4" not in name:
+        base = weights(build(Seeded))["layers.0.weight"]
+        assert torch.equal(torch.from_numpy(whole["layers.0.base_layer.weight"]), base)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_checkpoint_of_two_ranks_is_small_and_merged(
     name: str, on_two_ranks: tuple[Cases, Path], tmp_path: Path
 ) -> None:
-    (_, resumed), _ = on_two_ranks[0][name]
+    (_, half, _), _ = on_two_ranks[0][name]
     folder = on_two_ranks[1] / f"{name}.ckpt"
     module = build(Seeded)
     torch.save(module.state_dict(), tmp_path / "base.pt")
@@ -562,5 +634,7 @@ def test_a_checkpoint_of_two_ranks_is_small_and_merged(
             lt.consolidate(folder, tmp_path / "out.pt")
     lt.export_weights(folder, tmp_path / "out.pt", merge=True, base=tmp_path / "base.pt")
     module.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
-    assert not torch.equal(module.layers[0].weight, build(Seeded).layers[0].weight)
-    assert torch.equal(module.layers[0].bias, torch.from_numpy(resumed["layers.0.base_layer.bias"]))
+    a, b = (torch.from_numpy(half[f"layers.0.lora_{part}.default.weight"]) for part in "AB")
+    if "dora" not in name:
+        torch.testing.assert_close(module.layers[0].weight, build(Seeded).layers[0].weight + 2 * b @ a)
+    assert torch.equal(module.layers[2].weight, torch.from_numpy(half["layers.2.weight"]))

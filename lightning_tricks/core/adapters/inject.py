@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_tricks.core.adapters.base import is_quantized, quantize, weights_checksum
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.selection import Patterns, listed, select_modules, select_parameters
 
@@ -55,7 +56,9 @@ def require_peft() -> Any:
     return peft
 
 
-def inject(module: nn.Module, modules: Patterns, train: Patterns, settings: Settings) -> tuple[list[str], list[str]]:
+def inject(
+    module: nn.Module, modules: Patterns, train: Patterns, settings: Settings, base: str = "keep"
+) -> tuple[list[str], list[str], str]:
     """Put adapters beside the selected layers, and freeze all but the adapters and what ``train`` selects.
 
     Args:
@@ -63,13 +66,15 @@ def inject(module: nn.Module, modules: Patterns, train: Patterns, settings: Sett
         modules: Patterns of the layers to adapt.
         train: Patterns of the parameters that stay trainable; empty for none.
         settings: What the adapters are made of.
+        base: How the frozen weights of linear layers are held: "keep", "nf4" or "int8".
 
     Returns:
-        The names of the adapted layers, and of the selected parameters before the injection.
+        The names of the adapted layers, those of the selected parameters before the injection, and the checksum of all
+        others as they were.
 
     Raises:
         ValueError: If a pattern selects nothing, or a layer cannot be adapted.
-        ModuleNotFoundError: If peft is missing.
+        ModuleNotFoundError: If peft or what quantizes is missing.
     """
     peft = require_peft()
     layers = adaptable(module, modules)
@@ -80,6 +85,11 @@ def inject(module: nn.Module, modules: Patterns, train: Patterns, settings: Sett
             f"train selects the weights of {some(both)}, which modules= adapts, too: a layer is either trained or"
             " adapted. Narrow one of the patterns."
         )
+    chosen = {id(parameter) for parameter in trained.values()}
+    named = module.named_parameters(remove_duplicate=False)
+    checksum = weights_checksum({name: parameter for name, parameter in named if id(parameter) not in chosen})
+    if base != "keep":
+        _quantize_frozen(module, chosen, base)
     config = peft.LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,
@@ -92,16 +102,28 @@ def inject(module: nn.Module, modules: Patterns, train: Patterns, settings: Sett
     holder.root = module
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft finds out by itself, layer by layer
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")  # for its own way to merge
         peft.inject_adapter_in_model(config, holder)
     found = adapted_layers(module)
     assert len({*found.values()}) == len(layers), "peft adapts what it is told to"
     _keep_in_full_precision(found)
     _leave_fast_path(module)
-    adapters = {id(p) for layer in found.values() for p in adapter_parameters(layer).values()}
-    chosen = {id(parameter) for parameter in trained.values()}
+    chosen |= {id(p) for layer in found.values() for p in adapter_parameters(layer).values()}
     for parameter in module.parameters():
-        parameter.requires_grad_(id(parameter) in adapters | chosen)
-    return list(found), list(trained)
+        if parameter.is_floating_point():  # packed weights have no gradient
+            parameter.requires_grad_(id(parameter) in chosen)
+    return list(found), list(trained), checksum
+
+
+def _quantize_frozen(module: nn.Module, trained: Collection[int], base: str) -> None:
+    """Quantize the weights of all linear layers that nothing trains or shares."""
+    places = _places(module)
+    for owner in list(module.modules()):
+        for name, layer in owner.named_children():
+            shared = max(places[id(layer)], places[id(getattr(layer, "weight", None))]) > 1
+            # Of a subclass the forward pass may be another, and its weight be read by others.
+            if type(layer) is nn.Linear and not shared and id(layer.weight) not in trained:
+                setattr(owner, name, quantize(layer, base))
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
@@ -204,7 +226,7 @@ def _leave_fast_path(module: nn.Module) -> None:
     """Keep nn.TransformerEncoderLayer off its fast path, which evaluates with the weights past their adapters."""
     for block in module.modules():
         if isinstance(block, nn.TransformerEncoderLayer):
-            for layer in adapted_layers(block).values():
+            for layer in (child for child in block.modules() if hasattr(child, BASE) or is_quantized(child)):
                 layer.register_forward_pre_hook(_no_change)
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from torch import Tensor
-
 from lightning_tricks.core.adapters.inject import original_name
-from lightning_tricks.core.weights.tensors import checksum
 
 ADVICE = (
     "LoRA: adapters, which load with a Trainer(callbacks=[LoRA(...)]) and are merged by lightning-tricks export --merge"
 )
-_PIECE = 2**24  # the elements that are added up at a time, since a checksum needs 16 bytes for each
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,7 @@ class Record:
         layers: The names of the adapted layers.
         transposed: Those of them whose weights are (in, out).
         trained: The names of the other parameters that train, before the injection.
+        base: How the frozen weights are held: "keep", "nf4" or "int8".
         checksum: The checksum of all frozen weights before they are quantized; "" if a checkpoint holds them.
     """
 
@@ -40,6 +36,7 @@ class Record:
     layers: list[str]
     transposed: list[str]
     trained: list[str]
+    base: str
     checksum: str
 
     def state(self) -> dict[str, Any]:
@@ -99,18 +96,3 @@ def record_in(checkpoint: Mapping[str, Any]) -> Record | None:
     """The record in a checkpoint, or in a plain state_dict; None if it has no adapters."""
     states = [checkpoint.get("callbacks") or {}, checkpoint.get("state_dict") or {}, checkpoint]
     return next((found for state in states for value in state.values() if (found := found_in(value))), None)
-
-
-def weights_checksum(weights: Mapping[str, Tensor]) -> str:
-    """A checksum of names, shapes, dtypes and bits, the same on every device and in every order of the weights.
-
-    Example:
-        >>> weights_checksum({"w": torch.ones(2), "b": torch.zeros(1)})
-        '06d80eb0'
-    """
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        weight = weights[name].detach()
-        sums = [checksum(piece) for piece in weight.flatten().split(_PIECE)]
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {sums};".encode())
-    return digest.hexdigest()[:16]

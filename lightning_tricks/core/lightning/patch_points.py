@@ -394,8 +394,8 @@ PRIVATE = (
     PrivateName(
         "torch.nn.parallel.DistributedDataParallel",
         "_ddp_params_and_buffers_to_ignore",
-        "DDPPreset",
-        "read by DDP from the module that it wraps",
+        'DDPPreset, LoRA(base="nf4")',
+        "read by DDP from the module that it wraps; packed weights cannot be copied between ranks",
     ),
     # DeepSpeed
     PrivateName(
