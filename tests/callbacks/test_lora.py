@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from tests.nets import (
     trainer,
     weights,
 )
-from tests.ranks import Cases, run_alone, run_cases
+from tests.ranks import run_cases, run_ranks
 
 
 def lora(**settings: Any) -> lt.LoRA:
@@ -123,6 +126,90 @@ def test_a_trick_at_its_limit_changes_nothing() -> None:
     assert_equal(ended(lt.LRSchedule("cosine", floor=1.0)), alone)
     assert_equal(ended(lt.ActivationCheckpointing("^layers$")), alone)
     assert_close(ended(lt.Compile("layers", backend="aot_eager")), alone)
+
+
+def test_layer_decay_finds_the_layers_of_adapters() -> None:
+    class Transformer(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            import timm
+
+            self.net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, embed_dim=48, num_classes=2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        validation_step = training_step
+
+        def configure_optimizers(self) -> Any:
+            return lt.optimizer("adamw", self, 0.1, layer_decay=0.5)
+
+    batches = as_loader([(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))])
+    module = build(Transformer)
+    run = fit(module, train=batches, limit_val_batches=0, callbacks=[lt.LoRA("attn.qkv", r=2, train="head")])
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = run.optimizers[0].param_groups
+    rates = {names[id(parameter)]: group["lr"] for group in groups for parameter in group["params"]}
+    assert rates["net.head.weight"] == 0.1
+    for block, rate in (2, 0.05), (1, 0.025), (0, 0.0125):
+        for part in "AB":
+            assert rates[f"net.blocks.{block}.attn.qkv.lora_{part}.default.weight"] == pytest.approx(rate)
+
+
+@pytest.mark.slow
+def test_an_adapter_checkpoint_of_a_llama_is_small_and_its_fsdp2_run_equal(tmp_path: Path) -> None:
+    sizes, found = {}, {}
+    for name, callbacks in {"whole": [], "adapter": [lt.LoRA("q_proj|v_proj", r=4)]}.items():
+        module = build(Llama)
+        run = fit(module, train=rank_tokens(whole=True), limit_val_batches=0, callbacks=callbacks, max_epochs=1)
+        run.save_checkpoint(tmp_path / name)
+        sizes[name], found[name] = (tmp_path / name).stat().st_size, module
+    assert sizes["adapter"] <= 0.03 * sizes["whole"]
+    (first, second) = run_ranks(llama_on_ranks)
+    expected = trained(found["adapter"])
+    for name, value in first.items():
+        assert (second[name] == value).all()
+        torch.testing.assert_close(torch.from_numpy(value), expected[name], atol=1e-4, rtol=1e-4)
+
+
+class Llama(pl.LightningModule):
+    """With three layers and tied embeddings, as a user wraps one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 4}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, tie_word_embeddings=True, **sizes))
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rank_tokens(whole: bool = False) -> DataLoader[Any]:
+    tokens = torch.randint(0, 1000, (3, 4, 16), generator=torch.Generator().manual_seed(0))
+    return as_loader(list(tokens if whole else tokens[:, int(os.environ["RANK"]) :: 2]))
+
+
+def llama_on_ranks() -> dict[str, Any]:
+    module, whole = build(Llama), Whole()
+    run = trainer(
+        devices=2,
+        strategy=STRATEGIES["fsdp2"](),
+        callbacks=[lt.LoRA("q_proj|v_proj", r=4), whole],
+        use_distributed_sampler=False,
+        max_epochs=1,
+    )
+    run.fit(module, rank_tokens())
+    return {name: value.numpy() for name, value in whole.weights.items() if ".lora_" in name}
 
 
 @pytest.mark.parametrize("average", [lt.EMA(0.9), lt.SWA(start=3)], ids=["EMA", "SWA"])
@@ -468,7 +555,9 @@ class Deep(NormNet):
     def __init__(self) -> None:
         super().__init__()
         first, norm, act, head = NormNet().layers
-        self.layers = nn.Sequential(first, norm, act, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2, 8, 0.0), head)
+        self.layers = nn.Sequential(
+            first, norm, act, nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2, 8, 0.0), head
+        )
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
@@ -510,16 +599,9 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
-def test_a_quantized_base_is_refused_where_it_is_not_whole() -> None:
+def test_quantized_weights_are_not_saved() -> None:
     with pytest.raises(ValueError, match="save='all' needs base='keep'"):
         lora(base="nf4", save="all")
-    assert "LoRA(base='nf4') works under" in run_alone(sharded_refusal)
-
-
-def sharded_refusal() -> str:
-    with pytest.raises(MisconfigurationException) as caught:
-        fit(build(PlainNet), callbacks=[lora(base="nf4")], strategy=FSDP2Preset(precision="32-true"))
-    return str(caught.value)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -574,11 +656,15 @@ def settings_of(name: str) -> dict[str, Any]:
     return {"variant": "dora" if "dora" in name else "lora", "base": base}
 
 
-def on_ranks(name: str, folder: str) -> list[dict[str, Any]]:
+def on_ranks(name: str, folder: str) -> Any:
     """The weights of a whole run, and of one that went on from a checkpoint."""
     kind = ShardedByUser if "configure_model" in name else Seeded
     given: list[dict[str, Any]] = []
     settings = settings_of(name)
+    if name == REFUSED_SHARDED:
+        with pytest.raises(MisconfigurationException) as caught:
+            fit(build(Seeded), callbacks=[lora(**settings)], strategy=STRATEGIES["fsdp2"](), devices=2)
+        return str(caught.value)
 
     def run(epochs: int, path: str | None = None) -> pl.Trainer:
         whole = Whole()
@@ -600,14 +686,24 @@ def on_ranks(name: str, folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, Path]:
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[Any], Path]]:
+    """What the ranks give in a case, and its checkpoint; all quick cases, or all slow ones, in the same processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    return run_cases(on_ranks, STRATEGIES, str(folder)), folder
+    cases = [*STRATEGIES, REFUSED_SHARDED]
+    run = cache(lambda quick: run_cases(on_ranks, [n for n in cases if (n in QUICK) == quick], str(folder)))
+    return lambda name: (run(name in QUICK)[name], folder / f"{name}.ckpt")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_two_ranks_equal_one_process_and_resume_exactly(name: str, on_two_ranks: tuple[Cases, Path]) -> None:
-    (whole, _, resumed), (other, *_) = on_two_ranks[0][name]
+REFUSED_SHARDED = "fsdp2, nf4"
+QUICK = ("ddp", "fsdp2", REFUSED_SHARDED)
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_equal_one_process_and_resume_exactly(
+    name: str, on_two_ranks: Callable[[str], tuple[list[Any], Path]]
+) -> None:
+    ((whole, _, resumed), (other, *_)), _ = on_two_ranks(name)
     alone = build(Seeded)
     run = trainer(callbacks=[lora(**settings_of(name))], accumulate_grad_batches=2)
     run.fit(alone, loader(48), loader())
@@ -620,12 +716,11 @@ def test_two_ranks_equal_one_process_and_resume_exactly(name: str, on_two_ranks:
         assert torch.equal(torch.from_numpy(whole["layers.0.base_layer.weight"]), base)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_two_ranks_is_small_and_merged(
-    name: str, on_two_ranks: tuple[Cases, Path], tmp_path: Path
+    name: str, on_two_ranks: Callable[[str], tuple[list[Any], Path]], tmp_path: Path
 ) -> None:
-    (_, half, _), _ = on_two_ranks[0][name]
-    folder = on_two_ranks[1] / f"{name}.ckpt"
+    ((_, half, _), _), folder = on_two_ranks(name)
     module = build(Seeded)
     torch.save(module.state_dict(), tmp_path / "base.pt")
     if folder.is_dir():
@@ -638,3 +733,11 @@ def test_a_checkpoint_of_two_ranks_is_small_and_merged(
     if "dora" not in name:
         torch.testing.assert_close(module.layers[0].weight, build(Seeded).layers[0].weight + 2 * b @ a)
     assert torch.equal(module.layers[2].weight, torch.from_numpy(half["layers.2.weight"]))
+
+
+def test_a_quantized_base_is_refused_where_weights_are_sharded(
+    on_two_ranks: Callable[[str], tuple[list[Any], Path]],
+) -> None:
+    (first, second), _ = on_two_ranks(REFUSED_SHARDED)
+    assert first == second
+    assert "LoRA(base='nf4') works under" in first
