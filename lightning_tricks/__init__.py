@@ -29,6 +29,7 @@ from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFin
 from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
+from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
@@ -109,6 +110,7 @@ __all__ = [
     "effective_batch_size",
     "environment_report",
     "estimate_memory",
+    "export_adapters",
     "export_weights",
     "find_batch_size",
     "find_lr",

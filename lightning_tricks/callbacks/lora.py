@@ -207,8 +207,9 @@ class LoRA(Trick):
                 " equal: load the same weights on all, or pl.seed_everything(...) before the module is made."
             )
         packed = [f"{path}.weight" for path, layer in module.named_modules() if is_quantized(layer)]
-        ignored: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        module._ddp_params_and_buffers_to_ignore = [*ignored, *packed]  # DDP does not copy packed weights
+        wrapped: Any = module
+        ignored = getattr(wrapped, "_ddp_params_and_buffers_to_ignore", ())
+        wrapped._ddp_params_and_buffers_to_ignore = [*ignored, *packed]  # DDP does not copy packed weights
         return Record(
             r=self.r,
             alpha=self._alpha,
@@ -276,7 +277,7 @@ class LoRA(Trick):
         state, module = state_dict(), trainer.lightning_module
         if not state or not hasattr(module, "lightning_tricks_lora"):
             return state  # of another module, or on a rank that saves nothing
-        _, record = module.lightning_tricks_lora
+        record: Record = vars(module)["lightning_tricks_lora"][1]
         if self.save == "adapter":
             frozen = _frozen(module)
             state = {name: value for name, value in state.items() if not _is_part(name, frozen)}

@@ -45,7 +45,7 @@ def merge_adapters(module: nn.Module) -> dict[str, Any]:
         raise ValueError(
             "DeepSpeed ZeRO-3 shards the weights: save a checkpoint and merge it, lightning-tricks export --merge."
         )
-    record: Record = module.lightning_tricks_lora[1]  # type: ignore[index]
+    record: Record = vars(module)["lightning_tricks_lora"][1]
     state = {name: _whole(value) for name, value in module.state_dict().items()}
     for path, layer in module.named_modules(remove_duplicate=False):
         if is_quantized(layer) and not hasattr(layer, BASE):

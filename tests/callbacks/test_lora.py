@@ -530,6 +530,57 @@ def test_an_export_that_cannot_be_right_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
+class Stateless(Kinds):
+    """Without statistics, which peft does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")  # peft's, about layers of two kinds
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+def test_plain_peft_loads_the_exported_adapters(variant: Any, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randint(0, 9, (8, 5), generator=generator), torch.arange(8) % 2) for _ in range(4)]
+    module = build(Stateless)
+    # Not linear1: plain peft evaluates nn.TransformerEncoderLayer on its fast path, past the adapters.
+    callback = lt.LoRA(["embed", "mix", "line$", "plane"], r=2, variant=variant, train="head")
+    run = fit(module, train=as_loader(batches), limit_val_batches=0, callbacks=[callback])
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    lt.export_adapters(tmp_path / "a.ckpt", tmp_path / "adapters")
+    loaded = PeftModel.from_pretrained(build(Stateless), tmp_path / "adapters")
+    torch.testing.assert_close(loaded.eval()(batches[0][0]), module.eval()(batches[0][0]))
+
+    plain = build(PlainNet)
+    fit(plain, callbacks=[lora(variant=variant)]).save_checkpoint(tmp_path / "b.ckpt")
+    command(["export", str(tmp_path / "b.ckpt"), "-o", str(tmp_path / "inner"), "--peft", "--strip-prefix", "layers."])
+    inner, x = PeftModel.from_pretrained(build(PlainNet).layers, tmp_path / "inner"), data(24).tensors[0]
+    torch.testing.assert_close(inner(x), plain(x))
+
+
+def test_what_peft_cannot_save_is_refused(tmp_path: Path) -> None:
+    fit(build(NormNet)).save_checkpoint(tmp_path / "plain.ckpt")
+    saved(build(NormNet), tmp_path / "norm.ckpt")
+    fit(build(PlainNet), callbacks=[lora()]).save_checkpoint(tmp_path / "a.ckpt")
+    fit(build(PlainNet), callbacks=[lora(train=r"layers\.0\.bias")]).save_checkpoint(tmp_path / "bias.ckpt")
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("plain.ckpt", {}, "has no adapters of LoRA"),
+        ("norm.ckpt", {}, "no place for layers.1.running_mean"),
+        ("a.ckpt", {"strip_prefix": "layers.0"}, "outside of 'layers.0.', layers.0"),
+        ("bias.ckpt", {}, "'layers.0' has both trained parameters and adapters"),
+    ]
+    for name, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            lt.export_adapters(tmp_path / name, tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+    lt.export_adapters(tmp_path / "a.ckpt", tmp_path / "out")
+    with pytest.raises(FileExistsError, match="--force"):
+        lt.export_adapters(tmp_path / "a.ckpt", tmp_path / "out")
+
+
 def test_means_are_those_of_adapters_for_one_base(tmp_path: Path) -> None:
     module = build(NormNet)
     run = fit(module, callbacks=[lora()])

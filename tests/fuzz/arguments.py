@@ -64,6 +64,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
     "LoRA": {"modules": lambda: "layers.0"},
+    "export_adapters": {"checkpoint": lambda: "adapters.ckpt", "output": lambda: "adapters", "force": lambda: True},
     "CurveLR": {"optimizer": sgd, "curve": lambda: partial(lambda step: 1.0)},
     "PlateauLR": {"optimizer": sgd},
     "adamw": {"module": Net, "lr": lambda: 1e-3},

@@ -20,7 +20,7 @@ def weights_checksum(weights: Mapping[str, Tensor]) -> str:
 
     Example:
         >>> weights_checksum({"w": torch.ones(2), "b": torch.zeros(1)})
-        '9a'
+        '08c55a1c0c79aeb'
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
