@@ -33,6 +33,7 @@ from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, eng
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import extremes, saves_folder
+from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict, Trick
 
@@ -81,6 +82,7 @@ class LoRA(Trick):
         Hu et al., arXiv 2106.09685; "dora": Liu et al., arXiv 2402.09353; "rslora": Kalajdzievski, arXiv 2312.03732.
     """
 
+    changes_network = True
     conflicts = (
         Conflict(
             ("GradualUnfreeze", "BaseFinetuning"),
@@ -124,7 +126,7 @@ class LoRA(Trick):
         self.base = base
         self.save = save
         self._record: Record | None = None  # of the module that runs, or ran last
-        self._strategy: Any = None  # the one whose checkpoints are changed
+        self._saves: Any = None  # the wrapped method of the strategy that saves
 
     # -- injection ----------------------------------------------------------------------------------------------------
 
@@ -146,10 +148,10 @@ class LoRA(Trick):
             self._wrap(pl_module, hook, partial(self._inject_after, trainer, pl_module))
         self._wrap(pl_module, "configure_optimizers", partial(self._require_held, pl_module))
         self._wrap(strategy, "load_checkpoint", partial(self._load, trainer))
-        if self._strategy is not strategy:
+        if strategy.lightning_module_state_dict is not self._saves:
             # Stays after the fit: trainer.save_checkpoint then leaves the frozen weights out, too.
             wrap_method(strategy, "lightning_module_state_dict", partial(self._saved, trainer))
-            self._strategy = strategy
+            self._saves = strategy.lightning_module_state_dict
         if self.save == "adapter":
             self._undo.callback(setattr, pl_module, "strict_loading", pl_module.strict_loading)
             pl_module.strict_loading = False  # names are compared in _load
@@ -256,8 +258,8 @@ class LoRA(Trick):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        if engine_of(trainer) is Engine.ZERO3:
-            return  # where a rank has not the whole of a weight
+        if engine_of(trainer) is Engine.ZERO3 or is_trial(trainer):
+            return  # where a rank has not the whole of a weight; a trial has few steps
         unused = [name for name, layer in adapted_layers(pl_module).items() if not _moves(layer)]
         if unused and trainer.global_step:
             rank_zero_warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -365,7 +366,7 @@ class Unfreezes(PlainNet):
 
 
 REFUSED: list[tuple[Any, dict[str, Any], list[Callback], str]] = [
-    (PlainNet, {"modules": "layer.0"}, [], "'layers.0'"),
+    (PlainNet, {"modules": "layer.0"}, [], "is neither. Names are 'layers.0'"),
     (PlainNet, {"train": "haed"}, [], "train: a pattern must be found"),
     (PlainNet, {"modules": "Tanh"}, [], "selects no layer that takes an adapter, but 'layers.1' of class Tanh"),
     (PlainNet, {"train": "layers.0"}, [], "train selects the weights of layers.0"),
@@ -422,6 +423,32 @@ def test_adapters_that_another_made_are_refused() -> None:
     inject_adapter_in_model(LoraConfig(target_modules=["0"]), module.layers)
     with pytest.raises(MisconfigurationException, match="has other adapters already, in layers"):
         fit(module, callbacks=[lora()])
+
+
+@pytest.mark.parametrize(
+    ("library", "settings", "extra"),
+    [
+        ("peft", {}, "lora"),
+        ("bitsandbytes", {"base": "nf4"}, "8bit"),
+        ("torchao.quantization", {"base": "int8"}, "8bit"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_extra(
+    library: str, settings: Any, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"needs {library.split('.')[0]}: .*lightning-tricks\[{extra}\]"):
+        fit(build(PlainNet), callbacks=[lora(**settings)])
+
+
+def test_a_sweep_trains_the_adapters_and_leaves_the_module_as_it_was(tmp_path: Path) -> None:
+    module, before, run = build(NormNet), weights(build(NormNet)), trainer(callbacks=[lora(train=())], max_epochs=1)
+    found = lt.find_lr(run, module, loader(), steps=20)
+    assert_equal(weights(module), before)
+    assert found.losses != lt.find_lr(trainer(), build(NormNet), loader(), steps=20).losses
+    run.fit(module, loader(), loader(24))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert "layers.0.base_layer.weight" not in torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
 
 
 def test_an_adapter_that_the_network_reads_past_is_told() -> None:

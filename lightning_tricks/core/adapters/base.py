@@ -60,7 +60,7 @@ def _library(name: str, base: str) -> Any:
     try:
         __import__(name)
     except ModuleNotFoundError as error:
-        if error.name != library:
+        if error.name not in (library, name):
             raise
         raise ModuleNotFoundError(
             f"LoRA(base={base!r}) needs {library}: pip install 'lightning-tricks[8bit]'."
