@@ -209,9 +209,10 @@ class LoRA(Trick):
                 " equal: load the same weights on all, or pl.seed_everything(...) before the module is made."
             )
         packed = [f"{path}.weight" for path, layer in module.named_modules() if is_quantized(layer)]
-        wrapped: Any = module
-        ignored = getattr(wrapped, "_ddp_params_and_buffers_to_ignore", ())
-        wrapped._ddp_params_and_buffers_to_ignore = [*ignored, *packed]  # DDP does not copy packed weights
+        if packed:  # which DDP does not copy
+            wrapped: Any = module
+            ignored = getattr(wrapped, "_ddp_params_and_buffers_to_ignore", ())
+            wrapped._ddp_params_and_buffers_to_ignore = [*ignored, *packed]
         return Record(
             r=self.r,
             alpha=self._alpha,

@@ -677,6 +677,16 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
+def test_inputs_that_are_cast_to_packed_weights_are_refused() -> None:
+    class Casts(PlainNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x.to(self.layers[0].weight.dtype))
+
+    with pytest.raises(MisconfigurationException, match=r"got an input of dtype torch\.uint8"):
+        fit(build(Casts), callbacks=[lora(base="nf4")])
+    fit(build(Casts), callbacks=[lora(base="int8")])
+
+
 def test_quantized_weights_are_not_saved() -> None:
     with pytest.raises(ValueError, match="save='all' needs base='keep'"):
         lora(base="nf4", save="all")

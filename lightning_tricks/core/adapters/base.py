@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks.core.weights.tensors import checksum
@@ -44,6 +45,7 @@ def quantize(layer: nn.Module, base: str) -> nn.Module:
     if base == "int8":
         torchao = _library("torchao.quantization", base)
         torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+        layer.register_forward_pre_hook(_require_floats)
         return layer
     bnb = _library("bitsandbytes", base).nn
     with torch.device("meta"):
@@ -51,7 +53,20 @@ def quantize(layer: nn.Module, base: str) -> nn.Module:
     new.weight = bnb.Params4bit(layer.weight.detach(), requires_grad=False, quant_type=base)
     new.bias = layer.bias
     new.support_avx512bf16_for_cpu = False  # evaluation would repack the weight, which not all sizes allow
+    new.register_forward_pre_hook(_require_floats)
     return new.to(layer.weight.device)  # which quantizes
+
+
+def _require_floats(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A hook that raises for an input that was cast to the dtype of packed weights, as that of T5's last layers is.
+
+    torch also leaves the fast path of nn.TransformerEncoderLayer, which reads weights past their layers, for a hook.
+    """
+    if isinstance(x := inputs[0], Tensor) and not x.is_floating_point():
+        raise MisconfigurationException(
+            f"LoRA(base=...): a quantized layer got an input of dtype {x.dtype}, since the network casts inputs to the"
+            " dtype of a weight: use base='int8', or base='keep'."
+        )
 
 
 def _library(name: str, base: str) -> Any:

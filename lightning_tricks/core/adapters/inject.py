@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks.core.adapters.base import is_quantized, quantize, weights_checksum
+from lightning_tricks.core.adapters.base import quantize, weights_checksum
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.selection import Patterns, listed, select_modules, select_parameters
 
@@ -226,7 +226,7 @@ def _leave_fast_path(module: nn.Module) -> None:
     """Keep nn.TransformerEncoderLayer off its fast path, which evaluates with the weights past their adapters."""
     for block in module.modules():
         if isinstance(block, nn.TransformerEncoderLayer):
-            for layer in (child for child in block.modules() if hasattr(child, BASE) or is_quantized(child)):
+            for layer in adapted_layers(block).values():
                 layer.register_forward_pre_hook(_no_change)
 
 
