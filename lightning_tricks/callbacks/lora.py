@@ -19,12 +19,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import override
 
-from lightning_tricks.core.adapters.base import is_quantized
+from lightning_tricks.core.adapters.base import is_quantized, quantize, weights_checksum
 from lightning_tricks.core.adapters.inject import (
     Settings,
     adapted_layers,
     adapter_parameters,
+    frozen_linear,
     inject,
+    require_peft,
+    select,
     transposed,
 )
 from lightning_tricks.core.adapters.record import Record, found_in, record_in
@@ -198,16 +201,15 @@ class LoRA(Trick):
                 " the layers on a real device."
             )
         settings = Settings(self.r, self._alpha, self.dropout, self.variant)
+        require_peft()
         try:
-            layers, trained, checksum = inject(module, self.modules, self.train, settings, self.base)
+            selected, trained = select(module, self.modules, self.train)
         except ValueError as error:
             raise MisconfigurationException(f"LoRA on {name}: {error}") from error
-        smallest, largest = extremes(trainer, int(checksum, 16))
-        if smallest != largest and self.base != "keep":  # else the strategy copies the weights of rank 0
-            raise MisconfigurationException(
-                f"LoRA(base={self.base!r}): the ranks have different weights before quantizing, which no strategy makes"
-                " equal: load the same weights on all, or pl.seed_everything(...) before the module is made."
-            )
+        checksum = self._checksum(trainer, module, trained) if self.save == "adapter" else ""
+        for owner, key, layer in frozen_linear(module, trained) if self.base != "keep" else ():
+            setattr(owner, key, quantize(layer, self.base))
+        layers = inject(module, selected, trained, settings)
         packed = [f"{path}.weight" for path, layer in module.named_modules() if is_quantized(layer)]
         if packed:  # which DDP does not copy
             wrapped: Any = module
@@ -220,10 +222,23 @@ class LoRA(Trick):
             scale=settings.scale,
             layers=layers,
             transposed=transposed(module),
-            trained=trained,
+            trained=list(trained),
             base=self.base,
-            checksum=trainer.strategy.broadcast(checksum) if self.save == "adapter" else "",
+            checksum=checksum,
         )
+
+    def _checksum(self, trainer: pl.Trainer, module: nn.Module, trained: Mapping[str, nn.Parameter]) -> str:
+        """The checksum of what will be frozen; all ranks take part."""
+        trains = {id(parameter) for parameter in trained.values()}
+        named = module.named_parameters(remove_duplicate=False)
+        checksum = weights_checksum({name: parameter for name, parameter in named if id(parameter) not in trains})
+        smallest, largest = extremes(trainer, int(checksum, 16))
+        if smallest != largest and self.base != "keep":  # else the strategy copies the weights of rank 0
+            raise MisconfigurationException(
+                f"LoRA(base={self.base!r}): the ranks have different weights before quantizing, which no strategy makes"
+                " equal: load the same weights on all, or pl.seed_everything(...) before the module is made."
+            )
+        return trainer.strategy.broadcast(checksum)
 
     @property
     def _alpha(self) -> float:

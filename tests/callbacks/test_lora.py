@@ -739,6 +739,20 @@ class Whole(Callback):
             self.weights = {name: w for name, w in weights(pl_module).items() if type(w) is Tensor}
 
 
+def different_weights() -> str:
+    torch.manual_seed(int(os.environ["RANK"]))
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(PlainNet(), callbacks=[lora(base="nf4")], strategy="ddp", devices=2)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_ranks_must_have_equal_weights_before_quantizing() -> None:
+    first, second = run_ranks(different_weights)
+    assert first == second
+    assert "the ranks have different weights before quantizing" in first
+
+
 def settings_of(name: str) -> dict[str, Any]:
     base = next((base for base in ("nf4", "int8") if base in name), "keep")
     return {"variant": "dora" if "dora" in name else "lora", "base": base}

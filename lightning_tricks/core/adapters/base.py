@@ -31,17 +31,16 @@ def weights_checksum(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:15]  # fits into an int64
 
 
-def quantize(layer: nn.Module, base: str) -> nn.Module:
+def quantize(layer: nn.Linear, base: str) -> nn.Module:
     """A linear layer with its weight in 4 bits (bitsandbytes) or 8 bits (torchao); the bias is that of the layer.
 
     Args:
-        layer: The layer, an ``nn.Linear``.
+        layer: The layer.
         base: "nf4" or "int8".
 
     Raises:
         ModuleNotFoundError: If bitsandbytes or torchao is missing, with the extra to install.
     """
-    assert isinstance(layer, nn.Linear), "only linear layers are quantized"
     if base == "int8":
         torchao = _library("torchao.quantization", base)
         torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks.core.adapters.base import quantize, weights_checksum
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.selection import Patterns, listed, select_modules, select_parameters
 
@@ -56,40 +55,45 @@ def require_peft() -> Any:
     return peft
 
 
-def inject(
-    module: nn.Module, modules: Patterns, train: Patterns, settings: Settings, base: str = "keep"
-) -> tuple[list[str], list[str], str]:
-    """Put adapters beside the selected layers, and freeze all but the adapters and what ``train`` selects.
+def select(module: nn.Module, modules: Patterns, train: Patterns) -> tuple[list[str], dict[str, nn.Parameter]]:
+    """The names of the layers to adapt, and the parameters that train as a whole, by name.
 
     Args:
-        module: The network, which is changed in place.
+        module: The network.
         modules: Patterns of the layers to adapt.
         train: Patterns of the parameters that stay trainable; empty for none.
-        settings: What the adapters are made of.
-        base: How the frozen weights of linear layers are held: "keep", "nf4" or "int8".
-
-    Returns:
-        The names of the adapted layers, those of the selected parameters before the injection, and the checksum of all
-        others as they were.
 
     Raises:
         ValueError: If a pattern selects nothing, or a layer cannot be adapted.
-        ModuleNotFoundError: If peft or what quantizes is missing.
     """
-    peft = require_peft()
     layers = adaptable(module, modules)
     trained = select_parameters(module, train, "train") if listed(train) else {}
-    both = [name for name in layers if f"{name}.weight" in trained]
-    if both:
+    if both := [name for name in layers if f"{name}.weight" in trained]:
         raise ValueError(
             f"train selects the weights of {some(both)}, which modules= adapts, too: a layer is either trained or"
             " adapted. Narrow one of the patterns."
         )
-    chosen = {id(parameter) for parameter in trained.values()}
-    named = module.named_parameters(remove_duplicate=False)
-    checksum = weights_checksum({name: parameter for name, parameter in named if id(parameter) not in chosen})
-    if base != "keep":
-        _quantize_frozen(module, chosen, base)
+    return list(layers), trained
+
+
+def inject(
+    module: nn.Module, layers: Collection[str], trained: Mapping[str, nn.Parameter], settings: Settings
+) -> list[str]:
+    """Put adapters beside layers, and freeze all but the adapters and ``trained``.
+
+    Args:
+        module: The network, which is changed in place.
+        layers: The names of the layers.
+        trained: The parameters that train as a whole.
+        settings: What the adapters are made of.
+
+    Returns:
+        The names of the adapted layers, of which one may have several.
+
+    Raises:
+        ModuleNotFoundError: If peft is missing.
+    """
+    peft = require_peft()
     config = peft.LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,
@@ -108,22 +112,28 @@ def inject(
     assert len({*found.values()}) == len(layers), "peft adapts what it is told to"
     _keep_in_full_precision(found)
     _leave_fast_path(module)
-    chosen |= {id(p) for layer in found.values() for p in adapter_parameters(layer).values()}
+    trains = {id(parameter) for parameter in trained.values()}
+    trains |= {id(p) for layer in found.values() for p in adapter_parameters(layer).values()}
     for parameter in module.parameters():
         if parameter.is_floating_point():  # packed weights have no gradient
-            parameter.requires_grad_(id(parameter) in chosen)
-    return list(found), list(trained), checksum
+            parameter.requires_grad_(id(parameter) in trains)
+    return list(found)
 
 
-def _quantize_frozen(module: nn.Module, trained: Collection[int], base: str) -> None:
-    """Quantize the weights of all linear layers that nothing trains or shares."""
-    places = _places(module)
-    for owner in list(module.modules()):
-        for name, layer in owner.named_children():
-            shared = max(places[id(layer)], places[id(getattr(layer, "weight", None))]) > 1
-            # Of a subclass the forward pass may be another, and its weight be read by others.
-            if type(layer) is nn.Linear and not shared and id(layer.weight) not in trained:
-                setattr(owner, name, quantize(layer, base))
+def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers whose weights nothing trains or shares, as their owners, their names there and themselves.
+
+    Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others.
+    """
+    places, trains = _places(module), {id(parameter) for parameter in trained.values()}
+    return [
+        (owner, name, layer)
+        for owner in module.modules()
+        for name, layer in owner.named_children()
+        if type(layer) is nn.Linear
+        and max(places[id(layer)], places[id(layer.weight)]) == 1
+        and id(layer.weight) not in trains
+    ]
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
