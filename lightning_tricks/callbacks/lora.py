@@ -200,7 +200,6 @@ class LoRA(Trick):
                 f"LoRA: {name} has weights on the meta device, and adapters need those that they are made for: make"
                 " the layers on a real device."
             )
-        settings = Settings(self.r, self._alpha, self.dropout, self.variant)
         require_peft()
         try:
             selected, trained = select(module, self.modules, self.train)
@@ -209,7 +208,7 @@ class LoRA(Trick):
         checksum = self._checksum(trainer, module, trained) if self.save == "adapter" else ""
         for owner, key, layer in frozen_linear(module, trained) if self.base != "keep" else ():
             setattr(owner, key, quantize(layer, self.base))
-        layers = inject(module, selected, trained, settings)
+        layers = inject(module, selected, trained, self.settings)
         packed = [f"{path}.weight" for path, layer in module.named_modules() if is_quantized(layer)]
         if packed:  # which DDP does not copy
             wrapped: Any = module
@@ -217,9 +216,9 @@ class LoRA(Trick):
             wrapped._ddp_params_and_buffers_to_ignore = [*ignored, *packed]
         return Record(
             r=self.r,
-            alpha=self._alpha,
+            alpha=self.settings.alpha,
             variant=self.variant,
-            scale=settings.scale,
+            scale=self.settings.scale,
             layers=layers,
             transposed=transposed(module),
             trained=list(trained),
@@ -241,8 +240,9 @@ class LoRA(Trick):
         return trainer.strategy.broadcast(checksum)
 
     @property
-    def _alpha(self) -> float:
-        return 2 * self.r if self.alpha is None else self.alpha
+    def settings(self) -> Settings:
+        """What the adapters are made of."""
+        return Settings(self.r, 2 * self.r if self.alpha is None else self.alpha, self.dropout, self.variant)
 
     # -- what trains --------------------------------------------------------------------------------------------------
 

@@ -692,6 +692,42 @@ def test_quantized_weights_are_not_saved() -> None:
         lora(base="nf4", save="all")
 
 
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+@pytest.mark.parametrize("base", ["keep", "nf4", "int8"])
+def test_the_memory_is_what_was_estimated(base: Any, variant: Any) -> None:
+    module, callback = build(Deep), lora(train=r"layers\.5", base=base, variant=variant)
+    before = weights(module)
+    estimate = lt.estimate_memory(module, precision="32-true", lora=callback, batch=next(iter(loader())))
+    assert_equal(weights(module), before)
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    fit(module, callbacks=[callback])
+    assert estimate.weights == sum(map(held, module.parameters()))
+    assert estimate.gradients == 4 * sum(weight.numel() for weight in trained(module).values())
+    assert estimate.optimizer == 2 * estimate.gradients + 4 * len(trained(module))  # with the steps
+    assert estimate.activations > 0
+    assert lt.estimate_memory(build(Deep).to("meta"), precision="32-true", lora=callback).weights == estimate.weights
+
+
+def held(weight: Any) -> int:
+    """The bytes of a weight with all that belongs to it."""
+    if type(weight).__name__ == "Int8Tensor":
+        return int(weight.qdata.nbytes + weight.scale.nbytes)
+    if (packing := getattr(weight, "quant_state", None)) is None:
+        return int(weight.nbytes)
+    inner = packing.state2
+    return int(weight.nbytes + sum(t.nbytes for t in (packing.absmax, packing.code, inner.absmax, inner.code)))
+
+
+def test_a_suggestion_tells_of_adapters_where_the_model_does_not_fit() -> None:
+    large = lt.Hardware(24e9, host_memory=512e9)
+    (text,) = (text for text in lt.suggest_strategy(7 * 10**9, hardware=large).advice if "LoRA" in text)
+    assert text == "single_bf16 fits with LoRA(r=8, base='nf4') on all linear layers: 4.14 GB."
+    with pytest.raises(ValueError, match=r"Nothing fits.* single_bf16 fits with LoRA\(r=8, base='nf4'\)"):
+        lt.suggest_strategy(7 * 10**9, hardware=lt.Hardware(24e9))
+    with pytest.raises(ValueError, match="trains on a single device or under DDP"):
+        lt.estimate_memory(10**9, strategy="fsdp2_bf16", lora=lora(base="nf4"))
+
+
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 

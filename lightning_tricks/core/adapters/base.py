@@ -68,6 +68,21 @@ def _require_floats(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         )
 
 
+def packed_bytes(layer_weights: int, outputs: int, base: str) -> int:
+    """The bytes of a quantized weight with its scales.
+
+    Args:
+        layer_weights: The number of elements of the weight.
+        outputs: The number of its rows.
+        base: "nf4": half a byte each, a byte for 64, and 4 for 64 * 256, with tables of 1,088; "int8": a byte each, and
+            4 for a row.
+    """
+    if base == "int8":
+        return layer_weights + 4 * outputs
+    blocks = -(-layer_weights // 64)
+    return -(-layer_weights // 2) + blocks + 4 * -(-blocks // 256) + 1088
+
+
 def _library(name: str, base: str) -> Any:
     """A module of bitsandbytes or torchao."""
     library = name.partition(".")[0]

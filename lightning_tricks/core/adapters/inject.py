@@ -6,7 +6,8 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,25 @@ def inject(
     return list(found)
 
 
+@contextmanager
+def injected(
+    module: nn.Module, layers: Collection[str], trained: Mapping[str, nn.Parameter], settings: Settings
+) -> Iterator[None]:
+    """A context in which a network has adapters, and is otherwise as it was; on the meta device, too."""
+    trains = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        inject(module, layers, trained, settings)
+        yield
+    finally:
+        adapted = {*adapted_layers(module).values()}
+        for owner in list(module.modules()):
+            for name, layer in owner.named_children():
+                if layer in adapted:
+                    setattr(owner, name, layer.get_submodule(BASE))
+        for parameter, flag in trains:
+            parameter.requires_grad_(flag)
+
+
 def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Linear]]:
     """The linear layers whose weights nothing trains or shares, as their owners, their names there and themselves.
 
@@ -190,6 +210,16 @@ def adaptable(module: nn.Module, modules: Patterns) -> dict[str, nn.Module]:
         if reason := _obstacle(layer, places):
             raise ValueError(f"modules selects {name!r} ({type(layer).__name__}), {reason}")
     return {name: child for name, child in module.named_modules() if name in found}
+
+
+def adaptable_linear(module: nn.Module) -> list[str]:
+    """Patterns of the linear layers that can have an adapter, one for each."""
+    places = _places(module)
+    return [
+        f"^{re.escape(name)}$"
+        for name, layer in module.named_modules()
+        if name and type(layer) is nn.Linear and not _obstacle(layer, places)
+    ]
 
 
 def _obstacle(layer: Any, places: Mapping[int, int]) -> str:
