@@ -753,12 +753,14 @@ STRATEGIES: dict[str, Any] = {
     "ddp, nf4": lambda: "ddp",
     "ddp, int8": lambda: "ddp",
     "fsdp2": lambda: FSDP2Preset(precision="32-true"),
+    "fsdp2, EMA": lambda: FSDP2Preset(precision="32-true"),
     "fsdp2, dora": lambda: FSDP2Preset(precision="32-true"),
     "fsdp2 into a file": lambda: FSDP2Preset(precision="32-true", save_distributed_checkpoint=False),
     "fsdp2 in configure_model": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     "zero1": lambda: ZeROPreset(stage=1, precision="32-true"),
     "zero2": lambda: ZeROPreset(stage=2, precision="32-true"),
     "zero3": lambda: ZeROPreset(stage=3, precision="32-true"),
+    "zero3, EMA": lambda: ZeROPreset(stage=3, precision="32-true"),
 }
 
 
@@ -789,19 +791,19 @@ def test_ranks_must_have_equal_weights_before_quantizing() -> None:
     assert "the ranks have different weights before quantizing" in first
 
 
-def settings_of(name: str) -> dict[str, Any]:
+def callbacks_of(name: str) -> list[Callback]:
     base = next((base for base in ("nf4", "int8") if base in name), "keep")
-    return {"variant": "dora" if "dora" in name else "lora", "base": base}
+    made = lora(variant="dora" if "dora" in name else "lora", base=base)
+    return [made, lt.EMA(0.9)] if "EMA" in name else [made]
 
 
 def on_ranks(name: str, folder: str) -> Any:
     """The weights of a whole run, and of one that went on from a checkpoint."""
     kind = ShardedByUser if "configure_model" in name else Seeded
     given: list[dict[str, Any]] = []
-    settings = settings_of(name)
     if name == REFUSED_SHARDED:
         with pytest.raises(MisconfigurationException) as caught:
-            fit(build(Seeded), callbacks=[lora(**settings)], strategy=STRATEGIES["fsdp2"](), devices=2)
+            fit(build(Seeded), callbacks=callbacks_of(name), strategy=STRATEGIES["fsdp2"](), devices=2)
         return str(caught.value)
 
     def run(epochs: int, path: str | None = None) -> pl.Trainer:
@@ -810,7 +812,7 @@ def on_ranks(name: str, folder: str) -> Any:
             devices=2,
             strategy=STRATEGIES[name](),
             max_epochs=epochs,
-            callbacks=[lora(**settings), whole],
+            callbacks=[*callbacks_of(name), whole],
             use_distributed_sampler=False,
         )
         made.fit(build(kind), rank_loader(), loader(), ckpt_path=path)
@@ -843,7 +845,7 @@ def test_two_ranks_equal_one_process_and_resume_exactly(
 ) -> None:
     ((whole, _, resumed), (other, *_)), _ = on_two_ranks(name)
     alone = build(Seeded)
-    run = trainer(callbacks=[lora(**settings_of(name))], accumulate_grad_batches=2)
+    run = trainer(callbacks=callbacks_of(name), accumulate_grad_batches=2)
     run.fit(alone, loader(48), loader())
     for key, value in trained(alone).items():
         torch.testing.assert_close(torch.from_numpy(whole[key]), value, atol=1e-5, rtol=1e-4)
