@@ -35,7 +35,7 @@ from lightning_tricks.core.checks import check_choice, check_count, check_range,
 from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, engine_of, require_engine
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.trainer import extremes, saves_folder
+from lightning_tricks.core.lightning.trainer import extremes, launches_processes, saves_folder
 from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict, Trick
@@ -139,6 +139,11 @@ class LoRA(Trick):
         engine = require_engine(trainer, "LoRA", *TORCH, Engine.ZERO1, Engine.ZERO2, Engine.ZERO3)
         if self.base != "keep":
             require_engine(trainer, f"LoRA(base={self.base!r})", *UNSHARDED, why="where quantized weights stay whole")
+        if launches_processes(trainer):
+            raise MisconfigurationException(
+                "LoRA changes the module in the process that trains, got a strategy that starts others and loads their"
+                ' weights into a module without adapters (spawn, fork, notebook): use strategy="ddp", or one device.'
+            )
         if isinstance(trainer.precision_plugin, BitsandbytesPrecision):
             raise MisconfigurationException(
                 "LoRA: BitsandbytesPrecision would quantize the adapters, too: leave the plugin out."

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
@@ -393,6 +394,12 @@ def test_what_cannot_be_right_is_refused_before_a_step(
     with pytest.raises(MisconfigurationException, match=message):
         fit(module, callbacks=[own, *callbacks, steps])
     assert not steps.made
+
+
+@pytest.mark.slow
+def test_processes_whose_module_is_lost_are_refused() -> None:
+    with pytest.raises(ProcessRaisedException, match="LoRA changes the module in the process that trains"):
+        fit(build(PlainNet), callbacks=[lora()], strategy="ddp_spawn", devices=2)
 
 
 def test_weights_without_values_are_refused() -> None:
