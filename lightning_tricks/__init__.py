@@ -18,6 +18,7 @@ from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lean_loss import LeanLoss
+from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance
@@ -32,6 +33,7 @@ from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFin
 from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
+from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
@@ -40,6 +42,7 @@ from lightning_tricks.losses.lean_loss import lean_loss
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
 from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
+from lightning_tricks.modules.merge_adapters import merge_adapters
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM
@@ -96,6 +99,7 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "LeanLoss",
+    "LoRA",
     "Mixup",
     "MoEBalance",
     "RewindOnSpike",
@@ -121,6 +125,7 @@ __all__ = [
     "effective_batch_size",
     "environment_report",
     "estimate_memory",
+    "export_adapters",
     "export_weights",
     "find_batch_size",
     "find_lr",
@@ -133,6 +138,7 @@ __all__ = [
     "layer_decay_groups",
     "lean_loss",
     "linear",
+    "merge_adapters",
     "min_snr_weight",
     "no_weight_decay_groups",
     "one_cycle",

@@ -180,6 +180,11 @@ CATALOGUE = (
         "weights of 8 or 4 bits, for inference",
     ),
     Row(
+        ("LoRA", "merge_adapters"),
+        'callbacks=[lt.LoRA("attn.qkv",r=8,train="head")]',
+        "[adapters](docs/lora.md) for any network, checkpoints without the frozen weights",
+    ),
+    Row(
         ("ActivationCheckpointing",),
         "callbacks=[lt.ActivationCheckpointing()]",
         "recomputes blocks in the backward pass, for less memory",
@@ -198,7 +203,7 @@ CATALOGUE = (
         "checks with remedies; networks changed before training",
     ),
     Row(
-        ("average_checkpoints", "greedy_soup", "consolidate", "export_weights"),
+        ("average_checkpoints", "greedy_soup", "consolidate", "export_weights", "export_adapters"),
         "lightning-tricks consolidate DIR -o net.safetensors",
         "means of checkpoint files, one file from shards, weights for a bare `nn.Module`",
     ),

@@ -32,14 +32,14 @@ MATRIX = json.loads((COMMAND / "matrix.json").read_text())["tricks"]
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 SOURCES = [file for file in FILES if not file.endswith("__init__.py") and file != "functional.py"]
 HEAVY = {
-    *("bitsandbytes", "deepspeed", "jsonargparse", "matplotlib", "pytorch_optimizer", "ray", "rich", "schedulefree"),
-    *("skimage", "sklearn", "timm", "transformers"),
+    *("bitsandbytes", "deepspeed", "jsonargparse", "matplotlib", "peft", "pytorch_optimizer", "ray", "rich"),
+    *("schedulefree", "skimage", "sklearn", "timm", "torchao", "transformers"),
 }
 
 # The floors. What stands on one imports nothing from above it.
 STANDARD_LIBRARY = ("core/checks.py", "schedules/curves.py")
 NO_TRAINER = re.compile(
-    r"core/(selection|figures|mixed_targets/\w+|safe_load/\w+|batches/(paths|cutting)"
+    r"core/(selection|figures|adapters/\w+|mixed_targets/\w+|safe_load/\w+|batches/(paths|cutting)"
     r"|weights/(tensors|local|fsdp2|zero)|averaging/(averages|exchange|offload|history))\.py"
 )
 ON_TOP = {"advisor", "examples"}  # may import every kind

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import NoneType
 from typing import Any, Literal, final
 
@@ -13,6 +14,8 @@ from torch import nn
 from lightning_tricks.advisor.environment import devices_here, host_memory
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory, readable
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike
+from lightning_tricks.callbacks.lora import LoRA
+from lightning_tricks.core.adapters.inject import adaptable_linear
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
 from lightning_tricks.optimizers.table import row_of
 
@@ -293,10 +296,16 @@ def suggest_strategy(
             raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")
     hardware = hardware or Hardware.detect()
 
-    def smallest_estimate(name: str, optimizer: OptimizerLike) -> MemoryEstimate:
+    def smallest_estimate(name: str, optimizer: OptimizerLike, lora: LoRA | None = None) -> MemoryEstimate:
         """The memory with one sample at a time; without activations if not even the rest fits."""
         estimate = partial(
-            estimate_memory, model, strategy=name, optimizer=optimizer, devices=hardware.devices, nodes=hardware.nodes
+            estimate_memory,
+            model,
+            strategy=name,
+            optimizer=optimizer,
+            devices=hardware.devices,
+            nodes=hardware.nodes,
+            lora=lora,
         )
         without_batch = estimate()
         if batch is None or shortage(without_batch, hardware, margin):
@@ -318,9 +327,11 @@ def suggest_strategy(
         reasons = [*(why_not(faster, hardware, margin) for faster in failed), why_it_fits(estimate, hardware, margin)]
         with_8bit = smallest_estimate(failed[0].strategy, "adamw8bit") if failed else None
         texts = advice(estimate, hardware, margin, failed, batch_size, accumulate, with_8bit)
+        texts += _with_adapters(model, failed, smallest_estimate, lambda found: not shortage(found, hardware, margin))
         return Suggestion(name, hardware, micro, accumulate, tuple(reasons), texts, estimate)
     left_out = f" {', '.join(refused)} refuse optimizer={optimizer!r}: another may fit there." if refused else ""
-    raise ValueError(_nothing_fits(failed, hardware, margin) + left_out)
+    adapters = _with_adapters(model, failed, smallest_estimate, lambda found: not shortage(found, hardware, margin))
+    raise ValueError(" ".join([_nothing_fits(failed, hardware, margin) + left_out, *adapters]))
 
 
 def _refuses(optimizer: str, preset: str) -> bool:
@@ -329,6 +340,21 @@ def _refuses(optimizer: str, preset: str) -> bool:
         return False
     row = row_of(optimizer)
     return (preset.startswith("fsdp2") and not row.fsdp2) or (preset.startswith("zero") and not row.zero)
+
+
+def _with_adapters(
+    model: nn.Module | int,
+    failed: Sequence[MemoryEstimate],
+    estimate: Callable[[str, OptimizerLike, LoRA], MemoryEstimate],
+    fits: Callable[[MemoryEstimate], bool],
+) -> tuple[str, ...]:
+    """That the first strategy which does not fit does so with adapters of all linear layers on 4-bit weights."""
+    names = adaptable_linear(model) if isinstance(model, nn.Module) else ["."]
+    if not failed or not names or find_spec("peft") is None:
+        return ()
+    found = estimate(failed[0].strategy, "adamw", LoRA(names, r=8, base="nf4"))
+    text = f"{found.strategy} fits with LoRA(r=8, base='nf4') on all linear layers: {readable(found.total)}."
+    return (text,) if fits(found) else ()
 
 
 def candidates(hardware: Hardware) -> list[str]:

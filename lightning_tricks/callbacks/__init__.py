@@ -12,6 +12,7 @@ from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.lean_loss import LeanLoss
+from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
@@ -40,6 +41,7 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "LeanLoss",
+    "LoRA",
     "Mixup",
     "MoEBalance",
     "RewindOnSpike",

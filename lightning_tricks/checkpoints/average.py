@@ -21,6 +21,7 @@ from lightning_tricks.checkpoints.files import (
     save,
     weights_in,
 )
+from lightning_tricks.core.adapters.record import found_in
 from lightning_tricks.core.checks import check_range, check_type, some
 from lightning_tricks.core.report import progress
 
@@ -153,6 +154,8 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def _kind(value: Any) -> str:
+    if record := found_in(value):
+        return f"an adapter with alpha={record.alpha} for weights of checksum {record.checksum}"
     if not isinstance(value, Tensor):
         return "not a tensor"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -33,8 +33,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         The number of tensors in the file.
 
     Raises:
-        ValueError: If the folder is incomplete, damaged, not a checkpoint, or holds objects that could run code; if
-            the suffix of ``output`` is unknown; if a .safetensors file cannot hold a value.
+        ValueError: If the folder has adapters of ``LoRA``, is incomplete, damaged, not a checkpoint, or holds objects
+            that could run code; if the suffix of ``output`` is unknown; if a .safetensors file cannot hold a value.
         FileNotFoundError: If the checkpoint, or the folder of ``output``, does not exist.
         FileExistsError: If ``output`` exists, unless ``force``.
         NotADirectoryError: If the checkpoint is one file already, for ``export_weights``.
@@ -56,8 +56,10 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         raise NotADirectoryError(f"{source} is one file already: take its weights with lightning-tricks export.")
     if not source.is_dir():
         raise FileNotFoundError(f"There is no folder {source}.")
-    from lightning_tricks.checkpoints.folders import lazy_weights
+    from lightning_tricks.checkpoints.folders import lazy_weights, record_of
 
     state = lazy_weights(source)
+    if record_of(source) is not None:
+        raise ValueError(f"{source} has adapters of LoRA: merge them, lightning-tricks export --merge --base BASE.")
     save(state, target, force=force)
     return sum(isinstance(value, Tensor | LazyTensor) for value in state.values())

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_tricks.checkpoints.adapters import merged
 from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, path_of, save, weights_in
-from lightning_tricks.core.checks import check_choice, check_type, some
+from lightning_tricks.core.adapters.record import record_in
+from lightning_tricks.core.checks import check_bool, check_choice, check_type, some
 
 __all__ = ["export_weights"]
 
@@ -23,6 +25,8 @@ def export_weights(
     which: Literal["averaged", "raw"] = "averaged",
     callback: str | None = None,
     strip_prefix: str = "",
+    merge: bool = False,
+    base: PathLike | None = None,
     force: bool = False,
 ) -> None:
     """Write the averaged or the raw weights of a checkpoint as a plain ``state_dict``, for any ``nn.Module``.
@@ -38,16 +42,23 @@ def export_weights(
     full tensors, under DeepSpeed from the fp32 master weights, in one process without a GPU. Nothing in a file or
     folder is executed.
 
+    A checkpoint of ``LoRA`` has adapters, and is exported with ``merge`` alone: as weights for the class without them.
+
     Args:
         checkpoint: The file or folder that Lightning saved, or a file with a plain ``state_dict``.
         output: The file to write, as .safetensors or with ``torch.save``: .pt, .pth, .bin, .ckpt.
         which: The weights to export: "averaged" or "raw".
         callback: The callback whose averages to export, if several have some: its key in the checkpoint's "callbacks".
         strip_prefix: The submodule to export, such as "model."; the names in the file do not have this prefix.
+        merge: Whether to merge the adapters of ``LoRA`` into the weights.
+        base: For ``merge``, a file with the weights of before the training, under their names in the LightningModule;
+            its checksum must be that in the checkpoint. Of a quantized base, the weights of before quantizing. None if
+            the checkpoint has all weights, ``LoRA(save="all")``.
         force: Whether ``output`` may replace a file.
 
     Raises:
-        ValueError: If the checkpoint does not have those weights, has several averages and ``callback`` is not given,
+        ValueError: If the checkpoint has adapters and not ``merge``, or none and ``merge``, or others than ``base``
+            has weights for; if it does not have those weights, has several averages and ``callback`` is not given,
             or has no weight under the prefix; if it is damaged, not a checkpoint, or holds objects that could run
             code; if the suffix of ``output`` is unknown.
         FileNotFoundError: If the checkpoint, or the folder of ``output``, does not exist.
@@ -69,17 +80,25 @@ def export_weights(
     source = path_of("checkpoint", checkpoint)
     check_type("strip_prefix", strip_prefix, str)
     check_type("callback", callback, str, NoneType)
+    check_bool("merge", merge)
     if source.is_dir():
         _require_in_state_dict(source, which, callback)
-        from lightning_tricks.checkpoints.folders import lazy_weights
+        from lightning_tricks.checkpoints.folders import lazy_weights, record_of
 
-        weights = lazy_weights(source)
+        weights, record = lazy_weights(source), record_of(source)
     else:
         loaded = load(source)
         try:
             weights = _select(loaded, weights_in(loaded, source), which, callback)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
+        record = record_in(loaded)
+    if record is None and (merge or base is not None):
+        raise ValueError(f"{source} has no adapters of LoRA to merge: leave merge and base out.")
+    if record is not None:
+        if not merge:
+            raise ValueError(f"{source} has adapters of LoRA, which need merge=True (--merge) to be exported.")
+        weights = merged(weights, record, source, base)
     save(_without_prefix(weights, strip_prefix), target, force=force)
 
 

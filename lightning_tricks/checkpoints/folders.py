@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from lightning_tricks.checkpoints.files import load
 from lightning_tricks.checkpoints.stream import LazyTensor
-from lightning_tricks.checkpoints.zero_folder import zero_weights
+from lightning_tricks.checkpoints.zero_folder import client_state, zero_weights
+from lightning_tricks.core.adapters.record import Record, record_in
 from lightning_tricks.core.safe_load.damage import unfinished
 from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
 
@@ -64,6 +66,17 @@ def sharded_averages(folder: Path) -> dict[str, bool]:
             raise ValueError(f"{shards} is damaged or hostile: {error}") from error
         in_state_dict[shards.name] = any(name.startswith("raw/") for name in names)
     return in_state_dict
+
+
+def record_of(folder: Path) -> Record | None:
+    """What a sharded checkpoint says of its adapters; None if it has none.
+
+    Raises:
+        ValueError: If the file that would say so is damaged, or holds objects that could run code.
+    """
+    if (folder / "latest").is_file():
+        return record_in(_report_damage(folder, partial(client_state, folder)))
+    return record_in(_report_damage(folder, partial(load, folder / "meta.pt")))
 
 
 def _report_damage(folder: Path, read: Callable[[], Any]) -> Any:

@@ -81,6 +81,12 @@ def _model_state(model: dict[str, Any], masters: Collection[str], *, weights_are
     return state
 
 
+def client_state(folder: Path) -> dict[str, Any]:
+    """What Lightning has saved besides the weights: the states of callbacks, loops and schedulers."""
+    tag = folder / (folder / "latest").read_text().strip()
+    return dict(_load(sorted(tag.glob(f"*{MODEL.removeprefix('_')}"))[0]))
+
+
 def _load(file: Path) -> Any:
     if reason := damage(file):
         raise ValueError(f"{file.name}: {reason}")

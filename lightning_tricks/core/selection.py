@@ -7,6 +7,7 @@ names, or the name of a class, which selects all of its instances (and their par
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import TypeVar
 
 from torch import nn
@@ -87,10 +88,27 @@ def _selected(
             kinds = sorted({kind for names in classes.values() for kind in names})
             raise ValueError(
                 f"{argument}: a pattern must be found in a name, or be the name of a class; {pattern!r} is neither."
-                f" Names are {some(map(repr, [*named][:: len(named) // 5 + 1]))}; classes are {some(kinds, 12)}."
+                f" Names are {some(map(repr, nearest(pattern, named)))};"
+                f" classes are {some(nearest(pattern, kinds, 12), 12)}."
             )
         found |= hits
     return {name: value for name, value in named.items() if name in found}
+
+
+def nearest(pattern: str, names: Iterable[str], most: int = 5) -> list[str]:
+    """The names that have the most in common with a pattern, as a whole or in their last parts.
+
+    Example:
+        >>> nearest("q_projs", ["layers.0.mlp", "layers.0.q_proj", "layers.0.v_proj"], 2)
+        ['layers.0.q_proj', 'layers.0.v_proj']
+    """
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        ends = {".".join(parts[-count:]) for count in (1, 2, len(parts))}
+        return max(SequenceMatcher(None, end, pattern).ratio() for end in ends)
+
+    return sorted(names, key=likeness, reverse=True)[:most]
 
 
 def class_names(module: nn.Module) -> set[str]:

@@ -51,6 +51,7 @@ class Trick(Callback):
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     durations: ClassVar[tuple[str, ...]] = ()  # names of the arguments that are durations
     needs_step_hooks: ClassVar[bool] = False  # whether its hooks must run before every optimizer step
+    changes_network: ClassVar[bool] = False  # whether a fit without it trains another network, as a trial would
 
     def __init__(self) -> None:
         self._undo = ExitStack()

@@ -3,6 +3,7 @@
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.freeze import freeze
 from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
+from lightning_tricks.modules.merge_adapters import merge_adapters
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM, asam_perturb_, sam_perturb_
@@ -18,6 +19,7 @@ __all__ = [
     "asam_perturb_",
     "drop_bias_before_batchnorm",
     "freeze",
+    "merge_adapters",
     "quantize",
     "sam_perturb_",
     "sharpness",

@@ -28,19 +28,37 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export.add_argument(
         "--strip-prefix", default="", metavar="PREFIX", help="write only this submodule, without its name"
     )
+    adapters = export.add_mutually_exclusive_group()
+    adapters.add_argument("--merge", action="store_true", help="merge the adapters of LoRA into the weights")
+    adapters.add_argument("--peft", action="store_true", help="write the adapters of LoRA as a folder for peft")
+    export.add_argument(
+        "--base", type=Path, metavar="BASE", help="a file with the weights of before the training, for --merge"
+    )
     add_output(export)
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from lightning_tricks.checkpoints import export_weights
+    from lightning_tricks.checkpoints import export_adapters, export_weights
 
+    if options.peft:
+        export_adapters(
+            options.checkpoint,
+            options.output,
+            strip_prefix=options.strip_prefix,
+            base=options.base,
+            force=options.force,
+        )
+        print(f"wrote {options.output}")
+        return
     export_weights(
         options.checkpoint,
         options.output,
         which=options.which,
         callback=options.callback,
         strip_prefix=options.strip_prefix,
+        merge=options.merge,
+        base=options.base,
         force=options.force,
     )
     print(f"wrote {options.output}")

@@ -260,5 +260,5 @@ def test_mistakes_raise(arguments: dict[str, Any], error: type[Exception], messa
 
 
 def test_a_pattern_must_be_found() -> None:
-    with pytest.raises(MisconfigurationException, match=r"'\^head' is neither. Names are 'layers.0.weight'"):
+    with pytest.raises(MisconfigurationException, match=r"'\^head' is neither. Names are 'layers.0.bias'"):
         fit(build(NormNet), callbacks=[lt.AdaptiveClip(exclude=["^head"])])

@@ -113,6 +113,20 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "HiddenMixup", "init_args": {"layer": "layers.1"}}]}},
     ),
+    "LoRA": Trick(  # without it where it is off
+        naive=lambda batches, seen: naive.LowRank(),
+        callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]")], "off": list},
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "LoRA",
+                        "init_args": {"modules": r"layers\.0", "r": 2, "train": r"layers\.[1-9]"},
+                    }
+                ]
+            }
+        },
+    ),
     "LRSchedule": Trick(
         naive=scheduled("LRSchedule"),
         callbacks={

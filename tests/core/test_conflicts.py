@@ -113,6 +113,7 @@ class Run(NamedTuple):
 
 unfreeze = partial(lt.GradualUnfreeze, [2], parameters=[r"^layers\.0"])
 backbone = partial(BackboneFinetuning, 1, verbose=False)
+adapters = partial(lt.LoRA, r"layers\.2")
 raw = partial(lt.SWA, validate="raw", at_end="raw")
 lightnings_swa = partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
 loss_filter = partial(lt.HardExampleFilter, mode="loss")
@@ -148,6 +149,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
             Run((lightnings_swa,), Plateau),
         ],
         [Run((lt.SWA,), Cosine), Run((lt.SkipNonFinite, lightnings_swa))],
+    ),
+    "LoRA-GradualUnfreeze": (
+        [Run((adapters, unfreeze)), Run((adapters, backbone), Backbone)],
+        [Run((adapters, lt.EMA))],
     ),
     "LRSchedule-LRSchedule": ([Run((lt.LRSchedule, partial(lt.LRSchedule, "cosine")))], [Run((lt.LRSchedule,))]),
     "LRSchedule-BackboneFinetuning": (

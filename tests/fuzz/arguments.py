@@ -63,6 +63,8 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "GradualUnfreeze": {"at": lambda: [0.2, 0.5]},
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
+    "LoRA": {"modules": lambda: "layers.0"},
+    "export_adapters": {"checkpoint": lambda: "adapters.ckpt", "output": lambda: "adapters", "force": lambda: True},
     "CurveLR": {"optimizer": sgd, "curve": lambda: partial(lambda step: 1.0)},
     "PlateauLR": {"optimizer": sgd},
     "adamw": {"module": Net, "lr": lambda: 1e-3},
@@ -128,6 +130,7 @@ LEFT_OUT = {
     "drop_bias_before_batchnorm": "has a model only",
     "lean_loss": "has a model only",
     "LeanLoss": "has the name of a module only",
+    "merge_adapters": "has a module only",
     **dict.fromkeys(
         ["BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"],
         "a result, which nobody constructs",

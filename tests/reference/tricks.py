@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.nets import data
 from tests.reference.loop import Batch, Naive
@@ -336,3 +336,30 @@ CURVES: dict[str, Callable[[int, int], float]] = {
     "swa_tail": lambda t, total: _cosine(t / total) if 2 * t < total else 0.5,
     "wsd": lambda t, total: 1 - math.sqrt(max(0.0, 1 - (total - t) / (0.2 * total))),
 }
+
+
+class Adapted(nn.Module):
+    """A linear layer with frozen weights and a low-rank product beside it, under the names that peft gives them."""
+
+    def __init__(self, layer: nn.Linear, r: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Module()
+        self.base_layer.register_buffer("weight", layer.weight.detach())
+        self.base_layer.register_buffer("bias", layer.bias.detach())
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, r, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(r, layer.out_features, bias=False)})
+        nn.init.kaiming_uniform_(self.lora_A["default"].weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.lora_B["default"](self.lora_A["default"](x))
+        return F.linear(x, self.base_layer.weight, self.base_layer.bias) + 2 * low
+
+
+class LowRank(Naive):
+    """The first layer has an adapter of rank 2 and scale 2; all others train."""
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(7)  # as a fit does
+        module.layers[0] = Adapted(module.layers[0], 2).to(module.layers[0].weight.dtype)
+        optimizer.param_groups[0]["params"] = list(module.parameters())

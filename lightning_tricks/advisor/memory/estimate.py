@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
 from lightning_tricks.advisor.memory.activations import Activations, Regime, batch_samples, measure
+from lightning_tricks.advisor.memory.adapters import with_adapters
 from lightning_tricks.advisor.memory.layout import Layout, layout_of
-from lightning_tricks.advisor.memory.parameters import Parameters, parameters_of
+from lightning_tricks.advisor.memory.parameters import Parameters
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
+from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.checks import check_choice, check_count, check_type
 from lightning_tricks.optimizers.by_name import optimizer as optimizer_by_name
 from lightning_tricks.optimizers.table import row_of
@@ -197,6 +200,7 @@ def estimate_memory(
     batch: Any = None,
     batch_size: int | None = None,
     extras: Collection[str] = (),
+    lora: LoRA | None = None,
     device: str = "cuda",
 ) -> MemoryEstimate:
     """Estimate the bytes that training takes on each device; activations are measured without allocating memory.
@@ -225,6 +229,8 @@ def estimate_memory(
             the inputs.
         batch_size: The number of samples on each device, by default those of ``batch``.
         extras: Tricks that keep a copy of the weights: "ema", "swa", "sam".
+        lora: The adapters to train with: ``LoRA("q_proj", base="nf4")``. Those of a module are there while it is
+            measured, with the frozen weights as they are; of a number of parameters, all matrices are adapted.
         device: The type of device to train on, "cuda" or "cpu", which decides what autocast computes in fp32.
 
     Raises:
@@ -251,14 +257,17 @@ def estimate_memory(
         check_choice("extras", extra, EXTRAS)
     if not isinstance(model, nn.Module):
         check_count("model", model)
+    check_type("lora", lora, LoRA, NoneType)
     layout = layout_of(strategy, precision)
-    parameters = parameters_of(model)
-    trainable = [weight for weight in parameters.weights if weight.trainable]
-    dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype
-    if isinstance(model, nn.Module) and isinstance(optimizer, str):
-        optimizer = _of_shapes(optimizer, model)
-    states = states_of(optimizer, trainable, dtype, foreach=device == "cuda")
-    measured = _measure_activations(model, batch, batch_size, layout, device)
+    if lora is not None and lora.base != "keep" and layout.engine not in ("single", "ddp"):
+        raise ValueError(f"LoRA(base={lora.base!r}) trains on a single device or under DDP, got strategy={strategy!r}.")
+    with with_adapters(model, lora) as parameters:
+        trainable = [weight for weight in parameters.weights if weight.trainable]
+        dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype
+        if isinstance(model, nn.Module) and isinstance(optimizer, str):
+            optimizer = _of_shapes(optimizer, model)
+        states = states_of(optimizer, trainable, dtype, foreach=device == "cuda")
+        measured = _measure_activations(model, batch, batch_size, layout, device)
     samples = None if measured is None else batch_size or measured.samples
     return MemoryEstimate(
         strategy=layout.strategy,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -58,12 +60,22 @@ class Parameters:
         return sum(weight.numel for weight in self.weights)
 
 
-def parameters_of(model: nn.Module | int) -> Parameters:
-    """The parameters of a module; a number stands for trainable fp32 weights in ``BLOCKS`` equal blocks."""
+def parameters_of(model: nn.Module | int, packed: Mapping[int, int] = MappingProxyType({})) -> Parameters:
+    """The parameters of a module; a number stands for trainable fp32 weights in ``BLOCKS`` equal blocks.
+
+    Args:
+        model: The module, or the number.
+        packed: The bytes of the parameters that will be quantized, by ``id``.
+    """
     if not isinstance(model, nn.Module):
         block = -(-model // BLOCKS)
         return Parameters((Weight((model,), torch.float32, True),), 0, block, block, 0)
-    weights = tuple(Weight(tuple(p.shape), p.dtype, p.requires_grad) for p in model.parameters())
+    weights = tuple(
+        Weight((packed[id(p)],), torch.uint8, False)
+        if id(p) in packed
+        else Weight(tuple(p.shape), p.dtype, p.requires_grad)
+        for p in model.parameters()
+    )
     layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     groups = [sum(p.numel() for p in group.parameters()) for group in sharding_groups(model)]
     return Parameters(

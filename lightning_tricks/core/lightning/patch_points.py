@@ -111,15 +111,16 @@ WRAPPED = (
         _STRATEGY,
         "load_checkpoint",
         "checkpoint_path, weights_only",
-        "GradualUnfreeze",
-        "torch skips the optimizer state of frozen parameters, so shards are loaded again",
+        "GradualUnfreeze, LoRA",
+        "torch skips the optimizer state of frozen parameters, so shards are loaded again; a checkpoint of adapters is"
+        " compared with the module before its weights are loaded",
     ),
     WrappedMethod(
         _STRATEGY,
         "lightning_module_state_dict",
         "",
-        "ChannelsLast",
-        "checkpoints hold contiguous weights",
+        "ChannelsLast, LoRA",
+        "checkpoints hold contiguous weights, and none that are frozen beside adapters",
     ),
     WrappedMethod(
         _TRAINER,
@@ -167,9 +168,17 @@ WRAPPED = (
         _MODULE,
         "configure_optimizers",
         "",
-        "LRSchedule(replace=True)",
+        "LRSchedule(replace=True), LoRA",
         "optimizers are seen when they are made, before a scheduler has changed their learning rates",
     ),
+    WrappedMethod(
+        _MODULE,
+        "setup",
+        "stage",
+        "LoRA",
+        "layers that this hook makes are there, and no strategy has sharded them or restored their weights",
+    ),
+    WrappedMethod(_MODULE, "configure_model", "", "LoRA", "as setup, for layers that this hook makes"),
     WrappedMethod(
         "torch.optim.Optimizer",
         "add_param_group",
@@ -405,8 +414,8 @@ PRIVATE = (
     PrivateName(
         "torch.nn.parallel.DistributedDataParallel",
         "_ddp_params_and_buffers_to_ignore",
-        "DDPPreset",
-        "read by DDP from the module that it wraps",
+        'DDPPreset, LoRA(base="nf4")',
+        "read by DDP from the module that it wraps; packed weights cannot be copied between ranks",
     ),
     # DeepSpeed
     PrivateName(

@@ -26,6 +26,7 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, launches_processes
 from lightning_tricks.core.replay.fit_state import ObjectState, TrainedModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+from lightning_tricks.core.trick import Trick
 
 
 def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str) -> None:
@@ -64,8 +65,9 @@ def is_trial(trainer: pl.Trainer) -> bool:
 
 
 class UndoneFit(Callback):
-    """The only callback of a fit without loggers, validation, checkpoints and schedules, which runs until it stops it.
+    """The callback of a fit without loggers, validation, checkpoints and schedules, which runs until it stops it.
 
+    Of the Trainer's own callbacks, only those that change the network stay, since it would be another one without them.
     Everything is restored at the end, also after an exception or Ctrl-C.
     """
 
@@ -90,7 +92,8 @@ class UndoneFit(Callback):
             wrap_method(
                 own, "configure_callbacks", lambda _: []
             )  # an attribute, which is removed with the module's state
-            trainer.callbacks, trainer.profiler = [*beside, self], PassThroughProfiler()  # type: ignore[attr-defined]
+            kept = [trick for trick in callbacks_of(trainer, Trick) if trick.changes_network]
+            trainer.callbacks, trainer.profiler = [*kept, *beside, self], PassThroughProfiler()  # type: ignore[attr-defined]
             trainer.loggers = [DummyLogger() for _ in trainer.loggers]
             try:
                 trainer.fit(module, loaders, datamodule=datamodule)

@@ -1,0 +1,1 @@
+"""Low-rank adapters: injected into a network, left apart in checkpoints, and merged into its weights."""

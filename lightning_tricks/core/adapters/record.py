@@ -1,0 +1,98 @@
+"""What a checkpoint says of its adapters, so that they are never loaded beside other weights, or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lightning_tricks.core.adapters.inject import original_name
+
+ADVICE = (
+    "LoRA: adapters, which load with a Trainer(callbacks=[LoRA(...)]) and are merged by lightning-tricks export --merge"
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The adapters of a network, as a checkpoint describes them.
+
+    Args:
+        r: The rank.
+        alpha: The numerator of the scale.
+        variant: The form of the adapters: "lora", "dora" or "rslora".
+        scale: The factor of ``B @ A``.
+        layers: The names of the adapted layers.
+        transposed: Those of them whose weights are (in, out).
+        trained: The names of the other parameters that train, before the injection.
+        base: How the frozen weights are held: "keep", "nf4" or "int8".
+        checksum: The checksum of all frozen weights before they are quantized; "" if a checkpoint holds them.
+    """
+
+    r: int
+    alpha: float
+    variant: str
+    scale: float
+    layers: list[str]
+    transposed: list[str]
+    trained: list[str]
+    base: str
+    checksum: str
+
+    def state(self) -> dict[str, Any]:
+        """The record in plain types, for a checkpoint."""
+        return {"trick": "LoRA", **asdict(self)}
+
+    def is_adapter(self, name: str) -> bool:
+        """Whether an entry of a state belongs to an adapter."""
+        owner, found, _ = name.rpartition(".lora_")
+        return bool(found) and owner in self._names
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter trains."""
+        return self.is_adapter(name) or original_name(name, self._names) in self.trained
+
+    def without_adapters(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The other entries of a state, under the names that they had before the injection."""
+        return {
+            original_name(name, self._names): value
+            for name, value in state.items()
+            if not self.is_adapter(name) and found_in(value) is None
+        }
+
+    def placeholders(self) -> dict[str, Any]:
+        """Entries of a state that the network without adapters does not load.
+
+        It has weights of these names, and torch refuses to load anything but a tensor into one, with ``strict=False``,
+        too. With ``strict=True`` torch's error also shows the name that has no weight, which says what to do.
+        """
+        return {**{f"{layer}.weight": self.state() for layer in self.layers}, ADVICE: self.state()}
+
+    def differences(self, other: Record) -> list[str]:
+        """What differs between this record and another one, in words."""
+        told = []
+        for field in fields(self):
+            one, two = getattr(self, field.name), getattr(other, field.name)
+            if one == two or (field.name == "checksum" and not (one and two)):
+                continue
+            if isinstance(one, list):
+                one, two = ([name for name in a if name not in b] for a, b in ((one, two), (two, one)))
+            told.append(f"{field.name}={one!r} and {two!r}")
+        return told
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.layers)
+
+
+def found_in(value: Any) -> Record | None:
+    """The record in an entry of a state dict or in the state of a callback; None if it is something else."""
+    if not (isinstance(value, dict) and value.get("trick") == "LoRA"):
+        return None
+    return Record(**{field.name: value[field.name] for field in fields(Record)})
+
+
+def record_in(checkpoint: Mapping[str, Any]) -> Record | None:
+    """The record in a checkpoint, or in a plain state_dict; None if it has no adapters."""
+    states = [checkpoint.get("callbacks") or {}, checkpoint.get("state_dict") or {}, checkpoint]
+    return next((found for state in states for value in state.values() if (found := found_in(value))), None)
