@@ -57,7 +57,7 @@ def head_of(model: nn.Module) -> nn.Linear:
     Raises:
         ValueError: If there is none, or if it is no plain nn.Linear.
     """
-    named = getattr(model, "get_output_embeddings", lambda: model)
+    named: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: model)
     head = named()
     kind = type(head).__name__
     if not isinstance(head, nn.Module) or (head is model and not isinstance(head, nn.Linear)):

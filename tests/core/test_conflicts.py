@@ -252,6 +252,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.QAT, partial(lt.QAT, "int4")))],
         [Run((partial(lt.QAT, modules="layers.0"), partial(lt.QAT, "int4", modules="layers.2")))],
     ),
+    "QAT-LoRA": (
+        [Run((lt.QAT, partial(lt.LoRA, "layers.0"))), Run((partial(lt.LoRA, "layers.0"), lt.QAT))],
+        [Run((partial(lt.LoRA, "layers.0"), lt.EMA))],
+    ),
     "Compile-Compile": (
         [Run((partial(lt.Compile, "layers", backend="eager"), partial(lt.Compile, "layers", backend="aot_eager")))],
         [Run((partial(lt.Compile, "layers.0", backend="eager"), partial(lt.Compile, "layers.2", backend="eager")))],
