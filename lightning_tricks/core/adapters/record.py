@@ -66,7 +66,7 @@ class Record:
         It has weights of these names, and torch refuses to load anything but a tensor into one, with ``strict=False``,
         too. With ``strict=True`` torch's error also shows the name that has no weight, which says what to do.
         """
-        return {**{f"{layer}.weight": self.state() for layer in self.layers}, ADVICE: self.state()}
+        return dict.fromkeys([*(f"{layer}.weight" for layer in self.layers), ADVICE], self.state())
 
     def differences(self, other: Record) -> list[str]:
         """What differs between this record and another one, in words."""
