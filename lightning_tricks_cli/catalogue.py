@@ -65,21 +65,11 @@ CATALOGUE = (
         "a scoring pass, half a backward pass",
     ),
     Row(
-        ("clip_loss", "info_nce", "min_snr_weight"),
-        "lt.clip_loss(images,texts)",
-        "contrastive losses over all devices, with the [right gradient](docs/contrastive.md); Min-SNR weights",
+        ("LeanLoss", "lean_loss", "clip_loss", "info_nce", "GradCacheMixin", "min_snr_weight"),
+        'callbacks=[lt.LeanLoss("model")]',
+        "[large vocabularies](docs/losses.md), large [contrastive](docs/contrastive.md) batches",
     ),
-    Row(
-        ("GradCacheMixin",),
-        "class Net(lt.GradCacheMixin, L.LightningModule): chunk = 32",
-        "contrastive batches larger than memory, the same gradient",
-        "a second forward pass",
-    ),
-    Row(
-        ("MoEBalance", "balance_experts_"),
-        "callbacks=[lt.MoEBalance(rate=1e-3)]",
-        "balances a mixture's experts without a balancing loss",
-    ),
+    Row(("MoEBalance", "balance_experts_"), "callbacks=[lt.MoEBalance(rate=1e-3)]", "balances experts"),
     Row(("flat_cos",), "return lt.flat_cos(optimizer, self)", "warm-up, flat, then half a cosine to the floor"),
     Row(
         (
@@ -136,11 +126,6 @@ CATALOGUE = (
         "[34 optimizers](docs/optimizers.md) by name",
     ),
     Row(
-        ("StepInBackward",),
-        "callbacks=[lt.StepInBackward()]",
-        "[one gradient](docs/optimizers.md#one-gradient-in-memory) in memory at a time",
-    ),
-    Row(
         ("adamw", "ray_trainer"),
         "return lt.adamw(self,lr=3e-4)",
         "the strategy's fastest AdamW; presets under [torchrun, SLURM, Ray](docs/multi_node.md)",
@@ -170,24 +155,14 @@ CATALOGUE = (
         "unfreezes from head to stem, following the schedule",
     ),
     Row(
-        ("LeanLoss", "lean_loss"),
-        'callbacks=[lt.LeanLoss("model")]',
-        "large vocabularies without their logits",
-    ),
-    Row(
-        ("QAT", "quantize"),
-        "callbacks=[lt.QAT()]",
-        "weights of 8 or 4 bits, for inference",
-    ),
-    Row(
-        ("LoRA", "merge_adapters"),
+        ("LoRA", "merge_adapters", "QAT", "quantize"),
         'callbacks=[lt.LoRA("attn.qkv",r=8,train="head")]',
-        "[adapters](docs/lora.md) for any network, checkpoints without the frozen weights",
+        "[adapters](docs/lora.md); [few bits](docs/quantization.md)",
     ),
     Row(
-        ("ActivationCheckpointing",),
+        ("ActivationCheckpointing", "StepInBackward"),
         "callbacks=[lt.ActivationCheckpointing()]",
-        "recomputes blocks in the backward pass, for less memory",
+        "recomputes blocks in the backward pass; one [gradient](docs/optimizers.md#one-gradient-in-memory) at a time",
         "another forward pass",
     ),
     Row(

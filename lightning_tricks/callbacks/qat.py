@@ -88,6 +88,7 @@ class QAT(Trick):
             ' LoRA(base="int8")',
         ),
     )
+    changes_network = True
     durations = ("start",)
 
     def __init__(
