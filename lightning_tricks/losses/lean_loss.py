@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,7 @@ def head_of(model: nn.Module) -> nn.Linear:
     Raises:
         ValueError: If there is none, or if it is no plain nn.Linear.
     """
-    named: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: model)
-    head = named()
+    head: Any = getattr(model, "get_output_embeddings", lambda: model)()
     kind = type(head).__name__
     if not isinstance(head, nn.Module) or (head is model and not isinstance(head, nn.Linear)):
         raise ValueError(
@@ -70,7 +69,7 @@ def head_of(model: nn.Module) -> nn.Linear:
         raise ValueError(f"lean_loss needs logits that are hidden @ weight.T + bias; the head is a {kind}, {rest}.")
     if isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id") or type(head.weight.data) is not Tensor:
         raise ValueError(f"lean_loss needs the weights of the head in one plain tensor, got {type(head.weight.data)}.")
-    return head
+    return cast(nn.Linear, head)
 
 
 class Head:
