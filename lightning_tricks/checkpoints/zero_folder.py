@@ -42,6 +42,8 @@ def zero_weights(folder: Path) -> dict[str, Any]:
             "a DeepSpeed checkpoint needs the package deepspeed: pip install 'lightning-tricks[deepspeed]'"
         ) from error
     tag = folder / (folder / "latest").read_text().strip()
+    if experts := sorted(file.name for file in tag.glob("layer_*_expert_*")):
+        raise ValueError(f"it has DeepSpeed's experts in files of their own ({experts[0]}), which are not joined here")
     optimizers = [_load(file)["optimizer_state_dict"] for file in _by_rank(tag, OPTIMIZER)]
     _require_all_ranks(optimizers)
     sharded = "fp32_flat_groups" in optimizers[0]  # ZeRO-3; otherwise ZeRO-1 or 2.
