@@ -63,8 +63,8 @@ WORKING = {
     "HiddenMixup(prob=1e-9)": callback(lambda: lt.HiddenMixup("layers.1", prob=1e-9)),
     "SAM(rho=0, adaptive=True)": Trick(sam={"off": 0.0}),
 }
-# Not here: schedules, which a user writes into configure_optimizers; Compile, which takes seconds; GradCacheMixin, whose
-# modules have another form.
+# Not here: schedules, which a user writes into configure_optimizers; Compile, which takes seconds; GradCacheMixin, for
+# modules of another form.
 SWEEP = Trick()  # find_lr before the fit
 TRICKS = {
     **{
