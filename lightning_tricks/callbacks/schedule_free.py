@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -71,6 +71,13 @@ class ScheduleFree(AveragingCallback):
                 f" {type(pl_module).__name__}.configure_optimizers returns {names}. Return"
                 ' lightning_tricks.optimizer("schedulefree_adamw", self, lr=2.5e-3).'
             )
+        if not all(
+            _beta(group) for made in filter(is_schedule_free, trainer.optimizers) for group in made.param_groups
+        ):
+            raise MisconfigurationException(
+                f"ScheduleFree() needs a beta above 0, without which y tells nothing of x: {type(pl_module).__name__}"
+                " has betas=(0, ...) or momentum=0. Leave that out."
+            )
         require_recalibration(pl_module, "ScheduleFree")
 
     @override
@@ -110,8 +117,11 @@ def _ends(optimizer: Optimizer) -> dict[Tensor, tuple[Tensor, float]]:
     """The z of every weight and the fraction of the way from y to it, at which x is."""
     found = {}
     for group in optimizer.param_groups if is_schedule_free(optimizer) else ():
-        beta = group["betas"][0] if "betas" in group else group["momentum"]
         for weight in group["params"]:
             if "z" in optimizer.state[weight]:
-                found[weight] = optimizer.state[weight]["z"], 1 - 1 / beta
+                found[weight] = optimizer.state[weight]["z"], 1 - 1 / _beta(group)
     return found
+
+
+def _beta(group: dict[str, Any]) -> float:
+    return float(group["betas"][0] if "betas" in group else group["momentum"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import check_bool, check_range, check_type
@@ -85,13 +87,18 @@ def optimizer(
     kind = row.load()
     check_settings(row, kind, settings)
     _require_trains_right(row, module)
+    if layer_decay is not None and row.base == "prodigy":
+        raise ValueError(
+            f"layer_decay={layer_decay} does nothing in optimizer('prodigy'), which takes one learning rate for all"
+            " groups: leave it out, or take 'adamw'."
+        )
     groups = _groups(module, lr, weight_decay, no_decay=no_decay, layer_decay=layer_decay, parameters=parameters)
     _check_values(row, kind, groups, settings)
     slow = {key: settings.pop(key) for key in ("alpha", "k") if row.is_lookahead and key in settings}
-    made = _make(row, kind, module, groups, lr, settings)
-    for group in made.param_groups:
-        group["optimizer"] = name
-    made.register_load_state_dict_pre_hook(_require_same)
+    made = _make(row, kind, module, [{**group, "optimizer": name} for group in groups], lr, settings)
+    made.register_load_state_dict_pre_hook(partial(_require_same, name))
+    if not isinstance(module, pl.LightningModule):
+        _require_whole_weights(row, made)
     return lookahead(row.load("timm.optim.Lookahead"), made, **slow) if row.is_lookahead else made
 
 
@@ -124,7 +131,7 @@ def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, set
     if row.name == "adamw" and isinstance(module, pl.LightningModule) and settings.keys() <= {"betas", "eps"}:
         return adamw(module, lr, params=groups, **settings)
     if row.base == "muon":
-        rate = settings.pop("adamw_lr", lr / 10)
+        check_range("adamw_lr", rate := settings.pop("adamw_lr", lr / 10), 0.0)
         groups = _with_hidden(row, module, groups, {"use_fallback": False}, {"use_fallback": True})
         for group in groups:
             if group["use_fallback"]:
@@ -212,11 +219,35 @@ def _require_trains_right(row: Row, module: nn.Module) -> None:
         )
 
 
-def _require_same(made: Optimizer, state: dict[str, Any]) -> None:
+def _require_whole_weights(row: Row, made: Optimizer) -> None:
+    """Raise for shards that the optimizer does not train right, where no Trainer tells the strategy.
+
+    FSDP2 has sharded the weights by now. DeepSpeed puts others in their place before the first step.
+    """
+    weights = {weight for group in made.param_groups for weight in group["params"]}
+    if not row.fsdp2 and any(isinstance(weight, DTensor) for weight in weights):
+        raise _wrong_on_shards(row, "FSDP2")
+
+    def require_own(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if weights.isdisjoint(weight for group in optimizer.param_groups for weight in group["params"]):
+            raise _wrong_on_shards(row, "DeepSpeed ZeRO")
+
+    if not row.zero:
+        made.register_step_pre_hook(require_own)
+
+
+def _wrong_on_shards(row: Row, engine: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"optimizer({row.name!r}) does not train right on the shards of weights that {engine} gives it. Take"
+        f" {row.instead!r}, or a DDP strategy."
+    )
+
+
+def _require_same(name: str, made: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     saved = next((group.get("optimizer") for group in state["param_groups"]), None)
-    own = made.param_groups[0]["optimizer"]
-    if saved is not None and saved != own:
+    if saved is not None and saved != name:
         raise MisconfigurationException(
-            f"the checkpoint has the states of optimizer({saved!r}), which are not those of optimizer({own!r}): resume"
+            f"the checkpoint has the states of optimizer({saved!r}), which are not those of optimizer({name!r}): resume"
             " with the same name, or load the weights alone."
         )
+    return {**state, "param_groups": [{**group, "optimizer": name} for group in state["param_groups"]]}

@@ -99,7 +99,12 @@ _ROWS = (
     Row("nadam", "torch.optim.NAdam", 8, "Adam with Nesterov momentum"),
     Row("radam", "torch.optim.RAdam", 8, "Adam without a warm-up"),
     Row("adamax", "torch.optim.Adamax", 8, "Adam with the largest gradient in place of the mean square"),
-    Row("asgd", "torch.optim.ASGD", 4, "averaged SGD, as AWD-LSTM uses it"),
+    Row(
+        "asgd",
+        "torch.optim.ASGD",
+        4,
+        "SGD whose average stays in its states; for averaged weights, sgd with EMA() or SWA()",
+    ),
     Row("rmsprop", "torch.optim.RMSprop", 4, "recurrent networks and reinforcement learning"),
     Row("adagrad", "torch.optim.Adagrad", 4, "sparse features", zero=False),
     Row("adadelta", "torch.optim.Adadelta", 8, "without a learning rate to choose: lr=1.0"),
@@ -151,7 +156,7 @@ _ROWS = (
         "ranger21",
         "pytorch_optimizer.Ranger21",
         20,
-        "its own warm-up and -down",
+        "its own warm-up and -down over num_iterations= steps",
         zero=False,
         fsdp2=False,
         lookahead=False,
@@ -220,16 +225,20 @@ def row_of(name: str) -> Row:
 
 
 def check_settings(row: Row, kind: Any, settings: dict[str, Any]) -> None:
-    """Raise for settings that the optimizer does not have.
+    """Raise for settings that the optimizer does not have, and for those that it needs.
 
     Raises:
-        TypeError: With the settings that it has.
+        TypeError: With the settings that it has, or needs.
     """
-    own = [name for name in inspect.signature(kind.__init__).parameters if name not in _SETTINGS]
+    parameters = inspect.signature(kind.__init__).parameters
+    own = [name for name in parameters if name not in _SETTINGS]
     own += ["alpha", "k"] if row.is_lookahead else []
     own += ["rank", "update_proj_gap", "scale", "projection_type"] if row.base == "galore" else []
     if unknown := [name for name in settings if name not in own]:
         raise TypeError(f"optimizer({row.name!r}) has no setting {unknown[0]!r}; it has {', '.join(own)}.")
+    for setting in own:
+        if setting in parameters and parameters[setting].default is inspect.Parameter.empty and setting not in settings:
+            raise TypeError(f"optimizer({row.name!r}) needs the setting {setting!r}, which has no default.")
 
 
 def optimizers() -> list[dict[str, Any]]:

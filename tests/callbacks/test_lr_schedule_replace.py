@@ -98,6 +98,32 @@ def test_it_is_bit_equal_to_a_module_that_ships_no_schedule(kind: type[Net], cur
     assert_equal(given, expected)
 
 
+class Named(PlainNet):
+    """With an optimizer that adds settings to its groups when it is made, or has a learning rate in a tensor."""
+
+    def __init__(self, name: str, ships: bool) -> None:
+        super().__init__()
+        self.name, self.ships = name, ships
+
+    def configure_optimizers(self) -> Any:
+        optimizer = lt.optimizer(self.name, self, 0.1)
+        if not self.ships:
+            return optimizer
+        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=12)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lookahead_sgd", "adamw4bit"])
+def test_settings_that_an_optimizer_has_added_stay(name: str) -> None:
+    plain, replaced = (build(Named, name=name, ships=ships) for ships in (False, True))
+    with torch.compiler.set_stance("force_eager"):
+        fit(plain, callbacks=[lt.LRSchedule("cosine")])
+        run = fit(replaced, callbacks=[lt.LRSchedule("cosine", replace=True)])
+    assert_equal(weights(replaced), weights(plain))
+    expected = plain.trainer.optimizers[0].param_groups
+    for group, other in zip(run.optimizers[0].param_groups, expected, strict=True):
+        assert group.keys() == other.keys()
+
+
 @pytest.mark.parametrize("kind", SHIPPED[1:])
 def test_without_it_the_error_says_so(kind: type[Net]) -> None:
     message = "from configure_optimizers: both set the learning rate.* pass LRSchedule\\(replace=True\\)"

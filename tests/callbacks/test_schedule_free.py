@@ -117,7 +117,12 @@ def test_what_would_undo_it_is_refused_before_training() -> None:
         def configure_optimizers(self) -> None:
             return None
 
+    class Zero(PlainNet):
+        def configure_optimizers(self) -> Any:
+            return lt.optimizer("schedulefree_adamw", self, 0.1, betas=(0.0, 0.999))
+
     cases: list[tuple[Any, list[Callback], str]] = [
+        (build(Zero), [lt.ScheduleFree()], r"needs a beta above 0.*Zero has betas=\(0"),
         (net(), [lt.ScheduleFree(), lt.EMA(validate="raw", at_end="raw")], "averages its weights itself"),
         (net(), [lt.EMA(), lt.ScheduleFree()], "averages its weights itself"),
         (net(), [lt.ScheduleFree(), lt.LRSchedule("cosine")], "takes the place of a schedule"),

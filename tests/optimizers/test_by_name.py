@@ -54,15 +54,19 @@ def without_compiling() -> Iterator[None]:
 class Three(PlainNet):
     """With a hidden layer, of 4,096 weights if that is what the optimizer keeps in few bits."""
 
-    def __init__(self, name: str = "sgd", weight_decay: float = 0.0, width: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, name: str = "sgd", weight_decay: float = 0.0, width: int = 0, bare: bool = False, **settings: Any
+    ) -> None:
         super().__init__()
         size = width or (64 if row_of(name).is_quantized else 16)
         self.layers = nn.Sequential(nn.Linear(8, size), nn.Tanh(), nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 2))
         self.name, self.weight_decay, self.settings = name, weight_decay, settings
+        self.bare = bare  # whether the optimizer is made for the network, which knows no Trainer
 
     def configure_optimizers(self) -> Any:
         settings = {**NEEDED.get(row_of(self.name).base, {}), **self.settings}
-        return lt.optimizer(self.name, self, LR.get(self.name, 0.01), weight_decay=self.weight_decay, **settings)
+        module = self.layers if self.bare else self
+        return lt.optimizer(self.name, module, LR.get(self.name, 0.01), weight_decay=self.weight_decay, **settings)
 
 
 def callbacks(name: str) -> list[Any]:
@@ -154,16 +158,16 @@ STRATEGIES = {"ddp": "ddp", "fsdp2": "fsdp2_bf16", "zero": "zero1_bf16"}
 
 def on_ranks(case: tuple[str, str], folder: Path) -> Any:
     name, engine = case
-    engine, _, resumes = engine.partition("_")
+    engine, _, how = engine.partition("_")
     torch.compiler.set_stance("force_eager")
 
     def run(**more: Any) -> tuple[Three, pl.Trainer]:
         settings = {"strategy": "ddp"} if engine == "ddp" else lt.preset(STRATEGIES[engine], precision="32-true")
         again = trainer(devices=2, callbacks=callbacks(name), use_distributed_sampler=False, **settings, **more)
-        return build(Three, name=name), again
+        return build(Three, name=name, bare=how == "bare"), again
 
     path = None
-    if resumes:
+    if how == "resumed":
         module, half = run(max_epochs=1)
         half.fit(module, rank_loader())
         half.save_checkpoint(path := folder / f"{name}_{engine}.ckpt")
@@ -179,13 +183,15 @@ def on_ranks(case: tuple[str, str], folder: Path) -> Any:
 # States that are objects, or of few bits, and those that a folder of shards holds.
 RESUMED = [("adamw4bit", "ddp"), ("adamw8bit", "ddp"), ("galore", "ddp"), ("lookahead_radam", "fsdp2")]
 OTHERS_RESUMED = [(name, "fsdp2") for name, row in ROWS.items() if row.fsdp2 and (name, "fsdp2") not in RESUMED]
+# An optimizer for a network that is not the LightningModule: a GAN's generator, for instance.
+BARE = [("muon", "fsdp2_bare"), ("lamb", "zero_bare"), ("lookahead_radam", "zero_bare"), ("lion", "zero_bare")]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     cases = [(name, engine) for engine in STRATEGIES for name in KINDS]
     again = [(name, f"{engine}_resumed") for name, engine in RESUMED]
-    return run_cases(on_ranks, cases + again, tmp_path_factory.mktemp("resumed"))
+    return run_cases(on_ranks, cases + again + BARE, tmp_path_factory.mktemp("resumed"))
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +209,15 @@ def test_a_fit_resumed_on_two_ranks_is_exact(name: str, engine: str, request: py
     whole = request.getfixturevalue("two_ranks" if name in KINDS else "other_two_ranks")
     for resumed, expected in zip(found[name, f"{engine}_resumed"], whole[name, engine], strict=True):
         assert_equal(resumed, expected)
+
+
+def test_an_optimizer_for_a_part_of_the_module_is_refused_as_well(two_ranks: Cases) -> None:
+    for name, engine in BARE:
+        for found in two_ranks[name, engine]:
+            if name == "lion":
+                assert_close(found, one_process(name), 1e-5)
+            else:
+                assert f"optimizer({name!r}) does not train right on the shards of weights" in found
 
 
 def one_process(name: str) -> dict[str, Tensor]:
@@ -362,10 +377,16 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         lt.optimizer("adamww", module, 0.1)
     with pytest.raises(TypeError, match="has no setting 'beta'; it has betas"):
         lt.optimizer("lion", module, 0.1, beta=0.9)
+    with pytest.raises(TypeError, match=r"\('ranger21'\) needs the setting 'num_iterations'"):
+        lt.optimizer("ranger21", module, 0.1)
+    with pytest.raises(ValueError, match=r"layer_decay=0.5 does nothing in optimizer\('prodigy'\)"):
+        lt.optimizer("prodigy", MODELS["vit"](), 1.0, layer_decay=0.5)
     with pytest.raises(TypeError, match="name must be a string"):
         lt.optimizer(torch.optim.SGD, module, 0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lr"):
         lt.optimizer("sgd", module, -1)
+    with pytest.raises(ValueError, match="adamw_lr must be"):
+        lt.optimizer("muon", module, 0.1, adamw_lr=-1.0)
     with pytest.raises(ValueError, match="hidden weights"):
         lt.optimizer("muon", nn.Linear(4, 2), 0.1)
     with pytest.raises(ValueError, match="no trainable parameters"):
@@ -501,6 +522,15 @@ def test_states_of_the_library_load_too(name: str) -> None:
     expected = step(made, first)
     for each in found:
         assert_equal(each, expected)
+
+
+def test_states_of_the_library_are_the_named_optimizers_from_then_on() -> None:
+    module = build(Three, name="lion")
+    made, library = module.configure_optimizers(), own("lion", groups_of("lion", module))
+    made.load_state_dict(library.state_dict())
+    made.load_state_dict(made.state_dict())
+    with pytest.raises(MisconfigurationException, match=r"states of optimizer\('lion'\)"):
+        lt.optimizer("adamw", module, 0.1).load_state_dict(made.state_dict())
 
 
 class Restores(pl.Callback):

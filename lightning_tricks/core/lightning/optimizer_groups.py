@@ -7,9 +7,13 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 Made = list[tuple[dict[str, Any], dict[str, Any]]]  # groups, and copies of what they were made with
+
+# What torch's schedulers add to groups, and timm's too.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 
 
 @contextmanager
@@ -43,11 +47,15 @@ def recorded_groups() -> Iterator[Made]:
 
 
 def restore_groups(made: Made) -> None:
-    """Give the groups the settings back that they were made with."""
+    """Give the groups the settings back that they were made with, and leave those that an optimizer has added since."""
     for group, settings in made:
-        for name in group.keys() - settings.keys() - {"params"}:
-            del group[name]
-        group.update(deepcopy(settings))
+        for name in _OF_SCHEDULERS - settings.keys():
+            group.pop(name, None)
+        for name, value in settings.items():
+            if isinstance(group.get(name), Tensor):  # a learning rate that a compiled step reads
+                group[name].fill_(value)
+            else:
+                group[name] = deepcopy(value)
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:
