@@ -105,6 +105,13 @@ def test_mistakes_are_named() -> None:
         lt.quantize(nn.Conv1d(1, 1, 1))
     with pytest.raises(ValueError, match=r"0\.weight must be a plain tensor, got IntxUnpackedToInt8Tensor"):
         lt.quantize(lt.quantize(network()))
+    nn.utils.parametrizations.weight_norm((module := network())[3])
+    with pytest.raises(ValueError, match=r"3\.weight is computed from others"):
+        lt.quantize(module)
+    module = build(PlainNet)
+    fit(module, callbacks=[lt.LoRA(r"layers\.0")])
+    with pytest.raises(ValueError, match=r"layers\.0 have adapters.*merge_adapters"):
+        lt.quantize(module)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
