@@ -12,17 +12,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_duration
-from lightning_tricks.core.lightning.trainer import is_fitting
-from lightning_tricks.core.selection import Patterns, check_patterns
-from lightning_tricks.core.trick import Conflict, Trick
-from lightning_tricks.core.weights.quantization import (
+from lightning_tricks.core.adapters.quantization import (
     Precision,
     check_precision,
     linear_layers,
     quantized,
     require_torchao,
 )
+from lightning_tricks.core.checks import check_duration
+from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.selection import Patterns, check_patterns
+from lightning_tricks.core.trick import Conflict, Trick
 
 __all__ = ["QAT"]
 

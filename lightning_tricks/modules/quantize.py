@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_tricks.core.adapters.quantization import Precision, check_precision, linear_layers, quantized
 from lightning_tricks.core.selection import Patterns, check_patterns
-from lightning_tricks.core.weights.quantization import Precision, check_precision, linear_layers, quantized
 
 __all__ = ["quantize"]
 
