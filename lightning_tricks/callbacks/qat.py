@@ -12,17 +12,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_duration
-from lightning_tricks.core.lightning.trainer import is_fitting
-from lightning_tricks.core.selection import Patterns, check_patterns
-from lightning_tricks.core.trick import Conflict, Trick
-from lightning_tricks.core.weights.quantization import (
+from lightning_tricks.core.adapters.quantization import (
     Precision,
     check_precision,
     linear_layers,
     quantized,
     require_torchao,
 )
+from lightning_tricks.core.checks import check_duration
+from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.selection import Patterns, check_patterns
+from lightning_tricks.core.trick import Conflict, Trick
 
 __all__ = ["QAT"]
 
@@ -65,7 +65,8 @@ class QAT(Trick):
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
         ModuleNotFoundError: If torchao is missing, with the extra to install.
-        MisconfigurationException: At fit start, if there are no such layers.
+        MisconfigurationException: At fit start, if there are no such layers, or if one has adapters, a weight computed
+            from others, or another forward pass by another trick or QAT.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[QAT("int4")], accelerator="cpu", logger=False)
@@ -137,8 +138,19 @@ class QAT(Trick):
             layers = linear_layers(pl_module, self.modules)
         except ValueError as error:
             raise MisconfigurationException(f"{self.written()}: {error}") from None
-        for layer in layers.values():
+        for name, layer in layers.items():
+            if "forward" in vars(layer):
+                raise MisconfigurationException(
+                    f"{self.written()}: {name}.forward is another one already (of another QAT, or another trick or"
+                    " wrapper), and rounding would leave that out: name other modules in one of them."
+                )
             self._wrap(layer, "forward", partial(_linear, self, layer))
+            # torch leaves its fast path of nn.TransformerEncoderLayer, which reads weights past layers, for a hook.
+            self._undo.callback(layer.register_forward_pre_hook(_no_change).remove)
+
+
+def _no_change(layer: nn.Module, inputs: Any) -> None:
+    """A hook that does nothing."""
 
 
 def _linear(trick: QAT, layer: nn.Linear, forward: Callable[..., Tensor], input: Tensor) -> Tensor:

@@ -101,8 +101,8 @@ class _Blank(torch.autograd.Function):
 def _needed(what: str) -> MisconfigurationException:
     return MisconfigurationException(
         "LeanLoss (lean_loss) computes F.cross_entropy(logits (N, C), target) without the logits, and they are needed"
-        f" for {what}. For a metric, take logits.detach(); if the module or another trick changes logits or targets,"
-        " leave LeanLoss out."
+        f" for {what}. For the loss of (B, T, C), flatten them, logits.flatten(0, 1); for a metric, take"
+        " logits.detach(); if the module or another trick changes logits or targets, leave LeanLoss out."
     )
 
 

@@ -50,6 +50,8 @@ def linear_cross_entropy(
         Wijmans et al., arXiv 2411.09009.
     """
     settings = {"weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if len(hidden) != len(target):
+        raise ValueError(f"target must have an entry for each of {len(hidden)} rows of logits, got {len(target)}.")
     rows = rows or max(1, max(BYTES, hidden.nbytes) // (4 * len(weight)))
     if len(hidden) <= rows:  # nothing to save
         return _losses(F.linear(hidden, weight, bias), target, {**settings, "reduction": reduction})
@@ -78,6 +80,11 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # where there is a graph of the gradient, which that of the logits is not in
+            raise RuntimeError(
+                "The cross-entropy without logits has no second derivatives, got create_graph=True: leave LeanLoss"
+                " (lean_loss) out where the loss or the optimizer needs them."
+            )
         hidden, weight, bias, target = ctx.saved_tensors
         wanted = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         sums = {"weight": weight, "bias": bias}

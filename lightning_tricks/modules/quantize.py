@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_tricks.core.adapters.quantization import Precision, check_precision, linear_layers, quantized
 from lightning_tricks.core.selection import Patterns, check_patterns
-from lightning_tricks.core.weights.quantization import Precision, check_precision, linear_layers, quantized
 
 __all__ = ["quantize"]
 
@@ -34,7 +34,8 @@ def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patte
         The same module.
 
     Raises:
-        ValueError: If there are no such layers, or if one is quantized already.
+        ValueError: If there are no such layers, one is quantized already, or its weight is computed from others; if the
+            module has adapters.
         ModuleNotFoundError: If torchao is missing, with the extra to install.
 
     Example:
@@ -51,9 +52,6 @@ def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patte
     if modules is not None:
         check_patterns("modules", modules)
     layers = linear_layers(module, modules)
-    if done := [name for name, layer in layers.items() if type(layer.weight.data) is not Tensor]:
-        kind = type(layers[done[0]].weight.data).__name__
-        raise ValueError(f"{done[0]}.weight must be a plain tensor, got {kind}: quantize the trained weights, once.")
     for layer in layers.values():
         layer.weight = nn.Parameter(quantized(layer.weight.data, precision), requires_grad=False)
         layer.register_forward_pre_hook(_refuse_training)

@@ -59,8 +59,17 @@ class Wide(PlainNet):
         self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
 
+class Attends(PlainNet):
+    """With weights that torch reads past their layers, in evaluation and at all times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.Sequential(nn.Unflatten(1, (1, 8)), block, nn.Flatten(), nn.Linear(8, 2))
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-@pytest.mark.parametrize("kind", [Wide, NormNet])
+@pytest.mark.parametrize("kind", [Wide, NormNet, Attends])
 def test_quantize_makes_what_was_validated(kind: type[Net], precision: Any, tmp_path: Path) -> None:
     module = build(kind)
     run = fit(module, callbacks=[lt.QAT(precision)])
@@ -132,6 +141,22 @@ def test_mistakes_are_named() -> None:
         fit(build(PlainNet), callbacks=[lt.QAT(modules="nothing")])
     with pytest.raises(MisconfigurationException, match=r"QAT\(.*must select nn.Linear layers.*BatchNorm1d"):
         fit(build(NormNet), callbacks=[lt.QAT(modules="BatchNorm1d")])
+
+
+def test_layers_that_something_else_has_changed_are_refused() -> None:
+    twice = [lt.QAT("int8"), lt.QAT("int4", modules=r"layers\.0")]
+    with pytest.raises(MisconfigurationException, match=r"QAT\(.*layers\.0\.forward is another one already"):
+        fit(build(PlainNet), callbacks=twice)
+    module = build(PlainNet)
+    module.layers[0].forward = lambda x: 100 * nn.functional.linear(x, module.layers[0].weight)  # type: ignore[method-assign]
+    with pytest.raises(MisconfigurationException, match=r"layers\.0\.forward is another one already"):
+        trainer(callbacks=[lt.QAT()]).validate(module, loader())
+    module = build(PlainNet)
+    fit(module, callbacks=[lt.LoRA(r"layers\.0")])
+    with pytest.raises(MisconfigurationException, match=r"layers\.0 have adapters.*merge_adapters"):
+        fit(module, callbacks=[lt.QAT()])
+    with pytest.raises(MisconfigurationException, match="must be a plain tensor"):
+        trainer(callbacks=[lt.QAT()]).validate(lt.quantize(build(PlainNet)), loader())
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

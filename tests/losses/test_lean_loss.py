@@ -70,6 +70,19 @@ def test_derivatives_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, target, rows=2), leaves)
 
 
+def test_second_derivatives_raise_and_are_never_left_out() -> None:
+    hidden = torch.randn(6, 4, requires_grad=True)
+    loss = linear_cross_entropy(hidden, torch.randn(9, 4), torch.arange(6), rows=4)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("targets", [5, 3])
+def test_another_number_of_targets_is_told_of_all_rows(targets: int) -> None:
+    with pytest.raises(ValueError, match=f"each of 6 rows of logits, got {targets}"):
+        linear_cross_entropy(torch.randn(6, 4), torch.randn(9, 4), torch.arange(targets), rows=2)
+
+
 def test_a_frozen_head_and_frozen_inputs_get_no_gradients() -> None:
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
     linear_cross_entropy(hidden, weight, torch.arange(6), rows=4).backward()
@@ -228,6 +241,10 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "last": lambda logits, y: F.cross_entropy(logits[:, -1], y[:, -1]),
     "weighted": lambda logits, y: F.cross_entropy(
         logits.flatten(0, 1), y.flatten(), weight=logits.new_tensor([0.5, *[1.0] * 10])
+    ),
+    "named": lambda logits, y: F.cross_entropy(input=logits.flatten(0, 1), target=y.flatten()),
+    "ignored": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), torch.full_like(y, -100).flatten()).nan_to_num(
+        7.0
     ),
     "none": lambda logits, y: (
         F.cross_entropy(logits.to(torch.float64).reshape(-1, 11), y.reshape(-1), reduction="none").square().mean()

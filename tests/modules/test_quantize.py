@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 import lightning_tricks as lt
-from lightning_tricks.core.weights.quantization import Precision
+from lightning_tricks.core.adapters.quantization import Precision
 from tests.nets import Net, PlainNet, build, fit, loader, trainer
 
 BITS = {"int8": 8, "int4": 4}
@@ -107,6 +107,13 @@ def test_mistakes_are_named() -> None:
         lt.quantize(nn.Conv1d(1, 1, 1))
     with pytest.raises(ValueError, match=r"0\.weight must be a plain tensor, got IntxUnpackedToInt8Tensor"):
         lt.quantize(lt.quantize(network()))
+    nn.utils.parametrizations.weight_norm((module := network())[3])
+    with pytest.raises(ValueError, match=r"3\.weight is computed from others"):
+        lt.quantize(module)
+    module = build(PlainNet)
+    fit(module, callbacks=[lt.LoRA(r"layers\.0")])
+    with pytest.raises(ValueError, match=r"layers\.0 have adapters.*merge_adapters"):
+        lt.quantize(module)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Low-rank adapters: injected into a network, left apart in checkpoints, and merged into its weights."""
+"""Low-rank adapters beside frozen weights, and linear layers in few bits: networks, checkpoints and merged weights."""

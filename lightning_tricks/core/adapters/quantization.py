@@ -6,8 +6,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.adapters.base import is_quantized
+from lightning_tricks.core.adapters.inject import adapted_layers
+from lightning_tricks.core.checks import check_choice, some
 from lightning_tricks.core.selection import Patterns, listed, select_modules
 
 Precision = Literal["int8", "int4"]
@@ -22,26 +25,29 @@ def check_precision(precision: str) -> None:
 def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.Linear]:
     """The linear layers that are selected or inside of selected modules, by name; all of them for None.
 
-    A class with a forward pass of its own is not one.
+    A class with a forward pass of its own is not one, and nor is the output of nn.MultiheadAttention, which reads that
+    weight past its layer.
 
     Raises:
-        ValueError: If a pattern selects none.
+        ValueError: If a pattern selects none, the module has adapters, or the weight of a layer is not a plain one.
 
     Example:
         >>> list(linear_layers(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), None))
         ['0', '2']
     """
+    if adapters := adapted_layers(module):
+        raise ValueError(f"{some(adapters)} have adapters: load merge_adapters(module) into a new module before.")
     linear = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+        if isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and not isinstance(layer, NonDynamicallyQuantizableLinear)
     }
     if not linear:
         raise ValueError(f"{type(module).__name__} has no nn.Linear layers to quantize.")
-    if modules is None:
-        return linear
-    chosen: set[nn.Module] = set()
-    for pattern in listed(modules):
+    chosen: set[nn.Module] = set(linear.values()) if modules is None else set()
+    for pattern in () if modules is None else listed(modules):
         found = select_modules(module, pattern)
         layers = {layer for each in found.values() for layer in each.modules()}
         if layers.isdisjoint(linear.values()):
@@ -50,7 +56,19 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
                 f"modules must select nn.Linear layers, {pattern!r} selects {name}, a {type(other).__name__}."
             )
         chosen |= layers
-    return {name: layer for name, layer in linear.items() if layer in chosen}
+    linear = {name: layer for name, layer in linear.items() if layer in chosen}
+    for name, layer in linear.items():
+        if "weight" not in dict(layer.named_parameters(recurse=False)):
+            raise ValueError(
+                f"{name}.weight is computed from others (a parametrization): remove that, or leave the layer out by"
+                " modules=."
+            )
+        if is_quantized(layer):
+            raise ValueError(
+                f"{name}.weight must be a plain tensor, got {type(layer.weight.data).__name__}: quantize the trained"
+                " weights, once."
+            )
+    return linear
 
 
 def require_torchao() -> Any:
