@@ -109,6 +109,8 @@ def parser_choices() -> list[str]:
 
 @pytest.mark.parametrize("page", pages_with("python", [page for page in PAGES if page != CLIENTS]))
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
+@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers 5
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)

@@ -67,7 +67,8 @@ class LoRA(Trick):
         train: Parameters that train as a whole, such as a new head: patterns as in ``modules``, for parameters.
         variant: "lora", "dora" or "rslora".
         base: "keep" for frozen weights as they are; "nf4" (4 bits, by bitsandbytes) or "int8" (by torchao) for those
-            of linear layers, on a single device or under DDP. The checkpoint has the checksum of the weights before.
+            of linear layers but a language model's head, on a single device or under DDP. The checkpoint has the
+            checksum of the weights before.
         save: "adapter" for checkpoints without the frozen weights, "all" for all weights.
 
     Raises:

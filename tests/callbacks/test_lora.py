@@ -680,6 +680,24 @@ def test_a_quantized_base_trains_resumes_and_merges(base: Any, variant: Any, tmp
     assert_equal(trained(resumed), trained(again))
 
 
+class Speaks(Deep):
+    """With a head that it names as models of transformers do."""
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.layers[3]
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_the_head_of_a_language_model_is_not_quantized(base: Any) -> None:
+    module, callback = build(Speaks), lora(train=r"layers\.5", base=base)
+    head = module.layers[3].weight.clone()
+    estimate = lt.estimate_memory(module, precision="32-true", lora=callback)
+    fit(module, callbacks=[callback])
+    assert torch.equal(module.layers[3].weight, head)
+    assert type(module.layers[4].linear1.weight).__name__ in ("Params4bit", "Int8Tensor")
+    assert estimate.weights == sum(map(held, module.parameters()))
+
+
 def trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 

@@ -143,14 +143,17 @@ def injected(
 def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Linear]]:
     """The linear layers whose weights nothing trains or shares, as their owners, their names there and themselves.
 
-    Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others.
+    Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others. The head of a language
+    model is left out, as transformers does when it quantizes one: errors of its logits are errors of the loss.
     """
     places, trains = _places(module), {id(parameter) for parameter in trained.values()}
+    heads = [part.get_output_embeddings() for part in module.modules() if hasattr(part, "get_output_embeddings")]
     return [
         (owner, name, layer)
         for owner in module.modules()
         for name, layer in owner.named_children()
         if type(layer) is nn.Linear
+        and not any(layer is head for head in heads)
         and max(places[id(layer)], places[id(layer.weight)]) == 1
         and id(layer.weight) not in trains
     ]
