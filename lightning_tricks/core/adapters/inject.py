@@ -143,9 +143,12 @@ def injected(
 def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Linear]]:
     """The linear layers whose weights nothing trains or shares, as their owners, their names there and themselves.
 
-    Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others.
+    Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others. The output layer of a
+    transformers model is not one of them: its errors are those of the outputs, and losses take its weight.
     """
     places, trains = _places(module), {id(parameter) for parameter in trained.values()}
+    named = (getattr(owner, "get_output_embeddings", None) for owner in module.modules())
+    heads = {id(get()) for get in named if get is not None}
     return [
         (owner, name, layer)
         for owner in module.modules()
@@ -153,6 +156,7 @@ def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> lis
         if type(layer) is nn.Linear
         and max(places[id(layer)], places[id(layer.weight)]) == 1
         and id(layer.weight) not in trains
+        and id(layer) not in heads
     ]
 
 
