@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import BitsandbytesPrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.adapters.base import is_quantized, quantize, weights_checksum
@@ -26,6 +26,7 @@ from lightning_tricks.core.adapters.inject import (
     adapter_parameters,
     frozen_linear,
     inject,
+    original_name,
     require_peft,
     select,
     transposed,
@@ -77,7 +78,8 @@ class LoRA(Trick):
         ModuleNotFoundError: At setup, if peft (bitsandbytes, torchao) is missing, with the extra to install.
         MisconfigurationException: At setup, if a pattern selects nothing or a layer that cannot have an adapter, the
             module is sharded already or has other adapters; for a checkpoint of other weights or other settings; when
-            the optimizers are made, if they lack an adapter; when training starts, if something else was unfrozen.
+            the optimizers are made, if they lack an adapter; when training starts, if something else was unfrozen; when
+            a checkpoint is saved, if something has changed frozen weights.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[LoRA("attn.qkv", r=8, train="head")], accelerator="cpu", logger=False)
@@ -92,6 +94,11 @@ class LoRA(Trick):
             ("GradualUnfreeze", "BaseFinetuning"),
             "the one unfreezes weights that the other keeps frozen and leaves out of checkpoints",
             "Leave one of them out, or name in LoRA(train=...) what trains beside the adapters",
+        ),
+        Conflict(
+            ("WeightAveraging", "StochasticWeightAveraging"),
+            "the one copies the module before the other gives it adapters",
+            "Use lightning_tricks.EMA or lightning_tricks.SWA",
         ),
     )
 
@@ -304,8 +311,23 @@ class LoRA(Trick):
         record: Record = vars(module)["lightning_tricks_lora"][1]
         if self.save == "adapter":
             frozen = _frozen(module)
+            self._require_unchanged(trainer, record, frozen)
             state = {name: value for name, value in state.items() if not _is_part(name, frozen)}
         return state if saves_folder(trainer) else {**state, **record.placeholders()}
+
+    def _require_unchanged(self, trainer: pl.Trainer, record: Record, frozen: Mapping[str, Tensor]) -> None:
+        """Raise if frozen weights, which no checkpoint has, differ from those that the adapters were made for.
+
+        Where they are quantized, sharded, or were cast after the adapters were made, they cannot be compared.
+        """
+        comparable = record.base == "keep" and engine_of(trainer) in UNSHARDED
+        if not comparable or trainer.precision not in ("32-true", "16-mixed", "bf16-mixed"):
+            return
+        if weights_checksum({original_name(name, record.layers): w for name, w in frozen.items()}) != record.checksum:
+            raise MisconfigurationException(
+                "LoRA: frozen weights have changed since the adapters were made, and a checkpoint leaves them out: load"
+                " weights before the first run, name in LoRA(train=...) what else changes, or pass save='all'."
+            )
 
     def _load(self, trainer: pl.Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint; raise unless it belongs to this module with these settings."""

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.checks import check_range, some
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Conflict, Trick
@@ -53,8 +53,8 @@ class MoEBalance(Trick):
                 with torch.no_grad():
                     self.tokens_per_expert += chosen.flatten().bincount(minlength=len(self.expert_bias))
 
-    These are torchtitan's names. The callback sets the counts to zero after each step. The biases are part of the
-    module's ``state_dict``, so a fit resumes exactly.
+    These are torchtitan's names. The callback sets the counts to zero after each step. The biases must be part of the
+    module's ``state_dict``, by which a fit resumes exactly.
 
     Args:
         rate: The step of the biases, at least 0; scores by a sigmoid are between 0 and 1.
@@ -62,8 +62,8 @@ class MoEBalance(Trick):
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At fit start, if no module is such a router, or if its buffers differ in shape or
-            have 16 bits, in which small steps are rounded away.
+        MisconfigurationException: At fit start, if no module is such a router, or if its buffers differ in shape, have
+            16 bits, in which small steps are rounded away, or checkpoints lack the biases.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[MoEBalance()], accelerator="cpu", logger=False)
@@ -89,7 +89,15 @@ class MoEBalance(Trick):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        if not routers(pl_module):
+        found = routers(pl_module)
+        if lost := [
+            f"{name}.expert_bias" for name, router in found.items() if "expert_bias" not in router.state_dict()
+        ]:
+            raise MisconfigurationException(
+                f"MoEBalance moves {some(lost)}, which no checkpoint would have: register the buffer with"
+                " persistent=True."
+            )
+        if not found:
             raise MisconfigurationException(
                 f"MoEBalance({self.rate}) found no router in {type(pl_module).__name__}: a module with the buffers"
                 " expert_bias and tokens_per_expert, both of one entry per expert. Register them in your router, or"

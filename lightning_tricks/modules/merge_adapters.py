@@ -21,9 +21,8 @@ def merge_adapters(module: nn.Module) -> dict[str, Any]:
     """The ``state_dict`` of a module trained with ``LoRA``, with merged adapters and the names of before.
 
     It loads into the class as it was, strictly and without peft. The module is not changed. Of a quantized base the
-    weights are those that the module computes with. Merged weights are new
-    tensors, all others are those of the module, as in its ``state_dict``. Where FSDP2 shards the weights, all ranks
-    take part and get the whole.
+    weights are those that the module computes with. Merged weights are new tensors, all others are those of the module,
+    as in its ``state_dict``. Where FSDP2 shards the weights, all ranks take part and get the whole.
 
     Args:
         module: The LightningModule that was trained.

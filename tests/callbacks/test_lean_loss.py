@@ -65,6 +65,16 @@ def test_it_works_beside_other_tricks() -> None:
     assert_close(trained(lt.LeanLoss(), *others()), trained(*others()), 1e-5)
 
 
+@pytest.mark.parametrize("base", ["keep", "nf4", "int8"])
+def test_it_works_beside_adapters(base: Any) -> None:
+    found, expected = (
+        {name: weight for name, weight in trained(lt.LoRA("q_proj|v_proj", base=base), *lean).items() if "lora" in name}
+        for lean in ([lt.LeanLoss()], [])
+    )
+    assert found
+    assert_close(found, expected, 1e-5)
+
+
 def test_a_resumed_fit_is_exact_and_the_head_is_as_before(tmp_path: Path) -> None:
     whole = trained(lt.LeanLoss())
     first, second = Language(), Language()

@@ -271,6 +271,17 @@ def test_a_fresh_module_loads_it(weights_only: bool, tmp_path: Path) -> None:
     assert torch.equal(torch.cat(predicted), module.eval()(data(24).tensors[0]).detach())
 
 
+def test_a_checkpoint_without_the_frozen_weights_that_it_needs_is_not_saved(tmp_path: Path) -> None:
+    class Moves(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            module.layers[0].base_layer.weight.data += 1.0
+
+    run = fit(build(NormNet), callbacks=[lora(), Moves()])
+    with pytest.raises(MisconfigurationException, match="frozen weights have changed since"):
+        run.save_checkpoint(tmp_path / "a.ckpt")
+    fit(build(NormNet), callbacks=[lora(save="all"), Moves()]).save_checkpoint(tmp_path / "b.ckpt")
+
+
 @pytest.mark.parametrize("save", ["adapter", "all"])
 def test_nothing_else_loads_it(save: Any, tmp_path: Path) -> None:
     fit(build(NormNet), callbacks=[lora(save=save)]).save_checkpoint(tmp_path / "a.ckpt")

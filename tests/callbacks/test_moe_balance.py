@@ -141,6 +141,13 @@ def test_what_is_no_router_is_refused(module: Any, message: str) -> None:
         fit(build(module), callbacks=[lt.MoEBalance()])
 
 
+def test_biases_that_no_checkpoint_has_are_refused() -> None:
+    module = build(Mixture)
+    module.layers[-2].register_buffer("expert_bias", torch.zeros(4), persistent=False)
+    with pytest.raises(MisconfigurationException, match=r"moves layers\.\d\.expert_bias, which no checkpoint"):
+        fit(module, callbacks=[lt.MoEBalance()])
+
+
 def on_ranks(accumulate: int) -> dict[str, Any]:
     module = build(Mixture)
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}

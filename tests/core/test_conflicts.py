@@ -154,6 +154,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((adapters, unfreeze)), Run((adapters, backbone), Backbone)],
         [Run((adapters, lt.EMA))],
     ),
+    "LoRA-WeightAveraging": (
+        [Run((adapters, WeightAveraging)), Run((EMAWeightAveraging, adapters)), Run((adapters, lightnings_swa))],
+        [Run((adapters, lt.SWA))],
+    ),
     "LRSchedule-LRSchedule": ([Run((lt.LRSchedule, partial(lt.LRSchedule, "cosine")))], [Run((lt.LRSchedule,))]),
     "LRSchedule-BackboneFinetuning": (
         [Run((lt.LRSchedule, backbone), Backbone)],
