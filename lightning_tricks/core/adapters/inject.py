@@ -147,7 +147,8 @@ def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> lis
     model is left out, as transformers does when it quantizes one: errors of its logits are errors of the loss.
     """
     places, trains = _places(module), {id(parameter) for parameter in trained.values()}
-    heads = [part.get_output_embeddings() for part in module.modules() if hasattr(part, "get_output_embeddings")]
+    parts: list[Any] = list(module.modules())
+    heads = [part.get_output_embeddings() for part in parts if hasattr(part, "get_output_embeddings")]
     return [
         (owner, name, layer)
         for owner in module.modules()
