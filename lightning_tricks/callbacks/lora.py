@@ -219,8 +219,14 @@ class LoRA(Trick):
         except ValueError as error:
             raise MisconfigurationException(f"LoRA on {name}: {error}") from error
         checksum = self._checksum(trainer, module, trained) if self.save == "adapter" else ""
-        for owner, key, layer in frozen_linear(module, trained) if self.base != "keep" else ():
-            setattr(owner, key, quantize(layer, self.base))
+        if self.base != "keep":
+            if not (linear := frozen_linear(module, trained)):
+                raise MisconfigurationException(
+                    f"LoRA(base={self.base!r}) quantizes frozen nn.Linear layers, and {name} has none but output layers"
+                    " and those that share weights: use base='keep'."
+                )
+            for owner, key, layer in linear:
+                setattr(owner, key, quantize(layer, self.base))
         layers = inject(module, selected, trained, self.settings)
         packed = [f"{path}.weight" for path, layer in module.named_modules() if is_quantized(layer)]
         if packed:  # which DDP does not copy
@@ -354,6 +360,12 @@ class LoRA(Trick):
             raise MisconfigurationException(
                 "LoRA: the checkpoint was saved without LoRA. To train adapters for its weights, load them into the"
                 " module before the fit, and leave ckpt_path= out."
+            )
+        if bool(record.checksum) != bool(self._running.checksum):
+            kinds = {True: "'adapter'", False: "'all'"}
+            raise MisconfigurationException(
+                f"LoRA: the checkpoint was saved with save={kinds[bool(record.checksum)]}, got save={self.save!r}: use"
+                " the settings that it was saved with."
             )
         if told := record.differences(self._running):
             raise MisconfigurationException(

@@ -64,7 +64,8 @@ def head_of(model: nn.Module) -> nn.Linear:
             f"lean_loss needs a model with an output layer (get_output_embeddings()) or that nn.Linear itself, got"
             f" {type(model).__name__}."
         )
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+    another = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
+    if not isinstance(head, nn.Linear) or another:
         rest = "whose forward pass is another one" if isinstance(head, nn.Linear) else "which is no plain nn.Linear"
         raise ValueError(f"lean_loss needs logits that are hidden @ weight.T + bias; the head is a {kind}, {rest}.")
     if isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id") or type(head.weight.data) is not Tensor:
@@ -102,7 +103,8 @@ def _needed(what: str) -> MisconfigurationException:
     return MisconfigurationException(
         "LeanLoss (lean_loss) computes F.cross_entropy(logits (N, C), target) without the logits, and they are needed"
         f" for {what}. For the loss of (B, T, C), flatten them, logits.flatten(0, 1); for a metric, take"
-        " logits.detach(); if the module or another trick changes logits or targets, leave LeanLoss out."
+        " logits.detach(); with torch.compile, compile what is before the head; if the module or another trick changes"
+        " logits or targets, leave LeanLoss out."
     )
 
 

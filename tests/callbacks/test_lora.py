@@ -316,6 +316,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
         (build(NormNet), {"variant": "dora"}, "a.ckpt", "variant='lora' and 'dora'"),
         (build(NormNet), {"alpha": 1.0}, "a.ckpt", "alpha=4 and 1.0"),
         (build(NormNet), {"train": "layers.3.weight"}, "a.ckpt", r"trained=\['layers.3.bias'\]"),
+        (build(NormNet), {"save": "all"}, "a.ckpt", "save='adapter', got save='all'"),
         (build(NormNet), {}, "plain.ckpt", "was saved without LoRA"),
         (build(NormNet), {}, "part.ckpt", "differ in layers.3.bias"),
     ]
@@ -721,6 +722,16 @@ def test_inputs_that_are_cast_to_packed_weights_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"got an input of dtype torch\.uint8"):
         fit(build(Casts), callbacks=[lora(base="nf4")])
     fit(build(Casts), callbacks=[lora(base="int8")])
+
+
+def test_a_base_with_nothing_to_quantize_is_refused() -> None:
+    class Convolves(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(24, 2))
+
+    with pytest.raises(MisconfigurationException, match=r"base='nf4'\) quantizes frozen nn.Linear layers, .* has none"):
+        fit(build(Convolves), callbacks=[lt.LoRA("Conv1d", train=r"layers\.3", base="nf4")])
 
 
 def test_quantized_weights_are_not_saved() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_tricks.core.batches.cutting import count_samples, select_samples
 from lightning_tricks.core.batches.paths import described
+from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import extremes, scaled, unsynced
@@ -97,13 +98,16 @@ class GradCache:
         places = [slice(samples * n // number, samples * (n + 1) // number) for n in range(number)]  # of similar sizes
         chunks = [(select_samples(batch, place, samples, self.name), place) for place in places]
         random, state = random_state(self.module.device), ModuleState(self.module)
+        before = _attributes(self.module)
         with torch.no_grad():
             parts = [self._embed(chunk, place) for chunk, place in chunks]
         embeddings = [torch.cat(several) for several in zip(*parts, strict=True)]
         for embedding in embeddings:
             embedding.requires_grad_(embedding.is_floating_point())
-        with torch.enable_grad():
+        held = {name: value for name, value in _attributes(self.module).items() if before.get(name) is not value}
+        with torch.enable_grad(), _marked(held.values()):
             loss = self.module.contrast(*embeddings)
+            self._check_attributes(loss, held)
             self.check_loss(loss, embeddings)
         returned = loss if self._shards else loss.detach()
         self._step = _CachedStep(chunks, random, state, embeddings, loss, returned)
@@ -135,6 +139,15 @@ class GradCache:
                 " trained: compute it from the arguments of contrast, without detach() or no_grad()."
             )
         self._checked.add("loss")
+
+    def _check_attributes(self, loss: Any, held: dict[str, Tensor]) -> None:
+        """Raise if ``contrast`` reads what ``embed`` has set: that of the last chunk, without a graph."""
+        read = [name for name, value in held.items() if isinstance(loss, Tensor) and _depends(loss, [value])]
+        if read:
+            raise MisconfigurationException(
+                f"{type(self.module).__name__}.contrast reads {some(read)}, which embed sets: in chunks it is that of"
+                " the last chunk, and has no gradient. Return it from embed, with a row for each sample."
+            )
 
     def _number_of_chunks(self, batch: Any) -> int:
         """The largest number of chunks that a rank needs."""
@@ -291,6 +304,29 @@ def _depends(loss: Tensor, embeddings: list[Tensor]) -> bool:
         seen.add(node)
         todo.extend(following for following, _ in node.next_functions)
     return not trained
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The floating-point tensors in attributes of a module and its submodules, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+
+
+@contextmanager
+def _marked(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which tensors without a graph require gradients, so that a loss shows whether it depends on them."""
+    marked = [tensor for tensor in tensors if not tensor.requires_grad]
+    try:
+        for tensor in marked:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in marked:
+            tensor.requires_grad_(False)
 
 
 def _syncs_batchnorm(module: torch.nn.Module) -> bool:

@@ -179,6 +179,12 @@ class Logs(Towers):
         return super().embed(batch)
 
 
+def test_what_embed_leaves_behind_and_contrast_does_not_read_changes_nothing() -> None:
+    found, _ = gradients(cached(Towers, 5, embed=stores))
+    expected, _ = gradients(cached(Towers, 5))
+    assert_equal(found.gradients[0], expected.gradients[0])
+
+
 def test_what_is_logged_is_logged_once() -> None:
     seen: list[dict[str, float]] = []
 
@@ -286,6 +292,12 @@ def unrepeatable(self: Any, batch: Any) -> Any:
     return a * DRAWN.calls, b
 
 
+def stores(self: Any, batch: Any) -> Any:
+    a, b = Towers.embed(self, batch)
+    self.a.size = a.square().mean()
+    return a, b
+
+
 def list_of(batch: tuple[Tensor, Tensor]) -> Any:
     return {"a": batch[0], "b": batch[1][:5]}
 
@@ -314,6 +326,10 @@ IN_CHUNKS: dict[str, tuple[dict[str, Any], str]] = {
     "own": ({"training_step": after("own")}, r"must return the loss of super\(\).training_step"),
     "twice": ({"training_step": after("twice")}, "twice for a batch"),
     "unrepeatable": ({"embed": unrepeatable}, "other embeddings in its second run"),
+    "stores": (
+        {"embed": stores, "contrast": lambda self, a, b: Towers.contrast(self, a, b) + self.a.size},
+        r"contrast reads a\.size, which embed sets",
+    ),
     "writes": ({"embed": lambda self, batch: (batch[0].mul_(2)[:, :5], batch[1][:, :5])}, "writes into its batch"),
     "backward": ({"backward": lambda self, loss, *a: None}, r"must call super\(\).backward"),
 }
@@ -332,11 +348,10 @@ def refused(kind: Any, batches: Any = None, **settings: Any) -> str:
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_right_is_refused(case: str, size: int) -> None:
     body, message = WRONG[case]
-    pytest.MonkeyPatch()
     match = refused(
         cached(Towers, **{"size": body.get("chunk", size), **{k: v for k, v in body.items() if k != "chunk"}})
     )
-    assert __import__("re").search(message, match), match
+    assert re.search(message, match), match
 
 
 @pytest.mark.parametrize("case", IN_CHUNKS)
