@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +70,7 @@ def head_of(model: nn.Module) -> nn.Linear:
         raise ValueError(f"lean_loss needs logits that are hidden @ weight.T + bias; the head is a {kind}, {rest}.")
     if isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id") or type(head.weight.data) is not Tensor:
         raise ValueError(f"lean_loss needs the weights of the head in one plain tensor, got {type(head.weight.data)}.")
-    return cast(nn.Linear, head)
+    return head
 
 
 class Head:
