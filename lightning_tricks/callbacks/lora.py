@@ -79,7 +79,8 @@ class LoRA(Trick):
         MisconfigurationException: At setup, if a pattern selects nothing or a layer that cannot have an adapter, the
             module is sharded already or has other adapters; for a checkpoint of other weights or other settings; when
             the optimizers are made, if they lack an adapter; when training starts, if something else was unfrozen; when
-            a checkpoint is saved, if something has changed frozen weights.
+            a checkpoint is saved, if something has changed frozen weights (seen with base="keep" on one device or under
+            DDP, unless precision is "-true").
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[LoRA("attn.qkv", r=8, train="head")], accelerator="cpu", logger=False)
