@@ -85,6 +85,7 @@ def test_a_resumed_fit_is_exact_and_the_head_is_as_before(tmp_path: Path) -> Non
     assert_equal(weights(second), whole)
 
 
+@pytest.mark.slow  # the conformance tests compile a network beside it, too
 def test_a_compiled_network_trains_the_same() -> None:
     compiled = lt.Compile("model.model", backend="aot_eager")
     assert_close(trained(lt.LeanLoss(), compiled, max_epochs=1), trained(max_epochs=1), 1e-5)

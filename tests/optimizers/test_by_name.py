@@ -33,7 +33,7 @@ MATRICES = ("muon", "galore")  # which take hidden weights apart from the others
 
 # The arithmetic of each kind: elementwise, by matrices, with slow weights, averaged, in few bits; the others are slow.
 KINDS = (
-    *("adamw", "lion", "lamb", "muon", "lookahead_radam", "schedulefree_adamw", "adafactor"),
+    *("adamw", "lamb", "muon", "lookahead_radam", "schedulefree_adamw", "adafactor"),
     *("adamw8bit", "adamw4bit", "galore"),
 )
 SPLIT = [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
