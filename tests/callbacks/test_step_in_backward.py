@@ -87,7 +87,8 @@ NAMES = [
 def test_every_optimizer_is_bit_equal_or_refused(name: str) -> None:
     extra = partial(lambda name: [lt.ScheduleFree()] if name.startswith("schedulefree") else [], name)
     if name not in COUPLED:
-        assert_same(type("Named", (Groups,), {"name": name}), extra)
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+            assert_same(type("Named", (Groups,), {"name": name}), extra)
         return
     module = net(name)
     before = weights(module)
