@@ -112,7 +112,7 @@ def test_few_logits_exist_at_a_time() -> None:
         torch.randn(2000, 8, requires_grad=True),
         torch.arange(512),
     )
-    largest = [0, 0]
+    largest = [0]
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -301,9 +301,10 @@ def test_scales_are_refused_where_a_model_has_them() -> None:
         lambda logits, y: logits.logsumexp(-1).sum(),
     ],
 )
-def test_what_needs_logits_raises_and_never_computes_something_else(use: Any) -> None:
+@pytest.mark.parametrize("width", [8, 11])  # of as many inputs as classes an index might be taken for the other's
+def test_what_needs_logits_raises_and_never_computes_something_else(use: Any, width: int) -> None:
     with pytest.raises(MisconfigurationException, match=r"logits\.detach\(\)"):
-        use(lt.lean_loss(nn.Linear(8, 11))(torch.randn(4, 8)), torch.arange(4))
+        use(lt.lean_loss(nn.Linear(width, 11))(torch.randn(4, width)), torch.arange(4))
 
 
 class Twice(torch.autograd.Function):

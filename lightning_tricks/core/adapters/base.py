@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.weights.tensors import checksum
 
 _PIECE = 2**24  # the elements that are added up at a time, since a checksum needs 16 bytes for each
@@ -41,12 +42,14 @@ def quantize(layer: nn.Linear, base: str) -> nn.Module:
     Raises:
         ModuleNotFoundError: If bitsandbytes or torchao is missing, with the extra to install.
     """
+    user = f"LoRA(base={base!r})"
     if base == "int8":
-        torchao = _library("torchao.quantization", base)
-        torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+        torchao = library("torchao.quantization", user, "8bit")
+        # Its default also changes settings of torch's compiler, for all that the process compiles.
+        torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
         layer.register_forward_pre_hook(_require_floats)
         return layer
-    bnb = _library("bitsandbytes", base).nn
+    bnb = library("bitsandbytes", user, "8bit").nn
     with torch.device("meta"):
         new: Any = bnb.Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type=base)
     new.weight = bnb.Params4bit(layer.weight.detach(), requires_grad=False, quant_type=base)
@@ -81,20 +84,6 @@ def packed_bytes(layer_weights: int, outputs: int, base: str) -> int:
         return layer_weights + 4 * outputs
     blocks = -(-layer_weights // 64)
     return -(-layer_weights // 2) + blocks + 4 * -(-blocks // 256) + 1088
-
-
-def _library(name: str, base: str) -> Any:
-    """A module of bitsandbytes or torchao."""
-    library = name.partition(".")[0]
-    try:
-        __import__(name)
-    except ModuleNotFoundError as error:
-        if error.name not in (library, name):
-            raise
-        raise ModuleNotFoundError(
-            f"LoRA(base={base!r}) needs {library}: pip install 'lightning-tricks[8bit]'."
-        ) from error
-    return sys.modules[name]
 
 
 def is_quantized(layer: nn.Module) -> bool:

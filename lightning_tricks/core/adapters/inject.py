@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.selection import Patterns, listed, select_modules, select_parameters
 
@@ -47,13 +48,7 @@ def require_peft() -> Any:
     Raises:
         ModuleNotFoundError: If it is missing, with the extra to install.
     """
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ModuleNotFoundError("LoRA needs peft: pip install 'lightning-tricks[lora]'.") from error
-    return peft
+    return library("peft", "LoRA", "lora")
 
 
 def select(module: nn.Module, modules: Patterns, train: Patterns) -> tuple[list[str], dict[str, nn.Parameter]]:

@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_tricks.core.adapters.base import is_quantized
 from lightning_tricks.core.adapters.inject import adapted_layers
+from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_choice, some
 from lightning_tricks.core.selection import Patterns, listed, select_modules
 
@@ -75,13 +76,9 @@ def require_torchao() -> Any:
     """Torchao's module for quantization.
 
     Raises:
-        ModuleNotFoundError: If torchao is missing, with the extra to install.
+        ModuleNotFoundError: If it is missing, with the extra to install.
     """
-    try:
-        import torchao.quantization
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Quantization needs torchao: pip install 'lightning-tricks[8bit]'.") from error
-    return torchao.quantization
+    return library("torchao.quantization", "Quantization", "8bit")
 
 
 def quantized(weight: Tensor, precision: Precision) -> Tensor:
