@@ -26,8 +26,8 @@ def linear_cross_entropy(
     """``F.cross_entropy(hidden @ weight.T + bias, target)`` without all of the logits at once, in 32 bits.
 
     The logits of some rows are computed, and again in the backward pass, in the dtype of ``hidden``. Gradients are
-    added up in 32 bits. torch's own ``linear_cross_entropy`` computes gradients in the forward pass, before a
-    GradScaler has scaled the loss, so that in fp16 most of them become 0.
+    added up in 32 bits, and scaled as the loss is. torch's own ``linear_cross_entropy`` computes gradients in the
+    forward pass, where the scale of a GradScaler does not reach them: in fp16 small ones are rounded to 0.
 
     Args:
         hidden: Inputs of the layer (N, H).

@@ -106,6 +106,27 @@ def test_a_scaled_loss_keeps_small_gradients_in_16_bits(dtype: torch.dtype) -> N
         assert errors[0] <= 1.05 * errors[1] + 1e-3
 
 
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch has none before 2.13")
+def test_small_fp16_gradients_that_a_scale_does_not_reach_are_zero_in_torchs_own() -> None:
+    torch.manual_seed(0)
+    hidden, weight, y = torch.randn(64, 16), torch.randn(4000, 16) / 64, torch.randint(4000, (64,))
+    low = [hidden.half(), weight.half()]
+
+    def zeros(loss: Callable[..., Tensor], scale: float) -> int:
+        found = gradients(lambda h, w: loss(h, w) * scale, *low)[2]
+        return int((found == 0).sum())
+
+    def torchs(h: Tensor, w: Tensor) -> Tensor:
+        loss: Tensor = F.linear_cross_entropy(h / 256, w, y, options=torch.nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined, unused-ignore]
+        return loss
+
+    def own(h: Tensor, w: Tensor) -> Tensor:
+        return linear_cross_entropy(h / 256, w, y, rows=7)
+
+    assert zeros(torchs, 2.0**14) == zeros(torchs, 1.0) > 10_000  # of 64,000
+    assert zeros(own, 2.0**14) == 0
+
+
 def test_few_logits_exist_at_a_time() -> None:
     hidden, weight, y = (
         torch.randn(512, 8, requires_grad=True),
