@@ -33,10 +33,10 @@ def loader(size: int = 44, batch_size: int = 8, shuffle: bool = False) -> DataLo
 
 
 def rank_loader() -> DataLoader[tuple[Tensor, ...]]:
-    """This rank's half of ``loader(48)``: the ranks' batches of a step are two batches in a row of one process."""
-    rank = int(os.environ["RANK"])
-    mine = [sample for batch in (rank, rank + 2, rank + 4) for sample in range(8 * batch, 8 * batch + 8)]
-    return DataLoader(Subset(data(48), mine), batch_size=8)
+    """This rank's part of ``loader(48, 16)``: the ranks' batches of a step are one batch of one process."""
+    rank, size = int(os.environ["RANK"]), 16 // int(os.environ["WORLD_SIZE"])
+    mine = [16 * step + size * rank + number for step in range(3) for number in range(size)]
+    return DataLoader(Subset(data(48), mine), batch_size=size)
 
 
 class Net(pl.LightningModule):

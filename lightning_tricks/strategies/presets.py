@@ -54,6 +54,12 @@ _TABLE = {
         ),
         _Row("fsdp2_bf16", FSDP2Preset, "model and optimizer do not fit, and links are fast: shards everything"),
         _Row("fsdp2_offload_bf16", FSDP2Preset, "fsdp2_bf16 with the shards in host memory", {"offload": True}),
+        _Row(
+            "hsdp_bf16",
+            FSDP2Preset,
+            "fsdp2_bf16 for several nodes on slow links: shards within a node, copies across nodes",
+            {"replicas": "nodes"},
+        ),
         _Row("zero1_bf16", ZeROPreset, "the model fits, its optimizer states do not: shards those", {"stage": 1}),
         _Row("zero2_bf16", ZeROPreset, "zero1_bf16 with sharded gradients", {"stage": 2}),
         _Row("zero2_fp16", ZeROPreset, "zero2_bf16 for devices without bf16", {"stage": 2, **_FP16}),

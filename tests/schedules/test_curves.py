@@ -122,7 +122,7 @@ def test_a_curve_equals_its_formula_at_every_step_and_past_the_end(name):
     curve, (naive, variants) = getattr(curves, name), CURVES[name]
     for settings, warmup, floor in product(variants, [0, 1, 3, 2.5, 0.4], [0.0, 0.1]):
         symbols = {SYMBOLS.get(setting, setting): value for setting, value in settings.items()}
-        for total in range(1, 61):
+        for total in (1, 2, 3, 4, 5, 7, 10, 25, 60):
             for t in range(total + 11):
                 case = settings, warmup, floor, total, t
                 expected = min(1.0, (t + 1) / warmup) if t < warmup else naive(t, total, warmup, floor, **symbols)

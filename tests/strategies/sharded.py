@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -155,7 +156,7 @@ def two(kind: type[PlainNet], arguments: dict[str, Any] | None = None, **setting
     """Fit a module on this rank and another by the preset with these arguments, or by another strategy."""
     strategy = lt.preset("fsdp2_bf16", **{"precision": "32-true", **(arguments or {})})
     module = build(kind)
-    data = {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False}
+    data = {"train": rank_loader(), "devices": int(os.environ["LOCAL_WORLD_SIZE"]), "use_distributed_sampler": False}
     return module, fit(module, **{**data, **strategy, **settings})
 
 
@@ -174,16 +175,16 @@ def evaluated(run: pl.Trainer, module: pl.LightningModule, path: Any = None) -> 
     return {"scores": scores, "predicted": torch.cat(run.predict(module, loader(24), ckpt_path=path)).float()}
 
 
-def resumed(arguments: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed(arguments: dict[str, Any], path: str, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A fit that is resumed after an epoch ends as one that is not, and what was saved evaluates the same."""
     emas = [lt.EMA(0.9, at_end="raw") for _ in range(2)]
-    first, _ = two(Transformer, arguments, callbacks=[emas[0], Save(path)], max_epochs=3)
-    again, run = two(Transformer, arguments, callbacks=[emas[1]], max_epochs=3, ckpt_path=path)
+    first, _ = two(Transformer, arguments, callbacks=[emas[0], Save(path)], max_epochs=3, **settings)
+    again, run = two(Transformer, arguments, callbacks=[emas[1]], max_epochs=3, ckpt_path=path, **settings)
     assert_equal(whole(again), whole(first))
     assert_equal(emas[0].averaged_state_dict(), emas[1].averaged_state_dict())
     assert run.global_step == 9
-    trained, run = two(Transformer, arguments, max_epochs=1)
+    trained, run = two(Transformer, arguments, max_epochs=1, **settings)
     run.save_checkpoint(f"{path}.end")
     strategy = lt.preset("fsdp2_bf16", **{"precision": "32-true", **arguments})
-    fresh = trainer(devices=2, use_distributed_sampler=False, **strategy)
+    fresh = trainer(**{"devices": 2, "use_distributed_sampler": False, **strategy, **settings})
     return evaluated(run, trained), evaluated(fresh, build(Transformer, lr=1.0), f"{path}.end")

@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, final
+from typing import Any, Literal, final
 
 import lightning.pytorch as pl
 import torch
@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_bool, check_type
+from lightning_tricks.core.checks import check_bool, check_count, check_type
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.strategies.atomic_folder import AtomicFolders
@@ -40,7 +41,7 @@ __all__ = ["FSDP2Preset"]
 
 @final
 class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
-    """FSDP2 for an ordinary LightningModule: the presets ``fsdp2_bf16`` and ``fsdp2_offload_bf16``.
+    """FSDP2 for an ordinary LightningModule: the presets ``fsdp2_*`` and ``hsdp_bf16``.
 
     Each process keeps a shard of every weight, its gradient and its optimizer state, all in fp32. The weights of a
     block are gathered when it runs and freed afterwards, in the forward and the backward pass. The weights of the
@@ -55,6 +56,9 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
             searched in dotted names. By default the repeated blocks and the large layers outside of them.
         activation_checkpointing: Whether to recompute each block in the backward pass instead of keeping its
             activations.
+        replicas: The number of copies of the model, which divides the number of processes, or "nodes" for one copy a
+            node (hybrid sharding, HSDP). The processes of a copy, which are neighbours, hold one shard of it each:
+            weights are gathered among them, and gradients are reduced among the copies, too.
         save_distributed_checkpoint: Whether a checkpoint is a folder of shards; otherwise it is one file, which any
             strategy can load.
         process_group_backend: The backend of ``torch.distributed``; by default the accelerator's.
@@ -81,12 +85,15 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         offload: bool = False,
         modules: str | Sequence[str] | None = None,
         activation_checkpointing: bool = False,
+        replicas: int | Literal["nodes"] = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         check_bool("offload", offload)
         check_bool("activation_checkpointing", activation_checkpointing)
+        if replicas != "nodes":
+            check_count("replicas", replicas)
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
         if modules is not None:
             check_patterns("modules", modules)
@@ -95,8 +102,10 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         self.offload = offload
         self.modules = modules
         self.activation_checkpointing = activation_checkpointing
+        self.replicas = replicas
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._root: Root | None = None
+        self._mesh: DeviceMesh | None = None
         self._loads_file = False
         super().__init__(
             precision=precision,
@@ -110,10 +119,21 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes  # "auto" would be the number of nodes.
+        processes = self.num_nodes * self.num_processes
+        replicas = self.num_nodes if self.replicas == "nodes" else self.replicas
+        if processes % replicas:
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} shares the processes out among copies of the model, got"
+                f" replicas={self.replicas} for {processes} processes: choose a number of copies that divides theirs."
+            )
+        self._data_parallel_size = processes  # "auto" would be the number of nodes.
         if self.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Gradient norms are reduced in host memory.
         super().setup_environment()
+        self._mesh = self.device_mesh["data_parallel"]
+        if replicas > 1:
+            shape, names = (replicas, processes // replicas), ("replicate", "shard")
+            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -149,7 +169,7 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
             checkpoint_blocks(module, self.modules, self._undo)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
             prepare(group, self.root_device)
-            fully_shard(group, mesh=self.device_mesh["data_parallel"], offload_policy=offload)
+            fully_shard(group, mesh=self._mesh, offload_policy=offload)
 
     @override
     def model_to_device(self) -> None:
