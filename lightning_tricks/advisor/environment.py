@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from torch.torch_version import TorchVersion
 
+from lightning_tricks.core.lightning.compiler import stale_locks
 from lightning_tricks.strategies.presets import presets
 from lightning_tricks.strategies.zero.preset import OLDEST_DEEPSPEED
 
@@ -55,6 +56,7 @@ class Environment:
             for a missing one.
         broken: The errors of installed packages that cannot be imported.
         deepspeed_fp16: Whether DeepSpeed computes in fp16 on these devices.
+        stale_locks: The locks of DeepSpeed's compilations that were killed; the next run removes them.
     """
 
     versions: dict[str, str | None]
@@ -63,6 +65,7 @@ class Environment:
     tools: dict[str, str | None]
     broken: dict[str, str] = field(default_factory=dict)
     deepspeed_fp16: bool = True
+    stale_locks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ def environment() -> Environment:
     backends = ("gloo", "nccl") if torch.distributed.is_available() else ()
     available = tuple(name for name in backends if getattr(torch.distributed, f"is_{name}_available")())
     deepspeed = versions["deepspeed"] is not None
-    return Environment(versions, devices_here(), available, _tools(deepspeed), broken, deepspeed and _deepspeed_fp16())
+    fp16 = deepspeed and _deepspeed_fp16()
+    locks = tuple(map(str, stale_locks())) if deepspeed else ()
+    return Environment(versions, devices_here(), available, _tools(deepspeed), broken, fp16, locks)
 
 
 def _deepspeed_fp16() -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,13 +14,12 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from lightning_tricks.core.checks import check_decays, check_range, check_type
+from lightning_tricks.core.lightning.compiler import prepare_to_compile
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import trainer_of
 
 __all__ = ["adamw"]
-
-STALE = 900  # Seconds after which a lock cannot belong to a running compilation, which takes about 60.
 
 
 def adamw(
@@ -46,9 +42,10 @@ def adamw(
       or dtype, or if Lightning unscales or clips gradients itself (fp16, or ``gradient_clip_val`` in mixed precision),
       which it refuses to do for fused optimizers.
 
-    DeepSpeed compiles its optimizers once, in about a minute, to ``TORCH_EXTENSIONS_DIR``. If it cannot, a warning says
-    what is missing and how to install it, and ``torch.optim.AdamW`` is used. On the host the speeds are close: for 50
-    million weights, DeepSpeed's took 1.04 times the time of torch's fused one with one thread, 0.7 times with four.
+    DeepSpeed compiles its optimizers once, in about a minute, to ``TORCH_EXTENSIONS_DIR``. The lock of a compilation
+    that was killed is removed. If DeepSpeed cannot compile, a warning says what is missing and how to install it, and
+    ``torch.optim.AdamW`` is used. On the host the speeds are close: for 50 million weights, DeepSpeed's took 1.04 times
+    the time of torch's fused one with one thread, 0.7 times with four.
 
     Args:
         module: The module whose ``configure_optimizers`` calls this. Without a Trainer, torch's AdamW is used.
@@ -128,20 +125,10 @@ def _deepspeed_op(strategy: Any) -> str | None:
 def _deepspeed_adamw(op: str, groups: list[dict[str, Any]], settings: dict[str, Any]) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-    _require_no_stale_lock(op)
+    prepare_to_compile(op)
     if op == "cpu_adam":
         return DeepSpeedCPUAdam(groups, **settings, adamw_mode=True)
     return FusedAdam(groups, **settings, adam_w_mode=True)
-
-
-def _require_no_stale_lock(op: str) -> None:
-    """Raise if an earlier compilation was killed: torch would wait for its lock for ever."""
-    from torch.utils import cpp_extension
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    for lock in (root / op / "lock", *root.glob(f"*/{op}/lock")):
-        if lock.exists() and time.time() - lock.stat().st_mtime > STALE:
-            raise TimeoutError(f"{lock} belongs to a compilation that did not end: delete it")
 
 
 def _warn_of_fallback(op: str, error: Exception) -> None:

@@ -71,4 +71,5 @@ def _machine(environment: Environment) -> list[tuple[str, str]]:
         bf16 = "bf16" if device.bf16 else "no bf16"
         lines.append((device.kind, f"{device.name}, {device.memory / 2**30:.0f} GiB, {bf16}"))
     lines.append(("distributed", ", ".join(environment.backends) or "missing"))
-    return lines + [(name, path or "missing") for name, path in environment.tools.items()]
+    lines += [(name, path or "missing") for name, path in environment.tools.items()]
+    return lines + [("stale lock", f"{lock}, which the next run removes") for lock in environment.stale_locks]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -134,20 +132,6 @@ def test_without_a_compiler_torchs_is_taken_and_the_remedy_named(
         optimizer = of("zero3_offload_bf16")
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults["fused"] is True
-
-
-@pytest.mark.parametrize("folder", ["cpu_adam", "py311_cpu/cpu_adam"])
-def test_nobody_waits_for_a_compilation_that_was_killed(
-    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / folder / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    os.utime(lock, times=(time.time() - 3600,) * 2)
-    with pytest.warns(UserWarning, match=rf"TimeoutError: {lock} belongs to a compilation that did not end: delete it"):
-        optimizer = of("zero3_offload_bf16")
-    assert type(optimizer) is torch.optim.AdamW
 
 
 def fit_offloaded() -> dict[Any, tuple[str, End]]:

@@ -26,6 +26,7 @@ from torch.torch_version import TorchVersion
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_type
+from lightning_tricks.core.lightning.compiler import prepare_to_compile, remove_stale_locks
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting, will_step
 from lightning_tricks.core.safe_load.files import load_zero_file
@@ -262,8 +263,10 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
         assert self.config is not None
         check_clipping(self.strategy_name, self.lightning_module.trainer.gradient_clip_algorithm)
         check_device(self.strategy_name, self.device_type, self.precision)
+        remove_stale_locks()
         if self.nvme_path is not None:
             check_nvme(self.strategy_name, self.nvme_path)
+            prepare_to_compile("async_io")
         # Let Lightning take these two from the Trainer again: an earlier run may have written others.
         for key in ("gradient_accumulation_steps", "gradient_clipping"):
             self.config.pop(key, None)

@@ -1,0 +1,111 @@
+"""DeepSpeed's operators, which torch compiles at their first use, and locks of compilations that were killed.
+
+torch creates a file named ``lock`` in the operator's folder, keeps it open while it compiles, and removes it. All other
+processes that need the operator wait until the file is gone: for ever, if the compilation was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_info
+
+QUIET = 900  # Seconds without a write after which no machine compiles any more; an operator takes one to five minutes.
+NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "glusterfs", "fuse", "9p", "afs")
+
+
+def prepare_to_compile(op: str) -> None:
+    """Say that an operator is about to be compiled, and remove the locks of compilations that were killed.
+
+    Args:
+        op: DeepSpeed's name of the operator, such as "cpu_adam".
+    """
+    from deepspeed.git_version_info import installed_ops
+
+    remove_stale_locks()
+    if not (installed_ops.get(op) or any((folder / op / f"{op}.so").exists() for folder in _folders())):
+        rank_zero_info(f"Compiling DeepSpeed's {op}: it takes about a minute, once.")
+
+
+def remove_stale_locks() -> None:
+    """Remove the locks that no compilation holds, with a warning for each.
+
+    What another machine does is not visible here. On a network disk a lock is therefore removed after 15 minutes in
+    which nothing was written beside it.
+    """
+    for lock in stale_locks():
+        with _one_process_at_a_time(lock.parent):
+            if _is_on_network(lock) and lock.exists() and _quiet_seconds(lock) < QUIET:
+                left = (QUIET - _quiet_seconds(lock)) / 60
+                warnings.warn(
+                    f"{lock}: another machine compiles an operator of DeepSpeed, or was killed. Waiting for it, at most"
+                    f" {left:.0f} minutes; delete the file if no machine compiles.",
+                    stacklevel=2,
+                )
+                while lock.exists() and _quiet_seconds(lock) < QUIET:
+                    time.sleep(1)
+            if lock.exists() and not _is_held(lock):
+                lock.unlink()
+                warnings.warn(
+                    f"{lock} was left by a compilation that was killed, and every process would wait for it: removed.",
+                    stacklevel=2,
+                )
+
+
+def stale_locks() -> list[Path]:
+    """The locks that no process of this machine holds."""
+    return [lock for folder in _folders() for lock in sorted(folder.glob("*/lock")) if not _is_held(lock)]
+
+
+def _folders() -> list[Path]:
+    """The folders in which torch compiles extensions, a subfolder each; one for every version of Python and CUDA."""
+    from torch.utils import cpp_extension  # Imported late because it loads setuptools.
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    return [root, *(folder for folder in root.glob("*") if folder.is_dir())]
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process of this machine has the file open."""
+    import psutil  # DeepSpeed requires it.
+
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(file.path == str(lock.resolve()) for file in process.open_files()):
+                return True
+    return False
+
+
+def _is_on_network(path: Path) -> bool:
+    import psutil
+
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next((mounts[folder] for folder in path.resolve().parents if folder in mounts), "")
+    return kind.lower().startswith(NETWORK)
+
+
+def _quiet_seconds(lock: Path) -> float:
+    """The seconds since something was written in the folder of a lock."""
+    written = [0.0]
+    for file in lock.parent.iterdir():
+        with suppress(FileNotFoundError):
+            written.append(file.stat().st_mtime)
+    return time.time() - max(written)
+
+
+@contextmanager
+def _one_process_at_a_time(folder: Path) -> Iterator[None]:
+    """Let the ranks of this machine look at a folder one after the other, so that none removes another's new lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none, and refuses to remove a file that is open.
+        yield
+        return
+    with open(folder / "lock.check", "a") as file:  # "w" would write: see _quiet_seconds
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
