@@ -24,6 +24,7 @@ from lightning_tricks_cli.commands import (
     trainer,
     tricks,
 )
+from lightning_tricks_cli.commands.target import with_flags
 
 COMMANDS = (
     *(trainer, find_lr, demo),
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # A reader such as `| head` has read enough.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        print(f"lightning-tricks: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"lightning-tricks: {with_flags(' '.join(str(error).split()), options)}", file=sys.stderr)
         return 2 if isinstance(error, argparse.ArgumentError) else 1
     return 0
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from types import NoneType
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 from torch import nn
 
@@ -35,6 +35,7 @@ class Hardware:
         host_memory: The memory of each node, in bytes; 0 means that nothing can be offloaded to it.
         nvme: The space on each node's NVMe disk, in bytes; 0 means that there is none.
         bf16: Whether the devices compute in bf16, as Ampere and later do.
+        host_is_assumed: Whether ``host_memory`` is that of this machine because no other was given.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -52,6 +53,7 @@ class Hardware:
     host_memory: float = 0
     nvme: float = 0
     bf16: bool = True
+    host_is_assumed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("device_memory", "host_memory", "nvme"):
@@ -60,6 +62,7 @@ class Hardware:
         check_count("nodes", self.nodes)
         check_choice("links", self.links, ("fast", "slow"))
         check_bool("bf16", self.bf16)
+        check_bool("host_is_assumed", self.host_is_assumed)
 
     @property
     def world(self) -> int:
@@ -77,19 +80,18 @@ class Hardware:
             ValueError: If there is no CUDA device and ``device_memory`` is not given.
         """
         devices = devices_here()
-        detected: dict[str, Any] = {"host_memory": host_memory()}
+        detected: dict[str, Any] = {"host_memory": host_memory(), "host_is_assumed": "host_memory" not in known}
         if devices[0].kind == "cuda":
             detected["devices"] = len(devices)
             detected["device_memory"] = min(device.memory for device in devices)
             detected["bf16"] = all(device.bf16 for device in devices)
         elif "device_memory" not in known:
-            raise ValueError(
-                "No CUDA device is seen here: pass device_memory= (--device-memory), the bytes of each device."
-            )
+            raise ValueError("No CUDA device is seen here: pass device_memory=, the bytes of each device.")
         return cls(**{**detected, **known})
 
 
 DEVICE = "on each device"
+UNLIMITED = 1e18  # bytes
 
 
 def shortage(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> dict[str, float]:
@@ -123,7 +125,8 @@ def why_it_fits(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> 
         f" {batch}, and {margin:.0%} must stay free"
     )
     if estimate.host:
-        text += f"; {readable(estimate.host)} of {readable(hardware.host_memory)} of host memory"
+        of = f" of {readable(hardware.host_memory)}" if hardware.host_memory < UNLIMITED else ""
+        text += f"; {readable(estimate.host)}{of} of host memory on each node"
     if estimate.nvme:
         text += f"; {readable(estimate.nvme)} of {readable(hardware.nvme)} of NVMe disk"
     return f"{text}."
@@ -136,7 +139,6 @@ def advice(
     failed: Sequence[MemoryEstimate],
     batch_size: int | None,
     accumulate: int,
-    with_8bit: MemoryEstimate | None,
 ) -> tuple[str, ...]:
     """Give further advice on the strategy that fits.
 
@@ -147,21 +149,13 @@ def advice(
         failed: The memory of the faster strategies, which do not fit.
         batch_size: The requested number of samples of an optimizer step.
         accumulate: The number of batches of an optimizer step.
-        with_8bit: The memory of the first failed strategy with an 8-bit optimizer.
     """
     texts, micro = [], estimate.batch_size
     if estimate.measured is None:
-        texts.append("Activations were not counted: pass an example batch.")
-    if with_8bit is not None and not shortage(with_8bit, hardware, margin):
+        texts.append("Activations were not counted: that takes a model and an example batch.")
+    if estimate.strategy.startswith(("fsdp2", "zero3")) and hardware.links == "slow" and hardware.world > 1:
         texts.append(
-            f"Optimizer states are {readable(failed[0].optimizer)} of what {with_8bit.strategy} needs: with an 8-bit"
-            " optimizer (optimizer='adamw8bit') it fits."
-        )
-    shards_weights = estimate.strategy.startswith(("fsdp2", "zero3"))
-    if shards_weights and hardware.links == "slow" and hardware.world > 1:
-        texts.append(
-            "Over slow links the weights are sent in every forward and backward pass: use many samples per step, or"
-            " keep shards within a node (HSDP) or layers on one device (pipeline), for which there are no presets."
+            "Over slow links the weights are sent in every forward and backward pass: use many samples per step."
         )
     if micro is not None and estimate.activations > estimate.total / 2 and (accumulate > 1 or failed):
         texts.append(
@@ -190,6 +184,29 @@ def advice(
     return tuple(texts)
 
 
+DENSE = ("single", "ddp")  # The presets with a full model on each device, which nf4 and int8 weights need.
+
+
+class Alternative(NamedTuple):
+    """Another way to make a model fit.
+
+    Args:
+        change: What to change in the training, as an argument or a callback.
+        strategy: The fastest preset that fits with the change, or the fastest of all if none does.
+        total: The bytes on each device at the peak.
+        fits: Whether that fits.
+    """
+
+    change: str
+    strategy: str
+    total: int
+    fits: bool
+
+    def __str__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return f"With {self.change}, {self.strategy} takes {readable(self.total)} on each device: {fits}."
+
+
 @final
 @dataclass(frozen=True)
 class Suggestion:
@@ -203,6 +220,7 @@ class Suggestion:
         reasons: Why this preset fits and faster ones do not, with numbers.
         advice: Further advice.
         estimate: The estimated memory of the preset.
+        alternatives: Changes of the training with which a faster preset might fit; empty if the fastest one fits.
 
     Example:
         >>> from lightning_tricks.advisor import Hardware, suggest_strategy
@@ -217,6 +235,7 @@ class Suggestion:
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
     estimate: MemoryEstimate
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -243,13 +262,14 @@ class Suggestion:
             "effective_batch_size": self.effective_batch_size,
             "reasons": list(self.reasons),
             "advice": list(self.advice),
+            "alternatives": [alternative._asdict() for alternative in self.alternatives],
             "estimate": self.estimate.to_dict(),
         }
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.trainer.items())
         batch = [] if self.micro_batch_size is None else [f"DataLoader(batch_size={self.micro_batch_size})"]
-        return "\n".join([f"Trainer({arguments})", *batch, *self.reasons, *self.advice])
+        return "\n".join([f"Trainer({arguments})", *batch, *self.reasons, *self.advice, *map(str, self.alternatives)])
 
 
 def suggest_strategy(
@@ -266,8 +286,8 @@ def suggest_strategy(
     It takes the first preset that fits with at least one sample on each device. On one device these are: everything on
     the device; optimizer states in host memory; weights in host memory, too; all on a disk. On several devices: a full
     model on each (DDP, with compressed gradients over slow links); sharded (FSDP2; over slow links first ZeRO-1 and
-    ZeRO-2, which send no more than DDP); then offloaded as above. Then it takes as many samples at a time as fit, up to
-    the device's share of ``batch_size``; accumulation does the rest.
+    ZeRO-2, which send no more than DDP, and on several nodes HSDP); then offloaded as above. Then it takes as many
+    samples at a time as fit, up to the device's share of ``batch_size``; accumulation does the rest.
 
     Args:
         model: A module or a number of parameters, as for ``estimate_memory``.
@@ -281,7 +301,8 @@ def suggest_strategy(
 
     Raises:
         TypeError: As ``estimate_memory``.
-        ValueError: If nothing fits; the message says what is missing. Also as ``estimate_memory``.
+        ValueError: If nothing fits; the message says what is missing, and what fits with another optimizer or with
+            adapters. Where host memory was assumed to be this machine's, it is no limit. Also as ``estimate_memory``.
 
     Example:
         >>> suggestion = suggest_strategy(7_000_000_000, hardware=Hardware(80e9, devices=8, host_memory=1e12))
@@ -296,42 +317,69 @@ def suggest_strategy(
             raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")
     hardware = hardware or Hardware.detect()
 
-    def smallest_estimate(name: str, optimizer: OptimizerLike, lora: LoRA | None = None) -> MemoryEstimate:
-        """The memory with one sample at a time; without activations if not even the rest fits."""
-        estimate = partial(
-            estimate_memory,
-            model,
-            strategy=name,
-            optimizer=optimizer,
-            devices=hardware.devices,
-            nodes=hardware.nodes,
-            lora=lora,
-        )
-        without_batch = estimate()
-        if batch is None or shortage(without_batch, hardware, margin):
-            return without_batch
-        return estimate(batch=batch).with_batch(1)
+    refused = [name for name in candidates(hardware) if isinstance(optimizer, str) and _refuses(optimizer, name)]
+    names = [name for name in candidates(hardware) if name not in refused]
 
-    failed: list[MemoryEstimate] = []
-    names = candidates(hardware)
-    refused = [name for name in names if isinstance(optimizer, str) and _refuses(optimizer, name)]
-    for name in names:
-        if name in refused:
-            continue
-        estimate = smallest_estimate(name, optimizer)
-        if shortage(estimate, hardware, margin):
+    def first_that_fits(machines: Hardware) -> tuple[MemoryEstimate | None, list[MemoryEstimate]]:
+        """The memory of the first preset that fits, and that of the presets before it."""
+        failed: list[MemoryEstimate] = []
+        for name in names:
+            estimate = _smallest_estimate(model, batch, machines, margin, name, optimizer)
+            if not shortage(estimate, machines, margin):
+                return estimate, failed
             failed.append(estimate)
-            continue
-        micro, accumulate = _batches(estimate, hardware, batch_size, margin)
-        estimate = estimate if micro is None else estimate.with_batch(micro)
-        reasons = [*(why_not(faster, hardware, margin) for faster in failed), why_it_fits(estimate, hardware, margin)]
-        with_8bit = smallest_estimate(failed[0].strategy, "adamw8bit") if failed else None
-        texts = advice(estimate, hardware, margin, failed, batch_size, accumulate, with_8bit)
-        texts += _with_adapters(model, failed, smallest_estimate, lambda found: not shortage(found, hardware, margin))
-        return Suggestion(name, hardware, micro, accumulate, tuple(reasons), texts, estimate)
-    left_out = f" {', '.join(refused)} refuse optimizer={optimizer!r}: another may fit there." if refused else ""
-    adapters = _with_adapters(model, failed, smallest_estimate, lambda found: not shortage(found, hardware, margin))
-    raise ValueError(" ".join([_nothing_fits(failed, hardware, margin) + left_out, *adapters]))
+        return None, failed
+
+    machines = hardware
+    found, failed = first_that_fits(machines)
+    others = alternatives(
+        model,
+        failed,
+        optimizer,
+        partial(_smallest_estimate, model, batch, hardware, margin),
+        lambda estimate: not shortage(estimate, hardware, margin),
+    )
+    if found is None and hardware.host_is_assumed:
+        machines = replace(hardware, host_memory=UNLIMITED)
+        found, failed = first_that_fits(machines)
+    if found is None:
+        left_out = f" {', '.join(refused)} refuse optimizer={optimizer!r}: another may fit there." if refused else ""
+        raise ValueError(" ".join([_nothing_fits(failed, hardware, margin) + left_out, *map(str, others)]))
+    micro, accumulate = _batches(found, hardware, batch_size, margin)
+    found = found if micro is None else found.with_batch(micro)
+    reasons = [*(why_not(faster, machines, margin) for faster in failed), why_it_fits(found, machines, margin)]
+    if found.host and hardware.host_is_assumed:
+        suffices = "" if machines is hardware else " and is too little: train on a machine with more"
+        reasons.append(
+            f"This machine's host memory of {readable(hardware.host_memory)} was assumed{suffices} (host_memory=)."
+        )
+    texts = advice(found, hardware, margin, failed, batch_size, accumulate)
+    return Suggestion(found.strategy, hardware, micro, accumulate, tuple(reasons), texts, found, others)
+
+
+def _smallest_estimate(
+    model: nn.Module | int,
+    batch: Any,
+    hardware: Hardware,
+    margin: float,
+    strategy: str,
+    optimizer: OptimizerLike,
+    lora: LoRA | None = None,
+) -> MemoryEstimate:
+    """The memory with one sample at a time; without activations if not even the rest fits."""
+    estimate = partial(
+        estimate_memory,
+        model,
+        strategy=strategy,
+        optimizer=optimizer,
+        devices=hardware.devices,
+        nodes=hardware.nodes,
+        lora=lora,
+    )
+    without_batch = estimate()
+    if batch is None or shortage(without_batch, hardware, margin):
+        return without_batch
+    return estimate(batch=batch).with_batch(1)
 
 
 def _refuses(optimizer: str, preset: str) -> bool:
@@ -339,22 +387,46 @@ def _refuses(optimizer: str, preset: str) -> bool:
     if optimizer in SETTINGS:
         return False
     row = row_of(optimizer)
-    return (preset.startswith("fsdp2") and not row.fsdp2) or (preset.startswith("zero") and not row.zero)
+    return (preset.startswith(("fsdp2", "hsdp")) and not row.fsdp2) or (preset.startswith("zero") and not row.zero)
 
 
-def _with_adapters(
+def alternatives(
     model: nn.Module | int,
     failed: Sequence[MemoryEstimate],
-    estimate: Callable[[str, OptimizerLike, LoRA], MemoryEstimate],
+    optimizer: OptimizerLike,
+    estimate: Callable[[str, OptimizerLike, LoRA | None], MemoryEstimate],
     fits: Callable[[MemoryEstimate], bool],
-) -> tuple[str, ...]:
-    """That the first strategy which does not fit does so with adapters of all linear layers on 4-bit weights."""
-    names = adaptable_linear(model) if isinstance(model, nn.Module) else ["."]
-    if not failed or not names or find_spec("peft") is None:
-        return ()
-    found = estimate(failed[0].strategy, "adamw", LoRA(names, r=8, base="nf4"))
-    text = f"{found.strategy} fits with LoRA(r=8, base='nf4') on all linear layers: {readable(found.total)}."
-    return (text,) if fits(found) else ()
+) -> tuple[Alternative, ...]:
+    """With 8-bit optimizer states, or adapters of all linear layers: the fastest of the strategies that do not fit.
+
+    Args:
+        model: A module or a number of parameters.
+        failed: The memory of the strategies that do not fit, the fastest first.
+        optimizer: The optimizer that does not fit.
+        estimate: The memory of a strategy with an optimizer and adapters.
+        fits: Whether that fits.
+    """
+    layers = adaptable_linear(model) if isinstance(model, nn.Module) else ["."]
+    changes: dict[str, tuple[OptimizerLike, LoRA | None]] = {}
+    if optimizer != "adamw8bit":
+        changes["optimizer='adamw8bit'"] = ("adamw8bit", None)
+    if layers and find_spec("peft") is not None:
+        changes["LoRA(r=8) on all linear layers"] = (optimizer, LoRA(layers, r=8))
+        changes["LoRA(r=8, base='nf4') on all linear layers"] = (optimizer, LoRA(layers, r=8, base="nf4"))
+    found = []
+    for change, (stepping, adapters) in changes.items():
+        on_device = adapters is not None and adapters.base != "keep"
+        tried = []
+        for name in (each.strategy for each in failed):
+            if (isinstance(stepping, str) and _refuses(stepping, name)) or (on_device and not name.startswith(DENSE)):
+                continue
+            tried.append(estimate(name, stepping, adapters))
+            if fits(tried[-1]):
+                break
+        if tried:
+            best = tried[-1] if fits(tried[-1]) else tried[0]
+            found.append(Alternative(change, best.strategy, best.total, fits(best)))
+    return tuple(found)
 
 
 def candidates(hardware: Hardware) -> list[str]:
@@ -366,7 +438,8 @@ def candidates(hardware: Hardware) -> list[str]:
     if one_device:
         on_device = ["single_bf16"]
     elif hardware.links == "slow":
-        on_device = ["ddp_compressed_bf16", "zero1_bf16", "zero2_bf16", "fsdp2_bf16"]
+        within_nodes = ["hsdp_bf16"] if hardware.nodes > 1 and hardware.devices > 1 else []
+        on_device = ["ddp_compressed_bf16", "zero1_bf16", "zero2_bf16", *within_nodes, "fsdp2_bf16"]
     else:
         on_device = ["ddp_bf16", "fsdp2_bf16"]
     return [*on_device, "zero2_offload_bf16", "zero3_offload_bf16", "zero3_nvme_bf16"]

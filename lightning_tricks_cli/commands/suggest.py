@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from lightning_tricks_cli.commands.target import add_target, size
+from lightning_tricks_cli.commands.target import add_target, size, with_flags
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,7 +23,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--batch-size", type=int, metavar="N", help="number of samples of an optimizer step, over all devices"
     )
     suggest.add_argument("--device-memory", type=size, metavar="SIZE", help="memory of each device, for example 24GB")
-    suggest.add_argument("--host-memory", type=size, metavar="SIZE", help="memory of each node")
+    suggest.add_argument("--host-memory", type=size, metavar="SIZE", help="memory of each node (default: as here)")
     suggest.add_argument("--nvme", type=size, metavar="SIZE", help="space on each node's NVMe disk (default: none)")
     suggest.add_argument("--devices", type=int, metavar="N", help="number of devices per node")
     suggest.add_argument(
@@ -46,7 +46,9 @@ def run(options: argparse.Namespace) -> None:
         known["bf16"] = False
     hardware = Hardware.detect(nodes=options.nodes, links=options.links, **known)
     model, batch = read_target(options)
+    if options.batch_size is not None and batch is None:
+        raise ValueError(f"batch_size={options.batch_size} needs a model to measure, got TARGET {options.target!r}.")
     suggestion = suggest_strategy(
         model, hardware=hardware, batch=batch, batch_size=options.batch_size, optimizer=options.optimizer
     )
-    print(json.dumps(suggestion.to_dict()) if options.json else suggestion)
+    print(json.dumps(suggestion.to_dict()) if options.json else with_flags(str(suggestion), options))

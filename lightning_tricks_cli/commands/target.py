@@ -42,3 +42,15 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def with_flags(text: str, options: argparse.Namespace) -> str:
+    """A text about Python arguments in the words of the command: ``batch_size=64`` becomes ``--batch-size 64``.
+
+    Calls such as ``Trainer(devices=8)`` stay as they are.
+    """
+
+    def in_words_of_the_command(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')} {found[2]}".rstrip() if found[1] else found[0]
+
+    return re.sub(rf"\w\([^()]*\)|\b({'|'.join(vars(options))})='?([\w.]*)'?", in_words_of_the_command, text)

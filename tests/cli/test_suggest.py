@@ -36,6 +36,19 @@ def test_the_machines_decide(arguments: list[str], preset: str, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["strategy"] == preset
 
 
+def test_a_laptop_plans_for_a_large_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("7B", "--device-memory", "80GB") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Trainer(strategy='zero2_offload_bf16', devices=1, ")
+    assert "host memory" in shown
+    assert "was assumed" in shown
+    assert "(--host-memory)." in shown
+    assert "With --optimizer adamw8bit, single_bf16 takes 84.2 GB on each device: does not fit." in shown
+    assert "With LoRA(r=8, base='nf4') on all linear layers, single_bf16 takes 4.14 GB on each device: fits." in shown
+    assert run("7B", "--device-memory", "80GB", "--batch-size", "3") == 1
+    assert "--batch-size 3 needs a model to measure, got TARGET '7B'" in capsys.readouterr().err
+
+
 def test_batch_size_and_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--device-memory", "1GB", "--devices", "2", "--batch-size", "512")
     assert run("timm:vit_tiny_patch16_224", *arguments, "--json") == 0
@@ -49,9 +62,11 @@ def test_without_a_device_its_memory_is_asked_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run("7B") == 1
-    assert "pass device_memory=" in capsys.readouterr().err
+    assert "pass --device-memory," in capsys.readouterr().err
     assert run("7B", "--device-memory", "8GB", "--host-memory", "1GB") == 1
-    assert "Nothing fits." in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "Nothing fits." in error
+    assert "NVMe disk (--nvme)" in error
     for wrong in ("8 apples", "24"):
         with pytest.raises(SystemExit, match="2"):
             run("7B", "--device-memory", wrong)

@@ -320,18 +320,18 @@ def _parts(
     """Bytes on each device, in each node's memory and on its disk, by the fields of ``MemoryEstimate``."""
     dtype, offloaded = layout.weight_dtype, layout.offload != "none"
     masters = parameters.bytes(torch.float32, trainable=True) if layout.engine == "zero" else 0
-    weights = _shard(parameters.bytes(dtype), layout.shards(3, world))
-    gradients = _shard(parameters.bytes(dtype, trainable=True), layout.shards(2, world))
-    optimizer = _shard(masters + states.persistent, layout.shards(1, world))
+    weights = _shard(parameters.bytes(dtype), layout.shards(3, world, nodes))
+    gradients = _shard(parameters.bytes(dtype, trainable=True), layout.shards(2, world, nodes))
+    optimizer = _shard(masters + states.persistent, layout.shards(1, world, nodes))
     copies = masters or parameters.bytes(dtype, trainable=True)
     return {
         "weights": 0 if offloaded and layout.stage == 3 else weights,
         "gradients": 0 if offloaded else gradients,
         "optimizer": 0 if offloaded else optimizer,
-        "extras": _shard(len(extras) * copies, layout.shards(1, world)),
+        "extras": _shard(len(extras) * copies, layout.shards(1, world, nodes)),
         "buffers": parameters.buffer_bytes,
         "casts": _casts(layout, parameters, measured),
-        "passing": 0 if offloaded else _shard(states.temporary, layout.shards(1, world)),
+        "passing": 0 if offloaded else _shard(states.temporary, layout.shards(1, world, nodes)),
         "largest_layer": _forward_bytes(layout, parameters, parameters.largest_layer),
         **_communicated(layout, parameters),
         **_offloaded(layout, parameters, masters + states.persistent, nodes),

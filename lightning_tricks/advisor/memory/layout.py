@@ -26,6 +26,7 @@ class Layout:
         stage: The sharded parts: none (0), optimizer states (1), gradients too (2), weights too (3).
         offload: The place of sharded parts: "none" (the device), "cpu" or "nvme".
         bucket_view: Whether gradients are views into DDP's buckets, rather than copied there.
+        within_nodes: Whether each node has a copy of its own of what is sharded (HSDP).
     """
 
     strategy: str
@@ -34,6 +35,7 @@ class Layout:
     stage: int = 0
     offload: str = "none"
     bucket_view: bool = True
+    within_nodes: bool = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -57,9 +59,11 @@ class Layout:
         """Whether autocast keeps 16-bit copies of the weights during the forward and backward pass."""
         return self.autocast is not None and self.compute_dtype is None
 
-    def shards(self, stage: int, world: int) -> int:
-        """The number of shards of the part that ZeRO shards from ``stage`` on, with ``world`` devices."""
-        return world if self.stage >= stage else 1
+    def shards(self, stage: int, world: int, nodes: int) -> int:
+        """The number of shards of the part that ZeRO shards from ``stage`` on, with ``world`` devices on all nodes."""
+        if self.stage < stage:
+            return 1
+        return world // nodes if self.within_nodes else world
 
 
 def layout_of(strategy: str | None, precision: str | None) -> Layout:
@@ -90,4 +94,5 @@ def layout_of(strategy: str | None, precision: str | None) -> Layout:
         engine,
         stage={"zero": arguments.get("stage", 3), "fsdp2": 3}.get(engine, 0),
         offload={True: "cpu", False: "none"}.get(offload, offload),
+        within_nodes=arguments.get("replicas") == "nodes",
     )
