@@ -261,11 +261,16 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow) if trick.twin else name for 
 
 
 def in_regimes(regimes: Iterable[str]) -> list[Any]:
-    """All pairs of a regime and a trick: what has a twin is quick in fp32 alone, what compiles in two regimes."""
+    """All pairs of a regime and a trick: quick are all tricks in fp32, and every third one in each other regime.
 
-    def pair(regime: str, name: str) -> Any:
-        twin = SETTINGS[name].twin and regime != "fp32"
-        compiles = name == "Compile" and regime not in ("fp32", "bf16", "bf16-mixed")
-        return pytest.param(regime, name, marks=[pytest.mark.slow] if twin or compiles else [])
+    What has a twin is quick in fp32 alone, and what compiles in two regimes.
+    """
 
-    return [pair(regime, name) for regime in regimes for name in SETTINGS]
+    def pair(regime: str, name: str, number: int) -> Any:
+        quick = number % 3 == 0 and not SETTINGS[name].twin
+        if name == "Compile":
+            quick = regime in ("bf16", "bf16-mixed")
+        return pytest.param(regime, name, marks=[] if quick or regime == "fp32" else [pytest.mark.slow])
+
+    numbered = list(enumerate(SETTINGS))
+    return [pair(regime, name, shift + number) for shift, regime in enumerate(regimes) for number, name in numbered]
