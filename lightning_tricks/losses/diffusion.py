@@ -61,6 +61,10 @@ def min_snr_weight(
     if alphas_cumprod.ndim != 1 or not alphas_cumprod.is_floating_point():
         shape = tuple(alphas_cumprod.shape)
         raise ValueError(f"alphas_cumprod must be floating-point numbers (T,), got {alphas_cumprod.dtype} {shape}.")
+    if alphas_cumprod.device.type == "cpu" and not ((alphas_cumprod >= 0) & (alphas_cumprod <= 1)).all():
+        raise ValueError(
+            f"alphas_cumprod must be in [0, 1], got values from {alphas_cumprod.min()} to {alphas_cumprod.max()}."
+        )
     # index_select takes no negative timesteps; on a GPU the alphas of a schedule on the CPU follow the timesteps.
     a = alphas_cumprod.to(t.device).index_select(0, t.flatten()).view(t.shape)
     if prediction == "epsilon":

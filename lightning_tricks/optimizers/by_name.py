@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_tricks.core.checks import check_bool, check_range, check_type
+from lightning_tricks.core.checks import check_bool, check_count, check_range, check_type
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
@@ -139,6 +139,7 @@ def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, set
     if row.base == "galore":
         low_rank = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
         low_rank |= {key: settings.pop(key) for key in low_rank if key in settings}
+        check_count("rank", low_rank["rank"])
         groups = _with_hidden(row, module, groups, low_rank, {})
     if row.base in ("galore", "adamw4bit"):
         kind = with_plain_states(kind)

@@ -61,6 +61,7 @@ def test_they_are_finite_at_both_ends() -> None:
         ({"t": 3}, TypeError, "t must be Tensor"),
         ({"t": torch.tensor([-1])}, IndexError, "out of range"),
         ({"t": torch.tensor([1000])}, IndexError, "out of range"),
+        ({"alphas_cumprod": 1 / ALPHAS}, ValueError, r"alphas_cumprod must be in \[0, 1\], got values from 1"),
         ({"alphas_cumprod": ALPHAS[None]}, ValueError, r"alphas_cumprod must be floating-point numbers \(T,\)"),
     ],
 )

@@ -385,6 +385,8 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         lt.optimizer(torch.optim.SGD, module, 0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lr"):
         lt.optimizer("sgd", module, -1)
+    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
+        lt.optimizer("galore", module, 0.1, rank=0)
     with pytest.raises(ValueError, match="adamw_lr must be"):
         lt.optimizer("muon", module, 0.1, adamw_lr=-1.0)
     with pytest.raises(ValueError, match="hidden weights"):
