@@ -27,9 +27,9 @@ def cutout(x: Tensor, length: float = 0.5, generator: torch.Generator | None = N
 
     Example:
         >>> cutout(torch.ones(4, 4), 0.5, torch.Generator().manual_seed(0))
-        tensor([[1., 1., 1., 1.],
+        tensor([[1., 1., 0., 0.],
                 [1., 1., 0., 0.],
-                [1., 1., 0., 0.],
+                [1., 1., 1., 1.],
                 [1., 1., 1., 1.]])
 
     References:
