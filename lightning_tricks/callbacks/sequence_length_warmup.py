@@ -107,11 +107,8 @@ class SequenceLengthWarmup(GrowingInputs):
     def _require_sequences(self, batch: Any, path: Path) -> None:
         """Raise unless an input is certainly a sequence, or named as one."""
         x = get(batch, path)
-        if (
-            x.is_nested
-            or x.ndim <= self.dim
-            or (self.inputs is None and x.ndim != self.dim + 1 + x.is_floating_point())
-        ):
+        usual = 3 if x.is_floating_point() else self.dim + 1
+        if x.is_nested or x.ndim <= self.dim or (self.inputs is None and x.ndim != usual):
             raise MisconfigurationException(
                 f"SequenceLengthWarmup(dim={self.dim}) needs tokens (B, T) or features (B, T, F), got"
                 f" {described(x, spelled(path))}: name sequences in inputs=, and their dimension in dim=."
@@ -125,7 +122,7 @@ class SequenceLengthWarmup(GrowingInputs):
         elif isinstance(part, Tensor) and self._is_alike(part, samples, lengths):
             if not lengths.isdisjoint(part.shape[self.dim + 1 :]):
                 problem = "has their length in two dimensions: compute it in training_step"
-            elif part.is_floating_point() and part.ndim == self.dim + 1:
+            elif part.is_floating_point() and part.ndim == 2:
                 problem = "may be numbers of tokens or of classes: name it in inputs= if it is to be cut"
         elif any(isinstance(name, str) and _PLACES.search(name) for name in path):
             problem = "may be places in them: compute it in training_step, or name it in target= to leave it as it is"
