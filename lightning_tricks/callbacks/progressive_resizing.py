@@ -15,7 +15,7 @@ from lightning_tricks.core.batches.growing import GrowingInputs
 from lightning_tricks.core.batches.images import masks_of, require_images, rows_and_columns
 from lightning_tricks.core.batches.paths import Names, get, put
 from lightning_tricks.core.batches.pipeline import BatchContext
-from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.checks import check_choice, check_count
 
 __all__ = ["ProgressiveResizing", "resize_images"]
 
@@ -40,6 +40,8 @@ def resize_images(x: Tensor, size: Sequence[int], *, mode: Literal["bilinear", "
                  [13., 15.]]])
     """
     check_choice("mode", mode, ("bilinear", "nearest"))
+    for side in size:
+        check_count("size", side)
     if x.ndim < 3:
         raise ValueError(f"resize_images needs images (B, ..., H, W), got {tuple(x.shape)}.")
     if mode == "nearest":  # the centre of a new pixel is in this old one

@@ -51,8 +51,10 @@ def growing_size(step: float, *, full: int, initial: float, start: float = 0, st
     """
     _check(initial, multiple_of)
     check_count("full", full, least=0)
-    check_range("start", start, 0.0)
-    check_range("stop", stop, start)
+    for name, value in (("step", step), ("start", start), ("stop", stop)):
+        check_range(name, value, 0.0)
+    if start > stop:
+        raise ValueError(f"start must not be after stop, got start={start} and stop={stop}.")
     if step >= stop or initial == 1:
         return full
     progress = (step - start) / (stop - start) if step > start else 0.0
