@@ -298,6 +298,12 @@ FLIP = v2.RandomHorizontalFlip()
         ),
         (v2.RandomApply([v2.ColorJitter()]), (images() * 2, LABELS), "ColorJitter takes images with values in"),
         (
+            v2.ToPILImage(),
+            (images(), LABELS),
+            r"needs a tensor of each sample of batch\[0\], got a Image: end ToPILImage",
+        ),
+        (lambda sample: sample.tolist(), (images(), LABELS), "needs a tensor of each sample .* got a list"),
+        (
             v2.Lambda(lambda x: x[:, random.randrange(4) :]),
             (images(), LABELS),
             "samples of several shapes .* resize to one",

@@ -151,19 +151,23 @@ class BatchTransform(BatchCallback):
         columns = [made] if len(columns) == 1 else list(zip(*made, strict=True))
         for path, new in zip((*inputs, *followers), columns, strict=True):
             if path in places:
-                tensors = [sample.as_subclass(Tensor) for sample in new]
-                batch = put(batch, path, self._stacked(path, tensors).movedim((-2, -1), places[path]))
+                batch = put(batch, path, self._stacked(path, new).movedim((-2, -1), places[path]))
             else:
                 batch = put(batch, path, type(get(batch, path))(new))
         return batch
 
-    def _stacked(self, path: Path, samples: list[Tensor]) -> Tensor:
+    def _stacked(self, path: Path, samples: list[Any]) -> Tensor:
+        if not isinstance(samples[0], Tensor):
+            raise MisconfigurationException(
+                f"BatchTransform needs a tensor of each sample of {spelled(path)}, got a {type(samples[0]).__name__}:"
+                f" end {self.transform!r} with a conversion to tensors."
+            )
         if len({(sample.shape, sample.dtype) for sample in samples}) > 1:
             raise MisconfigurationException(
                 f"BatchTransform makes samples of several shapes of {spelled(path)}, such as"
                 f" {tuple(samples[0].shape)}, which are no batch: end {self.transform!r} with a resize to one size."
             )
-        return torch.stack(samples)
+        return torch.stack([sample.as_subclass(Tensor) for sample in samples])
 
     def _require_range(self, batch: Any, inputs: list[Path]) -> None:
         """Raise for values outside of [0, 1], if a transform of colours would take them for something else."""
