@@ -66,8 +66,8 @@ CATALOGUE = (
     ),
     Row(
         ("BatchTransform", "CutOut", "ColOut", "cutout", "colout"),
-        "callbacks=[lt.BatchTransform(v2.RandAugment())]",
-        "torchvision's transforms on the device",
+        "callbacks=[lt.BatchTransform(lt.CutOut())]",
+        "any transform of samples, such as RandAugment, on the device",
         "a loop over samples",
     ),
     Row(

@@ -45,8 +45,8 @@ class SequenceLengthWarmup(GrowingInputs):
         stop: When sequences have their full length (int optimizer steps, float fraction of training).
         multiple_of: The number of which smaller lengths are multiples, at least 1.
         dim: The dimension of the sequence in the inputs, at least 1; the samples are in dimension 0.
-        inputs: Key, index or path (such as "batch.0") of the sequences, or a list of those; None to find tokens (B, T)
-            or features (B, T, F) in pairs and under usual names.
+        inputs: Key, index or path (such as "batch.0") of the sequences, or a list of those; None to find tokens
+            (B, T) or features (B, T, F) in pairs and under usual names.
         target: Key, index or path of the targets, in the same form.
 
     Raises:
@@ -105,10 +105,10 @@ class SequenceLengthWarmup(GrowingInputs):
         return part.ndim > self.dim and part.shape[self.dim] in lengths and part.shape[0] in (1, samples)
 
     def _require_sequences(self, batch: Any, path: Path) -> None:
-        """Raise unless an input is certainly a sequence, or named as one."""
+        """Raise unless an input looks like a sequence, or is named as one."""
         x = get(batch, path)
-        usual = 3 if x.is_floating_point() else self.dim + 1
-        if x.is_nested or x.ndim <= self.dim or (self.inputs is None and x.ndim != usual):
+        usual = (self.dim + 1, self.dim + 2)  # more dimensions are those of images
+        if x.is_nested or x.ndim <= self.dim or (self.inputs is None and x.ndim not in usual):
             raise MisconfigurationException(
                 f"SequenceLengthWarmup(dim={self.dim}) needs tokens (B, T) or features (B, T, F), got"
                 f" {described(x, spelled(path))}: name sequences in inputs=, and their dimension in dim=."
