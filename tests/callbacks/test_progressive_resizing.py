@@ -119,7 +119,7 @@ def test_a_crop_is_the_same_window_of_images_and_masks() -> None:
         assert torch.equal(cut["mask"], cut["a"][:, 0].long())
         assert torch.equal(cut["y"], LABELS)
         windows.add((top, left))
-    assert len(windows) > 4
+    assert len({top - left for top, left in windows}) > 3
 
 
 def test_other_parts_stay() -> None:
