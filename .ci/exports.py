@@ -18,8 +18,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_tricks"
 KINDS = ("advisor", "callbacks", "checkpoints", "losses", "modules", "optimizers", "schedules", "strategies")
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
-CORE = {"core/lightning/steps.py": "schedules"}  # what every kind needs, and who offers it
+CORE = {  # what several tricks need, and the kind that offers it
+    "core/batches/growing.py": "callbacks",
+    "core/lightning/steps.py": "schedules",
+}
 IN_PACKAGE = {"CurveLR", "PlateauLR"}  # schedulers that the factories make: nobody constructs them
+PURE = {"growing_size"}  # the pure half of two tricks
 
 
 class Name(NamedTuple):
@@ -46,7 +50,7 @@ def _names(kind: str, file: Path) -> list[Name]:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     results = {ast.unparse(node.returns) for node in functions if node.returns}
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names} - results
-    halves = {node.name for node in functions} if classes and kind in TRICKS else set()
+    halves = {node.name for node in functions if (classes and kind in TRICKS) or node.name in PURE}
     pure = {node.name for node in functions} if kind == "losses" and not classes else halves
     module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
     return [Name(name, kind, module, name not in (results | halves | IN_PACKAGE), name in pure) for name in names]

@@ -22,14 +22,19 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance
+from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.callbacks.schedule_free import ScheduleFree
+from lightning_tricks.callbacks.sequence_length_warmup import SequenceLengthWarmup
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
+from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
+from lightning_tricks.callbacks.transforms.colout import ColOut
+from lightning_tricks.callbacks.transforms.cutout import CutOut
 from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
@@ -86,9 +91,12 @@ __all__ = [
     "AdaptiveClip",
     "AutoClip",
     "BatchSizeWarmup",
+    "BatchTransform",
     "ChannelsLast",
+    "ColOut",
     "Compile",
     "CutMix",
+    "CutOut",
     "DDPPreset",
     "Doctor",
     "FSDP2Preset",
@@ -102,10 +110,12 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "ProgressiveResizing",
     "RewindOnSpike",
     "SAMCallback",
     "SAMMixin",
     "ScheduleFree",
+    "SequenceLengthWarmup",
     "SinglePreset",
     "SkipNonFinite",
     "StepInBackward",

@@ -6,6 +6,10 @@ from lightning_tricks.callbacks.ema import ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import ohem_loss
 from lightning_tricks.callbacks.mixup import mixup
 from lightning_tricks.callbacks.moe_balance import balance_experts_
+from lightning_tricks.callbacks.progressive_resizing import resize_images
+from lightning_tricks.callbacks.transforms.colout import colout
+from lightning_tricks.callbacks.transforms.cutout import cutout
+from lightning_tricks.core.batches.growing import growing_size
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -16,13 +20,17 @@ __all__ = [
     "asam_perturb_",
     "balance_experts_",
     "clip_loss",
+    "colout",
     "cutmix",
+    "cutout",
     "ema_decay",
+    "growing_size",
     "info_nce",
     "lean_loss",
     "min_snr_weight",
     "mixup",
     "ohem_loss",
+    "resize_images",
     "sam_perturb_",
     "scale_ema_decay",
 ]

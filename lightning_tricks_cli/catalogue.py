@@ -59,6 +59,18 @@ CATALOGUE = (
     ),
     Row(("HiddenMixup",), 'callbacks=[lt.HiddenMixup("model.classifier")]', "mixes representations, for text"),
     Row(
+        ("SequenceLengthWarmup", "ProgressiveResizing"),
+        "callbacks=[lt.ProgressiveResizing(0.5)]",
+        "[inputs that grow](docs/inputs.md)",
+        "less time",
+    ),
+    Row(
+        ("BatchTransform", "CutOut", "ColOut", "cutout", "colout"),
+        "callbacks=[lt.BatchTransform(lt.CutOut())]",
+        "any transform of samples, such as RandAugment, on the device",
+        "a loop over samples",
+    ),
+    Row(
         ("HardExampleFilter", "ohem_loss"),
         "callbacks=[lt.HardExampleFilter(keep=0.5,score_scale=0.5)]",
         "trains on the samples with the largest losses",

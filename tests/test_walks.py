@@ -121,9 +121,9 @@ def test_the_example_is_a_correct_trick() -> None:
 
 
 def check_example() -> None:
-    source = define("lightning_tricks.callbacks.cutout", SOURCE)
-    lt.CutOut = source.CutOut
-    test = define("tests.callbacks.test_cutout", TEST)
+    source = define("lightning_tricks.callbacks.jitter", SOURCE)
+    lt.Jitter = source.Jitter
+    test = define("tests.callbacks.test_jitter", TEST)
     examples = [found for found in doctest.DocTestFinder().find(source) if found.examples]
     assert len(examples) == 2
     assert all(doctest.DocTestRunner().run(found).failed == 0 for found in examples)
@@ -131,12 +131,12 @@ def check_example() -> None:
     assert len(tests) == 2
     for run in tests:
         run()
-    names = {"Trick": Trick, "lt": lt, "NaiveCutOut": test.NaiveCutOut}
-    SETTINGS["CutOut"] = eval("{" + ENTRY + "}", names)["CutOut"]
+    names = {"Trick": Trick, "lt": lt, "NaiveJitter": test.NaiveJitter}
+    SETTINGS["Jitter"] = eval("{" + ENTRY + "}", names)["Jitter"]
     for regime in ("fp32", "accumulate"):
-        test_naive.test_a_plain_loop_gives_the_same("CutOut", regime, lambda *_: None)
-    test_no_op.test_the_trick_does_something_unless_it_is_to_be_neutral("CutOut")
-    test_no_op.test_the_no_op_limit_is_bit_equal_to_a_run_without("CutOut", "fp32")
+        test_naive.test_a_plain_loop_gives_the_same("Jitter", regime, lambda *_: None)
+    test_no_op.test_the_trick_does_something_unless_it_is_to_be_neutral("Jitter")
+    test_no_op.test_the_no_op_limit_is_bit_equal_to_a_run_without("Jitter", "fp32")
 
 
 def define(name: str, code: str) -> Any:
@@ -147,7 +147,7 @@ def define(name: str, code: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("file", "code"), [("lightning_tricks/callbacks/cutout.py", SOURCE), ("tests/callbacks/test_cutout.py", TEST)]
+    ("file", "code"), [("lightning_tricks/callbacks/jitter.py", SOURCE), ("tests/callbacks/test_jitter.py", TEST)]
 )
 def test_the_code_of_the_example_has_the_style_of_the_house(file: str, code: str) -> None:
     for command in (["check", "--ignore", "I001"], ["format", "--check"]):  # imports of a file that is not there

@@ -16,14 +16,20 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
+from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing, resize_images
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
 from lightning_tricks.callbacks.schedule_free import ScheduleFree
+from lightning_tricks.callbacks.sequence_length_warmup import SequenceLengthWarmup
 from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
+from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
+from lightning_tricks.callbacks.transforms.colout import ColOut, colout
+from lightning_tricks.callbacks.transforms.cutout import CutOut, cutout
+from lightning_tricks.core.batches.growing import growing_size
 
 __all__ = [
     "EMA",
@@ -33,9 +39,12 @@ __all__ = [
     "AdaptiveClip",
     "AutoClip",
     "BatchSizeWarmup",
+    "BatchTransform",
     "ChannelsLast",
+    "ColOut",
     "Compile",
     "CutMix",
+    "CutOut",
     "GradualUnfreeze",
     "HardExampleFilter",
     "HiddenMixup",
@@ -44,17 +53,23 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "ProgressiveResizing",
     "RewindOnSpike",
     "SAMCallback",
     "ScheduleFree",
+    "SequenceLengthWarmup",
     "SkipNonFinite",
     "StepInBackward",
     "TerminateOnNonFinite",
     "adaptive_clip_",
     "balance_experts_",
+    "colout",
     "cutmix",
+    "cutout",
     "ema_decay",
+    "growing_size",
     "mixup",
     "ohem_loss",
+    "resize_images",
     "scale_ema_decay",
 ]

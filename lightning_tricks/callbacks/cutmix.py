@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.batches.images import masks_of, require_images, rows_and_columns
 from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches.paths import Names, Path, get, put, spelled, walk
+from lightning_tricks.core.batches.paths import Names, Path, get, put
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range
 
 __all__ = ["CutMix", "cutmix"]
-
-_COORDINATES = re.compile(r"(^|[^a-z])(b?box(es)?|key_?points?|landmarks?|polygons?)($|[^a-z])", re.IGNORECASE)
 
 
 def cutmix(x: Tensor, lam: float, index: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, float]:
@@ -120,51 +118,20 @@ class CutMix(MixingCallback):
     @override
     def _inputs(self, context: BatchContext, size: int) -> list[tuple[Path, Tensor]]:
         inputs = super()._inputs(context, size)
-        if len({x.shape[-2:] for _, x in inputs}) > 1 or any(x.ndim < 3 for _, x in inputs):
-            raise self._cannot("needs images (B, ..., H, W) of one size", context)
-        for path, x in inputs:
-            if _has_channels_last(x):
-                raise self._cannot(
-                    f"needs images (B, ..., H, W), got {spelled(path)}, a tensor {tuple(x.shape)}, which looks like"
-                    " (B, H, W, C): move the channels behind the samples, by movedim(-1, 1), in the data set or in"
-                    " on_after_batch_transfer",
-                    context,
-                )
+        require_images(context.batch, [path for path, _ in inputs], type(self).__name__)
         return inputs
 
     @override
     def _require_parts(self, context: BatchContext, size: int) -> None:
         """Raise for parts of the batch that belong to places in the image, but cannot or would not be pasted."""
-        inputs, targets = self._inputs(context, size), self.targets_in(context.batch)
-        sides, images = inputs[0][1].shape[-2:], [path for path, _ in inputs]
-        for path, part in walk(context.batch):
-            is_spatial = isinstance(part, Tensor) and _rows_and_columns(part, sides) is not None
-            found = f"{spelled(path)}, {f'a tensor {tuple(part.shape)}' if isinstance(part, Tensor) else type(part)}"
-            if path in targets and is_spatial and part.ndim > 3 and part.shape[1:3] == part.shape[-2:] == sides:
-                raise self._cannot(
-                    f"cannot know which dimensions are height and width in {found}: make it a mask (B, H, W) of labels,"
-                    " or use images of another size",
-                    context,
-                )
-            if path in images or (path in targets and is_spatial):
-                continue
-            if is_spatial:
-                raise self._cannot(
-                    f"does not change {found}, which has the size of the images: name it in target= if it is a mask,"
-                    " in inputs= if it is an image, or leave it out of the batch",
-                    context,
-                )
-            if _is_geometry(path, part) or (path in targets and part.ndim > 2):
-                raise self._cannot(
-                    f"pastes images and masks of the same size and mixes labels (B,) and (B, C); it cannot paste"
-                    f" {found}: use Mixup, or leave CutMix out",
-                    context,
-                )
+        images = [path for path, _ in self._inputs(context, size)]
+        remedy = "use Mixup, or leave CutMix out"
+        masks_of(context.batch, images, self.targets_in(context.batch), type(self).__name__, remedy)
 
     @override
     def _labels(self, batch: Any) -> list[Path]:
         sides = get(batch, self.inputs_in(batch)[0]).shape[-2:]
-        return [path for path in self.targets_in(batch) if _rows_and_columns(get(batch, path), sides) is None]
+        return [path for path in self.targets_in(batch) if rows_and_columns(get(batch, path), sides) is None]
 
     @override
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
@@ -174,28 +141,10 @@ class CutMix(MixingCallback):
         index = permutation(context.numbers, inputs[0][1])
         seed = context.numbers.getrandbits(63)
         for path, x in (*inputs, *((path, get(batch, path)) for path in masks)):
-            places = _rows_and_columns(x, inputs[0][1].shape[-2:])
+            places = rows_and_columns(x, inputs[0][1].shape[-2:])
             assert places is not None
             # The same seed draws the same box in all of them.
             mixed, share = cutmix(x.movedim(places, (-2, -1)), lam, index, torch.Generator().manual_seed(seed))
             batch = put(batch, path, mixed.movedim((-2, -1), places))
         context.batch = batch
         return Drawn(share, index)
-
-
-def _rows_and_columns(x: Tensor, sides: torch.Size) -> tuple[int, int] | None:
-    """The dimensions in which a tensor (B, ..., H, W) or (B, H, W, ...) has the height and width of an image."""
-    if x.ndim >= 3 and x.shape[-2:] == sides:
-        return -2, -1
-    return (1, 2) if x.ndim >= 3 and x.shape[1:3] == sides else None
-
-
-def _has_channels_last(x: Tensor) -> bool:
-    """Whether a tensor has as few entries as there are colours in its last dimension alone."""
-    return x.ndim > 3 and x.shape[-1] in (1, 3, 4) and min(x.shape[1], x.shape[-2]) > 4
-
-
-def _is_geometry(path: Path, part: Any) -> bool:
-    """Whether a part of a batch holds coordinates in an image, by its name or its class."""
-    names = [name for name in path if isinstance(name, str)]
-    return type(part).__name__ in ("BoundingBoxes", "KeyPoints") or any(map(_COORDINATES.search, names))

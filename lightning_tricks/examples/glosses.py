@@ -49,7 +49,7 @@ class GlossTransformer(nn.Module):
     @override
     def forward(self, tokens: Tensor) -> Tensor:
         padding = tokens == PADDING
-        hidden = self.words(tokens) + self.places.weight
+        hidden = self.words(tokens) + self.places.weight[: tokens.shape[1]]
         hidden = self.block(hidden, src_key_padding_mask=padding).masked_fill(padding[..., None], 0)
         return self.head(hidden.sum(1) / (~padding).sum(1, keepdim=True))
 

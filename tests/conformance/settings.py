@@ -61,6 +61,29 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.ImagesNet"},
         },
     ),
+    "BatchTransform": Trick(
+        naive=lambda batches, seen: naive.Transformed(seen),
+        callbacks={
+            "on": lambda: [lt.BatchTransform(lt.CutOut(0.5))],
+            "off": lambda: [lt.BatchTransform(lt.CutOut(0.0))],
+        },
+        images=True,
+        by_batches=True,
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "BatchTransform",
+                        "init_args": {
+                            "transform": {"class_path": "lightning_tricks.CutOut", "init_args": {"length": 0.5}}
+                        },
+                    }
+                ]
+            },
+            "model": {"class_path": "tests.conformance.yaml_nets.ImagesNet"},
+        },
+        twin="CutMix",
+    ),
     "Doctor": neutral(lt.Doctor, "Doctor"),
     "EMA": Trick(
         naive=lambda batches, seen: naive.EMA(),
@@ -163,6 +186,24 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
+    "ProgressiveResizing": Trick(
+        naive=lambda batches, seen: naive.GrowingImages(),
+        callbacks={
+            "on": lambda: [lt.ProgressiveResizing(0.5, stop=4, multiple_of=1)],
+            "off": lambda: [lt.ProgressiveResizing(1.0)],
+        },
+        images=True,
+        grows=True,
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {"class_path": "ProgressiveResizing", "init_args": {"initial": 0.5, "stop": 4, "multiple_of": 1}}
+                ]
+            },
+            "model": {"class_path": "tests.conformance.yaml_nets.GrowingImagesNet"},
+        },
+        twin="SequenceLengthWarmup",
+    ),
     "RewindOnSpike": guard(
         lambda: lt.RewindOnSpike(every_n_steps=3),
         {"class_path": "RewindOnSpike", "init_args": {"every_n_steps": 3}},
@@ -200,6 +241,25 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.FreeNet"},
         },
         refused=("DeepSpeed",),
+    ),
+    "SequenceLengthWarmup": Trick(
+        naive=lambda batches, seen: naive.GrowingSequences(),
+        callbacks={
+            "on": lambda: [lt.SequenceLengthWarmup(0.5, stop=4, multiple_of=1, inputs=0)],
+            "off": lambda: [lt.SequenceLengthWarmup(1.0)],
+        },
+        grows=True,
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "SequenceLengthWarmup",
+                        "init_args": {"initial": 0.5, "stop": 4, "multiple_of": 1, "inputs": 0},
+                    }
+                ]
+            },
+            "model": {"class_path": "tests.conformance.yaml_nets.GrowingNet"},
+        },
     ),
     "StepInBackward": neutral(
         lt.StepInBackward, "StepInBackward", "accumulate", "clip", "DDP", "DeepSpeed", "FSDP2", "fp16", "manual"

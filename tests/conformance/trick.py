@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from torch import nn
+from torch import Tensor, nn
 
 import lightning_tricks as lt
 from tests.callbacks.test_moe_balance import with_experts
@@ -31,6 +31,7 @@ class Trick:
         sam: Radius of SAM, by the same key.
         schedule: Factory for ``configure_optimizers``, by the same key.
         images: Whether it needs images.
+        grows: Whether inputs are smaller at first: the network fills what is missing.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         convolutions: Whether it needs convolutions.
         experts: Whether it needs a mixture of experts.
@@ -50,6 +51,7 @@ class Trick:
     sam: dict[str, float] | None = None
     schedule: dict[str, Callable[..., Any]] | None = None
     images: bool = False
+    grows: bool = False
     by_batches: bool = False
     convolutions: bool = False
     experts: bool = False
@@ -68,12 +70,15 @@ class Trick:
             return type(base)("Net", (base,), {"__init__": lambda module: convolve(base, module)})
         if self.experts:
             return type(base)("Net", (base,), {"__init__": lambda module: with_experts(base, module)})
+        forward = filled if self.grows else lambda x: x.flatten(1)
         if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
             body = {
                 "on_after_batch_transfer": lambda module, batch, _: (batch[0].unflatten(1, (2, 4)), batch[1]),
-                "forward": lambda module, x: base.forward(module, x.flatten(1)),
+                "forward": lambda module, x: base.forward(module, forward(x)),
             }
             return type(base)("Net", (base,), body)
+        if self.grows:
+            return type(base)("Net", (base,), {"forward": lambda module, x: base.forward(module, filled(x))})
         return base
 
     def module(self, base: type[Net], state: str) -> type[Net]:
@@ -129,6 +134,11 @@ def spoil_first_batch(module: Any, batch: Any, _: int) -> Any:
     run = module.trainer
     bad = run.training and run.current_epoch == run.max_epochs - 1 and Path(run.ckpt_path or "").name != LAST_GOOD
     return spoil(batch, 0) if bad else batch
+
+
+def filled(x: Tensor) -> Tensor:
+    """Eight features: sequences with zeros behind them, and images of 2 x 4 pixels by the nearest ones."""
+    return F.pad(x, (0, 8 - x.shape[1])) if x.ndim == 2 else F.interpolate(x[:, None], (2, 4)).flatten(1)
 
 
 def convolve(base: type[Net], module: Net) -> None:

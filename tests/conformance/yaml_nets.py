@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.callbacks.test_moe_balance import with_experts
-from tests.conformance.trick import convolve, in_chunks, spoil_first_batch, spoil_last_epoch
+from tests.conformance.trick import convolve, filled, in_chunks, spoil_first_batch, spoil_last_epoch
 from tests.nets import NormNet
 
 
@@ -45,6 +45,20 @@ class ImagesNet(NormNet):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(1))
+
+
+class GrowingNet(NormNet):
+    """Gets sequences that grow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(filled(x))
+
+
+class GrowingImagesNet(ImagesNet):
+    """Gets images that grow to two rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NormNet.forward(self, filled(x))
 
 
 class FreeNet(NormNet):

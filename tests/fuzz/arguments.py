@@ -60,6 +60,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     **dict.fromkeys(FACTORIES, SCHEDULE),
     "reduce_on_plateau": {"optimizer": sgd, "module": lambda: None},
     "swa_tail": {"schedule": lambda: lt.cosine(sgd(), total_steps=20), "swa_lr": lambda: 0.05},
+    "BatchTransform": {"transform": nn.Identity},
     "GradualUnfreeze": {"at": lambda: [0.2, 0.5]},
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
@@ -89,6 +90,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     },
     "find_lr": {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
     "freeze": {"model": layers, "parameters": lambda: "0"},
+    "growing_size": {"step": lambda: 3, "full": lambda: 64, "initial": lambda: 0.5, "stop": lambda: 8},
     "greedy_soup": {
         "paths": lambda: [FILE],
         "evaluate": lambda: lambda state: 1.0,
@@ -98,6 +100,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "layer_decay_groups": {"model": layers, "lr": lambda: 1e-3, "decay": lambda: 0.7, "pattern": lambda: r"^(\d+)"},
     "no_weight_decay_groups": {"model": layers, "weight_decay": lambda: 0.1},
     "plot_schedule": {"schedule": lambda: lt.cosine(sgd(), total_steps=20)},
+    "SequenceLengthWarmup": {"inputs": lambda: 0},
     "preset": {"name": lambda: "single_bf16"},
     "quantize": {"module": layers},
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
@@ -148,6 +151,7 @@ LEFT_OUT = {
     "environment_report": "has no arguments",
     "presets": "has no arguments",
     "optimizer_steps": "has a Trainer only; tests/schedules/test_steps_fuzz.py has its settings",
+    "resize_images": "sizes that need any memory; tests/callbacks/test_progressive_resizing.py",
     "ray_trainer": "needs Ray's workers",
     "sharpness": "needs a loss and a loader; tests/modules/test_sharpness.py",
 }

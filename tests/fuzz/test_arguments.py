@@ -66,16 +66,6 @@ def test_many_more_arguments_are_taken_or_named(name: str) -> None:
 # -- what is taken can be used ----------------------------------------------------------------------------------------
 
 
-class Conv(Net):
-    """With images."""
-
-    def on_after_batch_transfer(self, batch: Any, _: int) -> Any:
-        return batch[0].unflatten(1, (2, 4)), batch[1]
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(x.flatten(1))
-
-
 def taken(name: str, changed: dict[str, Any]) -> Callback | None:
     try:
         return PUBLIC[name](**{**needed(name), **changed})
@@ -90,7 +80,8 @@ def use(name: str, data: st.DataObject) -> None:
     changed = {each: data.draw(fitting(hints[each])) for each in chosen}
     callback = taken(name, changed)
     assume(callback is not None)
-    module = Conv() if name in SETTINGS and SETTINGS[name].images else Net()
+    needs = SETTINGS.get(name)
+    module = needs.plain(Net)() if needs and (needs.images or needs.grows) else Net()
     try:
         fit(module, train=loader(16), val=loader(8), max_epochs=1, callbacks=[callback])
     except (MisconfigurationException, ValueError) as error:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import resize
 
 from tests.nets import data
 from tests.reference.loop import Batch, Naive
@@ -189,6 +190,42 @@ class Cut(Mixed):
         assert cut.sum() == rows * columns  # a box
         assert lams.unique().item() == 1 - cut.sum() / 8
         return module(given)
+
+
+class Transformed(Mixed):
+    """A pixel of each image, as large as half of its shorter side, is zero."""
+
+    def loss(self, module: Any, batch: Batch, number: int) -> Tensor:
+        given, own = self.seen.inputs[number], batch[0].unflatten(1, (2, 4))
+        for image, before in zip(given, own, strict=True):
+            assert (image != before).sum() == 1 == (image == 0).sum()
+        return Naive.loss(self, module, (given, batch[1]), number)
+
+
+class GrowingSequences(Naive):
+    """Half of a sequence at first, all of it from the fourth step on."""
+
+    made = 0
+
+    def loss(self, module: Any, batch: Batch, number: int) -> Tensor:
+        return self.of(module, (self.begun(batch[0]), batch[1]))
+
+    def begun(self, x: Tensor) -> Tensor:
+        return x[:, : min(8, 4 + self.made)]
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        self.made += 1
+
+    def left_out(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.made += 1
+
+
+class GrowingImages(GrowingSequences):
+    """Half of 2 x 4 pixels at first."""
+
+    def begun(self, x: Tensor) -> Tensor:
+        sides = [(1, 2), (1, 2), (2, 3), (2, 4)][min(3, self.made)]
+        return resize(x.unflatten(1, (2, 4))[:, None], sides, antialias=True)[:, 0]
 
 
 class Hidden(Mixed):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -42,7 +43,7 @@ class BatchCallback(Trick):
     target: Names
     prob: float | None = None
     order = 0
-    durations = ("start", "stop")
+    durations: ClassVar[tuple[str, ...]] = ("start", "stop")
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,12 +73,16 @@ class BatchCallback(Trick):
         return bool(self._steps) and self._steps["start"] <= trainer.global_step < self._steps["stop"]
 
     def inputs_in(self, batch: Any) -> list[Path]:
-        """The paths of the inputs in a batch."""
-        return self._found(batch, "inputs", INPUTS, 0)
+        """The paths of the inputs in a batch, which may be an input itself."""
+        return [()] if isinstance(batch, Tensor) and self.inputs is None else self._found(batch, "inputs", INPUTS, 0)
 
     def targets_in(self, batch: Any) -> list[Path]:
         """The paths of the targets in a batch."""
         return self._found(batch, "target", TARGETS, 1)
+
+    def targets_if_any(self, batch: Any) -> list[Path]:
+        """The paths of the targets in a batch; none if none were asked for and none are there."""
+        return locate(batch, None, TARGETS, 1) if self.target is None else self.targets_in(batch)
 
     def _samples(self, batch: Any, expected: int | None = None) -> int:
         """The number of samples in a batch, by its targets."""

@@ -42,3 +42,20 @@ def random_numbers_of(state: RandomState, device: torch.device) -> Iterator[None
         yield
     finally:
         set_random_state(outside, device)
+
+
+@contextmanager
+def random_numbers_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of a seed (32 bits) inside the block; the generators are restored at its end."""
+    outside = random_state(device)
+    try:
+        torch.random.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed)
+        yield
+    finally:
+        set_random_state(outside, device)

@@ -1,0 +1,1 @@
+"""Transforms of samples, on the device."""
