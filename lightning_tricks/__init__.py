@@ -36,6 +36,9 @@ from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.data.length_buckets import LengthBuckets
+from lightning_tricks.data.packing import pack_sequences
+from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -86,6 +89,7 @@ __all__ = [
     "AdaptiveClip",
     "AutoClip",
     "BatchSizeWarmup",
+    "BatchedDataset",
     "ChannelsLast",
     "Compile",
     "CutMix",
@@ -99,6 +103,7 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "LeanLoss",
+    "LengthBuckets",
     "LoRA",
     "Mixup",
     "MoEBalance",
@@ -110,6 +115,7 @@ __all__ = [
     "SkipNonFinite",
     "StepInBackward",
     "TerminateOnNonFinite",
+    "TokenBuckets",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
@@ -145,6 +151,7 @@ __all__ = [
     "optimizer",
     "optimizer_steps",
     "optimizers",
+    "pack_sequences",
     "plot_schedule",
     "polynomial",
     "preset",
