@@ -46,7 +46,8 @@ def sorted_steps(
     steps = size // step if drop_last else math.ceil(size / step)
     order = order.repeat(math.ceil(steps * step / size))[: steps * step]
     waits = step * math.ceil(pool / 10) if pool > 1 else 0
-    held, cut = order[:0], []
+    held: Tensor = order[:0]
+    cut: list[Tensor] = []
     for part in order.split(step * pool - waits) if steps else ():
         held = torch.cat([held, part])
         held = held[lengths[held].argsort(stable=True)]
@@ -63,9 +64,11 @@ class LengthBuckets(FitSampler):
 
     Samples are shuffled, sorted by length within pools of ``pool`` steps and cut into steps of
     ``batch_size * ranks`` samples, of which rank r takes every ``ranks``-th one, beginning with the r-th; then the
-    steps are shuffled. The longest tenth of a pool waits for the next. The order depends on ``seed`` and the epoch. Lightning keeps the sampler under DDP, where it
-    splits the steps itself, and tells it the epoch. A fit that is resumed within an epoch goes on with the samples that
-    an unbroken one has, with loader workers, too: Lightning's warning that the "dataloader is not resumable" does not apply.
+    steps are shuffled. The longest tenth of a pool waits for the next. The order depends on ``seed`` and the epoch.
+
+    Lightning keeps the sampler under DDP, where it splits the steps itself, and tells it the epoch. A fit that is
+    resumed within an epoch goes on with the samples that an unbroken one has, also with loader workers: Lightning's
+    warning that the "dataloader is not resumable" does not apply.
 
     Args:
         lengths: The length of each sample (n,), in tokens or any other unit.

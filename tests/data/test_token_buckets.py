@@ -20,7 +20,7 @@ from tests.ranks import run_cases
 BUDGET = 800
 
 
-def loader(size: int = 63, num_workers: int = 0, **settings: Any) -> DataLoader[Any]:
+def loader(size: int = 65, num_workers: int = 0, **settings: Any) -> DataLoader[Any]:
     sampler = lt.TokenBuckets(lengths(size), BUDGET, **settings)
     samples = lt.BatchedDataset(Numbered(size))
     return DataLoader(samples, batch_size=None, sampler=sampler, collate_fn=default_collate, num_workers=num_workers)

@@ -62,7 +62,8 @@ def _reader(trainer: pl.Trainer, passed: list[tuple[object, str]]) -> Reader:
     calls = [name for owner, name in passed if owner is not None and owner is loop._data_fetcher]
     if not calls:  # a validation, or another pass over the training samples
         return Reader(world, rank, loaders=loaders)
-    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    batches: Any = loop.epoch_loop.batch_progress
+    epochs: Any = loop.epoch_progress.current
     if epochs.started == epochs.processed or batches.is_last_batch:  # between epochs
         return Reader(world, rank, epochs.started, 0, loaders)
     resumed = loop.epoch_loop.restarting or "__next__" in calls  # otherwise of an earlier fit that has failed
@@ -80,7 +81,8 @@ class FitSampler(DistributedSampler[Any]):
         check_type("drop_last", drop_last, bool)
         check_count("seed", seed, least=0)
         self.lengths = checked_lengths(lengths)
-        super().__init__(self.lengths, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        given: Any = self.lengths  # of the data set torch asks the length only
+        super().__init__(given, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     @abstractmethod
     def _batches(self, epoch: int, world: int) -> list[Tensor]:
@@ -117,9 +119,9 @@ def checked_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
         found = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"lengths must be integers, one for each sample, got {lengths!r}.") from error
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        if found.numel():  # torch makes floats of no numbers at all
-            raise TypeError(f"lengths must be integers, one for each sample, got {found.dtype}.")
+    numbers = found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    if numbers and found.numel():  # torch makes floats of no numbers at all
+        raise TypeError(f"lengths must be integers, one for each sample, got {found.dtype}.")
     if found.ndim != 1 or not found.numel():
         raise ValueError(
             f"lengths must be a sequence with one integer for each sample, got shape {tuple(found.shape)}."
