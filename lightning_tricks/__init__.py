@@ -13,6 +13,7 @@ from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix
+from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
@@ -30,6 +31,7 @@ from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
+from lightning_tricks.callbacks.throughput import Throughput
 from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
@@ -94,6 +96,7 @@ __all__ = [
     "Compile",
     "CutMix",
     "DDPPreset",
+    "DataWait",
     "Doctor",
     "FSDP2Preset",
     "GradCacheMixin",
@@ -115,6 +118,7 @@ __all__ = [
     "SkipNonFinite",
     "StepInBackward",
     "TerminateOnNonFinite",
+    "Throughput",
     "TokenBuckets",
     "UnknownTotalSteps",
     "ZeROPreset",

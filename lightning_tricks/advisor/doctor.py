@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
@@ -32,6 +31,7 @@ from typing_extensions import override
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.core.checks import check_choice, check_strings, some
 from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.loaders import available_cores
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
@@ -103,7 +103,7 @@ def _configured_dtype(module: nn.Module) -> object:
 
 def loader_workers(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
     """Find loaders with more workers than this machine has cores, over all of its processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     for loader in _loaders(trainer):
         if loader.num_workers * trainer.num_devices > cores:
             yield (

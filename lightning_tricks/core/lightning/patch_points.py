@@ -137,6 +137,10 @@ WRAPPED = (
         "schedules must not count a step that was left out",
     ),
     WrappedMethod(
+        _EPOCH_LOOP, "_on_before_fetch", "", "DataWait", "no hook runs between the end of a step and the next batch"
+    ),
+    WrappedMethod(_EPOCH_LOOP, "_on_after_fetch", "", "DataWait", "as above, once the batch is there"),
+    WrappedMethod(
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
         "run",
         "",
