@@ -6,6 +6,7 @@ from lightning_tricks.advisor.choose import Hardware, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import environment_report
 from lightning_tricks.advisor.memory.estimate import estimate_memory
+from lightning_tricks.advisor.profile import TricksProfile, profile_tricks
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
 from lightning_tricks.callbacks.auto_clip import AutoClip
@@ -41,6 +42,7 @@ from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_s
 from lightning_tricks.data.length_buckets import LengthBuckets
 from lightning_tricks.data.packing import pack_sequences
 from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
+from lightning_tricks.data.workers import find_num_workers
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -120,6 +122,7 @@ __all__ = [
     "TerminateOnNonFinite",
     "Throughput",
     "TokenBuckets",
+    "TricksProfile",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
@@ -139,6 +142,7 @@ __all__ = [
     "export_weights",
     "find_batch_size",
     "find_lr",
+    "find_num_workers",
     "flat_cos",
     "freeze",
     "functional",
@@ -160,6 +164,7 @@ __all__ = [
     "polynomial",
     "preset",
     "presets",
+    "profile_tricks",
     "quantize",
     "ray_trainer",
     "reduce_on_plateau",

@@ -16,6 +16,7 @@ from lightning_tricks_cli.commands import (
     doctor,
     export,
     find_lr,
+    find_workers,
     memory,
     optimizers,
     plot_schedule,
@@ -26,7 +27,7 @@ from lightning_tricks_cli.commands import (
 )
 
 COMMANDS = (
-    *(trainer, find_lr, demo),
+    *(trainer, find_lr, find_workers, demo),
     *(tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )

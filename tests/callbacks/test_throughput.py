@@ -28,7 +28,7 @@ class Timed(PlainNet):
         self.validated = self.paused = 0.0
 
     def true_rate(self, first: int = 3) -> float:
-        """Samples in a second, from the step behind the counted one to the last, whose own time is that of the sleep."""
+        """Samples in a second, from the step behind the counted one to the last, which takes as long as it sleeps."""
         passed = self.began[-1] + 0.022 - self.began[first] - self.paused
         return 8 * len(self.began[first:]) / passed
 
@@ -59,8 +59,9 @@ def test_the_samples_of_a_second_are_counted_without_validation() -> None:
 
 @pytest.mark.slow
 def test_the_rate_is_exact_enough() -> None:
-    found = rates(Timed(), loader(800), log_every_n_steps=90)
-    assert found["samples_per_second"] == pytest.approx(8 / 0.02, rel=0.06)
+    module = Timed()
+    found = rates(module, loader(800), log_every_n_steps=100)
+    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.05)
 
 
 def test_the_operations_are_those_of_the_matrices() -> None:
@@ -84,7 +85,7 @@ class Texts(Timed):
 
 
 def texts(mask: bool) -> DataLoader[Any]:
-    samples = [{"input_ids": x, "labels": y} for x, y in data(80)]
+    samples = [{"input_ids": x, "labels": y} for x, y in map(data(80).__getitem__, range(80))]
     if mask:
         samples = [{**sample, "attention_mask": torch.tensor([1] * 6 + [0] * 2)} for sample in samples]
     return DataLoader(samples, 8)  # type: ignore[arg-type]
@@ -142,7 +143,8 @@ def test_compiled_modules_have_no_operations() -> None:
     class Compiled(PlainNet):
         def __init__(self) -> None:
             super().__init__()
-            self.layers[0] = torch.compile(nn.Linear(8, 16), backend="eager")
+            compiled: Any = torch.compile(nn.Linear(8, 16), backend="eager")
+            self.layers[0] = compiled
 
     assert rates(Compiled(), loader(80)).keys() == {"samples_per_second"}
 
@@ -159,14 +161,16 @@ def test_the_progress_bar_shows_the_rates(tmp_path: Path) -> None:
     assert {"tricks/samples_per_second", "tricks/teraflops"} <= shown[-1].keys()
 
 
-def on_ranks() -> tuple[dict[str, float], int]:
-    return rates(Timed(), loader(160), devices=2, strategy="ddp", log_every_n_steps=10)["samples_per_second"]
+def on_ranks() -> tuple[float, float]:
+    module = Timed()
+    found = rates(module, loader(320), devices=2, strategy="ddp", log_every_n_steps=20)
+    return found["samples_per_second"], module.true_rate()
 
 
 @pytest.mark.slow
 def test_the_rates_are_of_all_devices() -> None:
-    for rate in run_ranks(on_ranks):
-        assert rate == pytest.approx(2 * 8 / 0.02, rel=0.4)
+    for rate, true_rate in run_ranks(on_ranks):
+        assert rate == pytest.approx(2 * true_rate, rel=0.15)
 
 
 def test_a_wrong_name_is_refused() -> None:

@@ -54,7 +54,7 @@ class Recorder(PlainNet):
         self.seen.append((self.current_epoch, batch_idx, batch[2].tolist()))
         return super().training_step(batch[:2], batch_idx)
 
-    validation_step = None  # type: ignore[assignment]
+    validation_step: Any = None
 
 
 def loader(size: int = 44, batch_size: int = 4, num_workers: int = 0, **settings: Any) -> DataLoader[Any]:
@@ -178,9 +178,10 @@ class Saver(Callback):
     """Saves in hooks from which Lightning can resume, with the number of steps that were made."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.saved = folder, {}
+        self.folder = folder
+        self.saved: dict[str, int] = {}
 
-    def _save(self, run: pl.Trainer, hook: str) -> None:
+    def _save(self, run: Any, hook: str) -> None:
         name = f"{hook}-{run.current_epoch}-{run.global_step}"
         self.saved[name] = len(run.lightning_module.seen)
         run.save_checkpoint(self.folder / name)
