@@ -19,7 +19,7 @@ PACKAGE = ROOT / "lightning_tricks"
 KINDS = ("advisor", "callbacks", "checkpoints", "data", "losses", "modules", "optimizers", "schedules", "strategies")
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
 CORE = {"core/lightning/steps.py": "schedules"}  # what every kind needs, and who offers it
-IN_PACKAGE = {"CurveLR", "PlateauLR"}  # schedulers that the factories make: nobody constructs them
+IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody
 
 
 class Name(NamedTuple):

@@ -6,7 +6,7 @@ from lightning_tricks.advisor.choose import Hardware, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import environment_report
 from lightning_tricks.advisor.memory.estimate import estimate_memory
-from lightning_tricks.advisor.profile import TricksProfile, profile_tricks
+from lightning_tricks.advisor.profile import profile_tricks
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
 from lightning_tricks.callbacks.auto_clip import AutoClip
@@ -122,7 +122,6 @@ __all__ = [
     "TerminateOnNonFinite",
     "Throughput",
     "TokenBuckets",
-    "TricksProfile",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",

@@ -126,21 +126,26 @@ class _Profiler(Callback):
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _begin(self, *_: Any) -> None:
-        self._training, self._began = True, self._now()
-
-    def _end(self, *_: Any) -> None:
+    def _end(self) -> None:
         if self._training:
             self._training, self.profile.total = False, self.profile.total + self._now() - self._began
 
-    on_train_epoch_start = _begin
-    on_train_epoch_end = _end
-    on_validation_start = _end
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._training, self._began = True, self._now()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._begin()
+            self.on_train_epoch_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:

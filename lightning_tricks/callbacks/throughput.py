@@ -22,7 +22,7 @@ from lightning_tricks.core.trick import Trick
 __all__ = ["Throughput"]
 
 TOKENS = ("attention_mask", "input_ids")
-WARMED_UP = 2  # batches before the one whose operations are counted: lazy layers and optimizers are made by then
+WARMED_UP = 1  # batches before the one whose operations are counted: lazy layers have their weights then
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -134,7 +134,8 @@ def find_num_workers(
     if most is not None:
         check_count("most", most, least=0)
     largest = cores if most is None else most
-    prefetch, times = loader.prefetch_factor or 2, {n: [] for n in candidates(largest)}
+    prefetch = loader.prefetch_factor or 2
+    times: dict[int, list[float]] = {workers: [] for workers in candidates(largest)}
     with ExitStack() as undo:
         undo.enter_context(isolate_rng())
         for generator in generators_of(loader):

@@ -144,7 +144,7 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
 
 
 COMMANDS = (
-    *("fit", "validate", "test", "predict", "find-lr", "demo"),
+    *("fit", "validate", "test", "predict", "find-lr", "find-workers", "demo"),
     *("tricks", "presets", "optimizers", "plot-schedule", "memory", "suggest", "doctor"),
     *("average", "export", "consolidate"),
 )

@@ -61,6 +61,7 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.ImagesNet"},
         },
     ),
+    "DataWait": neutral(lambda: lt.DataWait(warn=1.0), {"class_path": "DataWait", "init_args": {"warn": 1.0}}),
     "Doctor": neutral(lt.Doctor, "Doctor"),
     "EMA": Trick(
         naive=lambda batches, seen: naive.EMA(),
@@ -224,6 +225,7 @@ SETTINGS: dict[str, Trick] = {
     "SkipNonFinite": guard(
         lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed", naive=lambda batches, seen: naive.Skipping(len(batches))
     ),
+    "Throughput": neutral(lt.Throughput, "Throughput"),
     "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
     "constant": Trick(
         naive=scheduled("constant"),

@@ -109,13 +109,14 @@ def test_little_is_padding_and_no_rank_waits_for_another() -> None:
     assert padding(lengths, both) < padding(lengths, step) / 8
     sums = torch.tensor([[int(lengths[both[n + rank]].max()) * 16 for rank in (0, 1)] for n in range(0, len(both), 2)])
     assert 1 - sums.sum() / (2 * sums.amax(1).sum()) < 0.01
-    batches = list(DataLoader(lengths, 16, sampler=sampler))
+    samples: Any = lengths
+    batches = list(DataLoader(samples, 16, sampler=sampler))
     assert [batch.tolist() for batch in batches] == [lengths[batch].tolist() for batch in sampler._batches(0, 1)]
 
 
 def test_the_order_is_of_seed_and_epoch() -> None:
     def order(epoch: int, **settings: Any) -> list[int]:
-        sampler = loader(**settings).sampler
+        sampler: Any = loader(**settings).sampler
         sampler.set_epoch(epoch)
         return list(sampler)
 

@@ -55,7 +55,8 @@ def test_packed_sequences_train_as_padded_ones(kind: str, attention: str) -> Non
     network = model(kind, attention)
     assert network.config.use_cache, "the default, with which position_ids alone would not be enough"
     loss, gradients = loss_and_gradients(network, padded())
-    (batch,) = DataLoader(samples(), batch_size=8, collate_fn=lt.pack_sequences)
+    given: Any = samples()
+    (batch,) = DataLoader(given, batch_size=8, collate_fn=lt.pack_sequences)
     packed, found = loss_and_gradients(network, batch)
     torch.testing.assert_close(packed, loss)
     torch.testing.assert_close(found, gradients, atol=1e-6, rtol=1e-4)

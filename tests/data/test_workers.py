@@ -74,7 +74,7 @@ class Own(DataLoader[Any]):
     """A class of somebody's, with an argument more."""
 
     def __init__(self, more: str) -> None:
-        super().__init__(data(64), 8)  # type: ignore[arg-type]
+        super().__init__(data(64), 8)
         self.more = more
 
 

@@ -63,6 +63,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "GradualUnfreeze": {"at": lambda: [0.2, 0.5]},
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
+    "LengthBuckets": {"lengths": lambda: [3, 1, 2], "batch_size": lambda: 2},
     "LoRA": {"modules": lambda: "layers.0"},
     "export_adapters": {"checkpoint": lambda: "adapters.ckpt", "output": lambda: "adapters", "force": lambda: True},
     "CurveLR": {"optimizer": sgd, "curve": lambda: partial(lambda step: 1.0)},
@@ -87,6 +88,12 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "train_dataloaders": lambda: loader(16),
         "max_size": lambda: 4,
     },
+    "find_num_workers": {
+        "loader": lambda: loader(16),
+        "most": lambda: 0,
+        "seconds": lambda: 0.0,
+        "rounds": lambda: 2,
+    },
     "find_lr": {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
     "freeze": {"model": layers, "parameters": lambda: "0"},
     "greedy_soup": {
@@ -103,6 +110,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
     "scale_ema_decay": {"decay": lambda: 0.99, **SCALE},
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
+    "TokenBuckets": {"lengths": lambda: [3, 1, 2], "max_tokens": lambda: 8},
     "suggest_strategy": {"model": lambda: 10**6, "hardware": lambda: lt.Hardware(8e9)},
 }
 # What a required argument of any other call gets, by its name or by its annotation.
@@ -131,8 +139,14 @@ LEFT_OUT = {
     "lean_loss": "has a model only",
     "LeanLoss": "has the name of a module only",
     "merge_adapters": "has a module only",
+    "BatchedDataset": "has a data set only",
+    "pack_sequences": "has samples only; tests/data/test_packing.py",
+    "profile_tricks": "has a Trainer only",
     **dict.fromkeys(
-        ["BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"],
+        [
+            *("BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"),
+            *("TricksProfile", "WorkersResult"),
+        ],
         "a result, which nobody constructs",
     ),
     "UnknownTotalSteps": "an error, which nobody constructs",
@@ -152,12 +166,12 @@ LEFT_OUT = {
     "sharpness": "needs a loss and a loader; tests/modules/test_sharpness.py",
 }
 NAMES = [name for name in PUBLIC if name not in LEFT_OUT]
-COSTLY = {"steps", "max_size", "effective"}  # what is done so often
+COSTLY = {"steps", "max_size", "effective", "most", "seconds", "step_seconds", "rounds"}  # what is done so often
 # What is an object of the user's or of torch, and is tried only as what it should be.
 OBJECTS = {
     *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
     *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
-    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather"),
+    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "loader", "lengths"),
 }
 
 
