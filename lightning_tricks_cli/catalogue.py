@@ -181,8 +181,6 @@ CATALOGUE = (
         ("DataWait", "find_num_workers", "Throughput", "profile_tricks"),
         "callbacks=[lt.DataWait(),lt.Throughput()]",
         "what training [waits for](docs/data.md#waiting-for-data), how fast it is, what tricks cost",
-        "",
-        ("WorkersResult", "TricksProfile"),
     ),
     Row(
         ("Doctor", "drop_bias_before_batchnorm", "add_stochastic_depth"),

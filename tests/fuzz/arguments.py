@@ -88,12 +88,6 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "train_dataloaders": lambda: loader(16),
         "max_size": lambda: 4,
     },
-    "find_num_workers": {
-        "loader": lambda: loader(16),
-        "most": lambda: 0,
-        "seconds": lambda: 0.0,
-        "rounds": lambda: 2,
-    },
     "find_lr": {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
     "freeze": {"model": layers, "parameters": lambda: "0"},
     "greedy_soup": {
@@ -141,6 +135,7 @@ LEFT_OUT = {
     "merge_adapters": "has a module only",
     "BatchedDataset": "has a data set only",
     "pack_sequences": "has samples only; tests/data/test_packing.py",
+    "find_num_workers": "takes the seconds that it is given; tests/data/test_workers.py",
     "profile_tricks": "has a Trainer only",
     **dict.fromkeys(
         [
@@ -166,12 +161,12 @@ LEFT_OUT = {
     "sharpness": "needs a loss and a loader; tests/modules/test_sharpness.py",
 }
 NAMES = [name for name in PUBLIC if name not in LEFT_OUT]
-COSTLY = {"steps", "max_size", "effective", "most", "seconds", "step_seconds", "rounds"}  # what is done so often
+COSTLY = {"steps", "max_size", "effective"}  # what is done so often
 # What is an object of the user's or of torch, and is tried only as what it should be.
 OBJECTS = {
     *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
     *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
-    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "loader", "lengths"),
+    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "lengths"),
 }
 
 
