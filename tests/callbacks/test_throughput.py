@@ -57,6 +57,17 @@ def test_the_samples_of_a_second_are_counted_without_validation() -> None:
     assert found.keys() == {"samples_per_second", "teraflops"}
 
 
+def test_the_step_whose_operations_are_counted_is_no_part_of_the_rate() -> None:
+    class Counted(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            time.sleep(0.6 if batch_idx == throughput.WARMED_UP else 0.0)
+            return super().training_step(batch, batch_idx)
+
+    module = Counted()
+    found = rates(module, loader(160), log_every_n_steps=20)
+    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.25)
+
+
 @pytest.mark.slow
 def test_the_rate_is_exact_enough() -> None:
     module = Timed()
