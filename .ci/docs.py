@@ -23,6 +23,7 @@ KINDS = {
     "callbacks": "Callbacks",
     "modules": "Modules",
     "losses": "Losses",
+    "data": "Data",
     "schedules": "Schedules",
     "optimizers": "Optimizers",
     "strategies": "Strategies",

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_tricks"
-KINDS = ("advisor", "callbacks", "checkpoints", "losses", "modules", "optimizers", "schedules", "strategies")
+KINDS = ("advisor", "callbacks", "checkpoints", "data", "losses", "modules", "optimizers", "schedules", "strategies")
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
 CORE = {  # what several tricks need, and the kind that offers it
     "core/batches/growing.py": "callbacks",
     "core/lightning/steps.py": "schedules",
 }
-IN_PACKAGE = {"CurveLR", "PlateauLR"}  # schedulers that the factories make: nobody constructs them
+IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody
 PURE = {"growing_size"}  # the pure half of two tricks
 
 

@@ -6,6 +6,7 @@ from lightning_tricks.advisor.choose import Hardware, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import environment_report
 from lightning_tricks.advisor.memory.estimate import estimate_memory
+from lightning_tricks.advisor.profile import profile_tricks
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
 from lightning_tricks.callbacks.auto_clip import AutoClip
@@ -13,6 +14,7 @@ from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix
+from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
@@ -32,6 +34,7 @@ from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
+from lightning_tricks.callbacks.throughput import Throughput
 from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
 from lightning_tricks.callbacks.transforms.colout import ColOut
 from lightning_tricks.callbacks.transforms.cutout import CutOut
@@ -41,6 +44,10 @@ from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.data.length_buckets import LengthBuckets
+from lightning_tricks.data.packing import pack_sequences
+from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
+from lightning_tricks.data.workers import find_num_workers
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -92,12 +99,14 @@ __all__ = [
     "AutoClip",
     "BatchSizeWarmup",
     "BatchTransform",
+    "BatchedDataset",
     "ChannelsLast",
     "ColOut",
     "Compile",
     "CutMix",
     "CutOut",
     "DDPPreset",
+    "DataWait",
     "Doctor",
     "FSDP2Preset",
     "GradCacheMixin",
@@ -107,6 +116,7 @@ __all__ = [
     "HiddenMixup",
     "LRSchedule",
     "LeanLoss",
+    "LengthBuckets",
     "LoRA",
     "Mixup",
     "MoEBalance",
@@ -120,6 +130,8 @@ __all__ = [
     "SkipNonFinite",
     "StepInBackward",
     "TerminateOnNonFinite",
+    "Throughput",
+    "TokenBuckets",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
@@ -139,6 +151,7 @@ __all__ = [
     "export_weights",
     "find_batch_size",
     "find_lr",
+    "find_num_workers",
     "flat_cos",
     "freeze",
     "functional",
@@ -155,10 +168,12 @@ __all__ = [
     "optimizer",
     "optimizer_steps",
     "optimizers",
+    "pack_sequences",
     "plot_schedule",
     "polynomial",
     "preset",
     "presets",
+    "profile_tricks",
     "quantize",
     "ray_trainer",
     "reduce_on_plateau",

@@ -185,6 +185,16 @@ CATALOGUE = (
         ("ChannelsLast", "speed_preset"),
     ),
     Row(
+        ("LengthBuckets", "TokenBuckets", "BatchedDataset", "pack_sequences"),
+        "DataLoader(data,16,sampler=lt.LengthBuckets(lengths,16))",
+        "[alike lengths](docs/data.md) in a step, a token budget, packed rows",
+    ),
+    Row(
+        ("DataWait", "find_num_workers", "Throughput", "profile_tricks"),
+        "callbacks=[lt.DataWait(),lt.Throughput()]",
+        "what training [waits for](docs/data.md#waiting-for-data), how fast it is, what tricks cost",
+    ),
+    Row(
         ("Doctor", "drop_bias_before_batchnorm", "add_stochastic_depth"),
         "callbacks=[lt.Doctor()]",
         "checks with remedies; networks changed before training",

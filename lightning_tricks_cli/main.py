@@ -16,6 +16,7 @@ from lightning_tricks_cli.commands import (
     doctor,
     export,
     find_lr,
+    find_workers,
     memory,
     optimizers,
     plot_schedule,
@@ -27,7 +28,7 @@ from lightning_tricks_cli.commands import (
 from lightning_tricks_cli.commands.target import with_flags
 
 COMMANDS = (
-    *(trainer, find_lr, demo),
+    *(trainer, find_lr, find_workers, demo),
     *(tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )

@@ -22,6 +22,7 @@ Logged = dict[str, list[tuple[int, float]]]  # steps and values
 
 KEYS = {
     "AutoClip": {"tricks/grad_norm", "tricks/clip_value"},
+    "DataWait": {"tricks/data_wait"},
     "EMA": {"tricks/ema_decay", "tricks/ema_distance"},
     "HardExampleFilter": {"tricks/kept_fraction", "tricks/loss_threshold"},
     'HardExampleFilter(mode="loss")': {"tricks/kept_fraction", "tricks/loss_threshold"},
@@ -31,6 +32,7 @@ KEYS = {
     "SWA": {"tricks/swa_distance"},
     "ScheduleFree": {"tricks/schedulefree_distance"},
     "SkipNonFinite": {"tricks/skipped_steps"},
+    "Throughput": {"tricks/samples_per_second", "tricks/teraflops"},
 }
 EVERY = {key for name, keys in KEYS.items() for key in keys if name != "ScheduleFree"}  # beside which no average may be
 STEPS = [1, 3, 5, 7, 9, 11]  # of two epochs of six batches, every second
@@ -44,6 +46,7 @@ def all_at_once(loggers: Any) -> dict[str, float]:
     callbacks = [
         *(lt.HardExampleFilter(), lt.SkipNonFinite(), lt.RewindOnSpike(), lt.AutoClip()),
         *(lt.EMA(0.9), lt.SWA(0, validate="raw", at_end="raw")),
+        *(lt.DataWait(warn=1.0), lt.Throughput()),
     ]
     run = fit(build(Sharp), logger=loggers, callbacks=callbacks, log_every_n_steps=2)
     return {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("tricks/")}

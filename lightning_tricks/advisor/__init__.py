@@ -5,6 +5,7 @@ from lightning_tricks.advisor.choose import Hardware, Suggestion, suggest_strate
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import EnvironmentReport, environment_report
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_tricks.advisor.profile import TricksProfile, profile_tricks
 
 __all__ = [
     "BatchSizeResult",
@@ -13,8 +14,10 @@ __all__ = [
     "Hardware",
     "MemoryEstimate",
     "Suggestion",
+    "TricksProfile",
     "environment_report",
     "estimate_memory",
     "find_batch_size",
+    "profile_tricks",
     "suggest_strategy",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
@@ -13,6 +12,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,12 +26,13 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     PolynomialLR,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from typing_extensions import override
 
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.core.checks import check_choice, check_strings, some
 from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.loaders import available_cores
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
@@ -103,7 +104,7 @@ def _configured_dtype(module: nn.Module) -> object:
 
 def loader_workers(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
     """Find loaders with more workers than this machine has cores, over all of its processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     for loader in _loaders(trainer):
         if loader.num_workers * trainer.num_devices > cores:
             yield (
@@ -262,6 +263,17 @@ def same_on_all_ranks(trainer: pl.Trainer, batch: Any) -> bool:
     return smallest == largest
 
 
+def shuffled_by_each_rank(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
+    """Whether every rank draws from all samples, with torch's own sampler and the same data set."""
+    if type(loader.sampler) is not RandomSampler:  # Lightning puts a DistributedSampler in its place
+        return False
+    fewest, most = extremes(trainer, len(loader.sampler))
+    if fewest != most or not most:
+        return False
+    with isolate_rng():  # the data set may draw random numbers for a sample
+        return same_on_all_ranks(trainer, loader.dataset[0])
+
+
 @final
 class Doctor(Trick):
     """Warns about probable mistakes when training starts, each with a remedy; changes nothing.
@@ -277,7 +289,8 @@ class Doctor(Trick):
     - ``frozen-parameters``: frozen parameters are in an optimizer
     - ``sync-dist``: ``self.log(..., sync_dist=True)`` in ``training_step``, which waits for all ranks in every step
     - ``gather-gradients``: ``self.all_gather(z)`` in ``training_step`` cuts the graph of z, as in a contrastive loss
-    - ``same-samples``: all ranks get the same first batch, from a ``batch_sampler`` or a dataset that knows no ranks
+    - ``same-samples``: all ranks get the same first batch, or each one shuffles all samples for itself, from a sampler
+      or a dataset that knows no ranks, as with ``use_distributed_sampler=False``
 
     Args:
         silence: The name of a rule to ignore, or a sequence of names.
@@ -321,13 +334,18 @@ class Doctor(Trick):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        if SAME_SAMPLES in self._watched and ranks == trainer.world_size and same_on_all_ranks(trainer, batch):
-            text = (
-                f"the first batch of all {ranks} ranks has the same samples, so that {ranks} devices do the work of"
-                " one. Leave use_distributed_sampler as it is, or have the batch_sampler or the dataset give each rank"
-                " (trainer.global_rank) a part of its own."
-            )
-            self._warn_once(SAME_SAMPLES, text)
+        if SAME_SAMPLES not in self._watched or ranks != trainer.world_size:
+            return
+        remedy = (
+            "Leave use_distributed_sampler as it is, or have the sampler or the dataset give each rank"
+            " (trainer.global_rank) a part of its own."
+        )
+        if same_on_all_ranks(trainer, batch):
+            text = f"the first batch of all {ranks} ranks has the same samples, so that {ranks} devices do the work of"
+            self._warn_once(SAME_SAMPLES, f"{text} one. {remedy}")
+        elif any(shuffled_by_each_rank(trainer, loader) for loader in _loaders(trainer)):
+            text = f"each of {ranks} ranks shuffles all samples for itself, so that an epoch has every sample {ranks}"
+            self._warn_once(SAME_SAMPLES, f"{text} times. {remedy}")
 
     def _check_log(self, log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
         log(name, *args, **kwargs)

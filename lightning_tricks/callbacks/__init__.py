@@ -7,6 +7,7 @@ from lightning_tricks.callbacks.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
+from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
@@ -26,6 +27,7 @@ from lightning_tricks.callbacks.skip_non_finite import SkipNonFinite
 from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
+from lightning_tricks.callbacks.throughput import Throughput
 from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
 from lightning_tricks.callbacks.transforms.colout import ColOut, colout
 from lightning_tricks.callbacks.transforms.cutout import CutOut, cutout
@@ -45,6 +47,7 @@ __all__ = [
     "Compile",
     "CutMix",
     "CutOut",
+    "DataWait",
     "GradualUnfreeze",
     "HardExampleFilter",
     "HiddenMixup",
@@ -61,6 +64,7 @@ __all__ = [
     "SkipNonFinite",
     "StepInBackward",
     "TerminateOnNonFinite",
+    "Throughput",
     "adaptive_clip_",
     "balance_experts_",
     "colout",

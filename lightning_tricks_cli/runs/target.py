@@ -49,15 +49,15 @@ def _lightning(path: Path) -> Target:
     from lightning_tricks_cli.runs.find_lr import read_model
 
     cli = read_model([path])
-    return Target(cli.model, _first_batch(cli))
+    return Target(cli.model, next(iter(train_loader_of(cli))))
 
 
-def _first_batch(cli: Any) -> Any:
+def train_loader_of(cli: Any) -> Any:
+    """The training loader of a LightningCLI's data module, or of its model."""
     source = cli.model if cli.datamodule is None else cli.datamodule
     source.prepare_data()
     source.setup("fit")
-    loader = source.train_dataloader()
-    return next(iter(loader))
+    return source.train_dataloader()
 
 
 def _timm(name: str) -> Target:

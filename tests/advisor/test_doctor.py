@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -112,6 +114,7 @@ def test_gathers_that_cut_the_graph_are_heard_once() -> None:
 
 
 def of_samplers() -> list[list[str]]:
+    rank = int(os.environ["RANK"])
     batches = BatchSampler(SequentialSampler(data(48)), 8, drop_last=False)
     custom, stock = DataLoader(data(48), batch_sampler=batches), DataLoader(data(48), 8)
     return [
@@ -119,11 +122,23 @@ def of_samplers() -> list[list[str]]:
         heard(PlainNet, silence=("same-samples",), train=custom),
         heard(PlainNet, train=stock, use_distributed_sampler=True),
         heard(PlainNet, train=rank_loader()),
+        heard(PlainNet, train=shuffled(data(48), rank)),
+        heard(PlainNet, train=shuffled(rank_loader().dataset, rank)),
+        heard(PlainNet, train=DataLoader(data(48), 8, sampler=lt.LengthBuckets(range(48), 8))),
     ]
 
 
-def test_a_batch_sampler_that_gives_all_ranks_the_same_samples_is_heard() -> None:
-    (same, silenced, distributed, own), _ = run_ranks(of_samplers)
+def shuffled(samples: Any, seed: int) -> DataLoader[Any]:
+    """In another order on every rank, as of processes that were not seeded alike."""
+    return DataLoader(samples, 8, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+def test_samplers_that_give_all_ranks_the_same_samples_are_heard() -> None:
+    (same, silenced, distributed, own, shuffles, shuffles_own, buckets), _ = run_ranks(of_samplers)
+    assert len(shuffles) == 1
+    assert "Doctor, same-samples: each of 2 ranks shuffles all samples for itself" in shuffles[0]
+    assert "an epoch has every sample 2 times. Leave use_distributed_sampler" in shuffles[0]
+    assert shuffles_own == buckets == []
     assert len(same) == 1
     assert "Doctor, same-samples: the first batch of all 2 ranks has the same samples" in same[0]
     assert silenced == distributed == own == []

@@ -84,6 +84,7 @@ SETTINGS: dict[str, Trick] = {
         },
         twin="CutMix",
     ),
+    "DataWait": neutral(lambda: lt.DataWait(warn=1.0), {"class_path": "DataWait", "init_args": {"warn": 1.0}}),
     "Doctor": neutral(lt.Doctor, "Doctor"),
     "EMA": Trick(
         naive=lambda batches, seen: naive.EMA(),
@@ -284,6 +285,7 @@ SETTINGS: dict[str, Trick] = {
     "SkipNonFinite": guard(
         lt.SkipNonFinite, "SkipNonFinite", "DeepSpeed", naive=lambda batches, seen: naive.Skipping(len(batches))
     ),
+    "Throughput": neutral(lt.Throughput, "Throughput"),
     "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
     "constant": Trick(
         naive=scheduled("constant"),

@@ -64,6 +64,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "GradualUnfreeze": {"at": lambda: [0.2, 0.5]},
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
+    "LengthBuckets": {"lengths": lambda: [3, 1, 2], "batch_size": lambda: 2},
     "LoRA": {"modules": lambda: "layers.0"},
     "export_adapters": {"checkpoint": lambda: "adapters.ckpt", "output": lambda: "adapters", "force": lambda: True},
     "CurveLR": {"optimizer": sgd, "curve": lambda: partial(lambda step: 1.0)},
@@ -106,6 +107,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
     "scale_ema_decay": {"decay": lambda: 0.99, **SCALE},
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
+    "TokenBuckets": {"lengths": lambda: [3, 1, 2], "max_tokens": lambda: 8},
     "suggest_strategy": {"model": lambda: 10**6, "hardware": lambda: lt.Hardware(8e9)},
 }
 # What a required argument of any other call gets, by its name or by its annotation.
@@ -134,8 +136,15 @@ LEFT_OUT = {
     "lean_loss": "has a model only",
     "LeanLoss": "has the name of a module only",
     "merge_adapters": "has a module only",
+    "BatchedDataset": "has a data set only",
+    "pack_sequences": "has samples only; tests/data/test_packing.py",
+    "find_num_workers": "takes the seconds that it is given; tests/data/test_workers.py",
+    "profile_tricks": "has a Trainer only",
     **dict.fromkeys(
-        ["BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"],
+        [
+            *("BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"),
+            *("TricksProfile", "WorkersResult"),
+        ],
         "a result, which nobody constructs",
     ),
     "UnknownTotalSteps": "an error, which nobody constructs",
@@ -161,7 +170,7 @@ COSTLY = {"steps", "max_size", "effective"}  # what is done so often
 OBJECTS = {
     *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
     *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
-    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather"),
+    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "lengths"),
 }
 
 

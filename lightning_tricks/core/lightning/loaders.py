@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -182,6 +183,11 @@ def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterat
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         if batch is not None:  # Lightning skips None
             yield step_arguments(pl_module, batch, batch_idx)
+
+
+def available_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def train_loader(trainer: pl.Trainer) -> CombinedLoader:

@@ -137,6 +137,10 @@ WRAPPED = (
         "schedules must not count a step that was left out",
     ),
     WrappedMethod(
+        _EPOCH_LOOP, "_on_before_fetch", "", "DataWait", "no hook runs between the end of a step and the next batch"
+    ),
+    WrappedMethod(_EPOCH_LOOP, "_on_after_fetch", "", "DataWait", "as above, once the batch is there"),
+    WrappedMethod(
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
         "run",
         "",
@@ -256,11 +260,16 @@ PRIVATE = (
     PrivateName(
         _FIT_LOOP,
         "_combined_loader",
-        "optimizer_steps, BatchSizeWarmup, find_batch_size, SWA",
+        "optimizer_steps, BatchSizeWarmup, find_batch_size, SWA, LengthBuckets",
         "the loaders, and how they combine",
     ),
     PrivateName(_FIT_LOOP, "_data_source", "optimizer_steps", "the loaders, before the fit loop has set them up"),
-    PrivateName(_FIT_LOOP, "_data_fetcher", "BatchSizeWarmup", "a new iterator in an epoch that is resumed"),
+    PrivateName(
+        _FIT_LOOP,
+        "_data_fetcher",
+        "BatchSizeWarmup, LengthBuckets, TokenBuckets",
+        "a new iterator in an epoch that is resumed, and whether it is the fit that reads",
+    ),
     PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets", "whether the optimizer steps after this batch"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
     PrivateName(_MODULE, "_current_fx_name", "batch tricks", "whether a loop moves its batch to the device now"),
@@ -385,7 +394,13 @@ PRIVATE = (
     ),
     PrivateName("torch.optim.lr_scheduler.SequentialLR", "_schedulers", "GradualUnfreeze", "the schedulers inside"),
     PrivateName("torch.optim.lr_scheduler.ReduceLROnPlateau", "_reset", "PlateauLR", "a resume with another mode"),
-    PrivateName("torch.utils.data.DataLoader", "_iterator", "BatchSizeWarmup", "the iterator of persistent workers"),
+    PrivateName(
+        "torch.utils.data.DataLoader",
+        "_iterator",
+        "BatchSizeWarmup, find_num_workers",
+        "the iterator of persistent workers",
+    ),
+    PrivateName("torch.nn.Module", "_compiled_call_impl", "Throughput", "whether module.compile() was called"),
     PrivateName(
         "torch._dynamo", "OptimizedModule", "find_lr, find_batch_size, zero presets", "whether the module was compiled"
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_tricks.core.lightning.patch_points import require_patch_point
@@ -51,3 +52,20 @@ class _Wrapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs) if self.wrapper is None else self.wrapper(self.original, *args, **kwargs)
+
+
+@contextmanager
+def timed_wrappers(call: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, every wrapper is called by ``call(wrapper, original, ...)``."""
+    plain = _Wrapped.__call__
+
+    def timed(self: _Wrapped, *args: Any, **kwargs: Any) -> Any:
+        return (
+            plain(self, *args, **kwargs) if self.wrapper is None else call(self.wrapper, self.original, *args, **kwargs)
+        )
+
+    _Wrapped.__call__ = timed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Wrapped.__call__ = plain  # type: ignore[method-assign]

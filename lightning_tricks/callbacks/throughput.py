@@ -1,0 +1,156 @@
+"""Throughput: samples, tokens and floating-point operations per second."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+from lightning_tricks.core.batches.paths import Names, check_names, described, find, get, locate
+from lightning_tricks.core.lightning.trainer import log_every_n_steps, will_step
+from lightning_tricks.core.trick import Trick
+
+__all__ = ["Throughput"]
+
+TOKENS = ("attention_mask", "input_ids")
+WARMED_UP = 1  # batches before the one whose operations are counted: lazy layers have their weights then
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether compiled code, whose operations cannot be counted, is in a module."""
+    return any(one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in module.modules())
+
+
+@final
+class Throughput(Trick):
+    """Logs samples, tokens and floating-point operations per second, and shows them in the progress bar.
+
+    All are rates of all devices since the last logged value, without validation, by the clock of the first process:
+    ``tricks/samples_per_second``; ``tricks/tokens_per_second`` if the batch has
+    tokens, without padding if it has a mask; ``tricks/teraflops``, the operations per second by torch's
+    ``FlopCounterMode``; and ``tricks/mfu``, their share of what Lightning's table says that the devices could do, where
+    it knows them. The operations of one training step are counted, of forward and backward pass, recomputation
+    included, and scaled by the tokens or else the samples of the others. A compiled module has no such counts.
+
+    Lightning's ThroughputMonitor asks for functions of a batch, which no YAML has, and for the operations of a batch;
+    it waits for the device in every step, has no number before 100 steps, and is not in the progress bar.
+
+    Args:
+        tokens: Key, index or path (such as "batch.0") of the mask (B, ...) whose entries other than 0 are tokens; None
+            for ``"attention_mask"``, or else all of ``"input_ids"``.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        MisconfigurationException: At the first batch, if ``tokens`` is not in it.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[Throughput()], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, *, tokens: Names = None) -> None:
+        check_names("tokens", tokens)
+        super().__init__()
+        self.tokens = tokens
+        self._reset()
+
+    def _reset(self) -> None:
+        self._batches = 0
+        self._samples = 0  # since the last logged value
+        self._counted: int | Tensor | None = None  # tokens since the last logged value; on the device
+        self._flops = 0.0  # of a token, or of a sample if there are no tokens
+        self._counting = ExitStack()
+        self._counter: FlopCounterMode | None = None
+        self._since = self._paused = 0.0  # when the present window, or a pause in it, began
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._reset()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._undo.push(self._counting)
+        self._since = time.perf_counter()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._batches == WARMED_UP and not is_compiled(pl_module):
+            self._paused = time.perf_counter()
+            self._counter = self._counting.enter_context(FlopCounterMode(display=False))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        samples, tokens = extract_batch_size(batch), self._tokens_in(batch)
+        self._batches += 1
+        if self._counter is not None:  # such a step takes longer, and is no part of the rates
+            self._counting.close()
+            self._flops = self._counter.get_total_flops() / max(int(samples if tokens is None else tokens), 1)
+            self._counter = None
+            self._since += time.perf_counter() - self._paused
+        else:
+            self._samples += samples
+            self._counted = tokens if self._counted is None or tokens is None else self._counted + tokens
+        if will_step(trainer) and self._samples:
+            log_every_n_steps(trainer, lambda: self._rates(trainer, pl_module))
+
+    def _tokens_in(self, batch: Any) -> int | Tensor | None:
+        """The number of tokens in a batch, on its device; None if there are none."""
+        if self.tokens is not None:
+            paths = locate(batch, self.tokens, (), 0)
+            if not paths:
+                raise MisconfigurationException(
+                    f"Throughput(tokens={self.tokens!r}) names no tensor in the batch, which has {described(batch)}."
+                )
+            return sum(get(batch, path).count_nonzero() for path in paths)
+        masks, ids = ([path for path in find(batch, (name,), 0) if name in path] for name in TOKENS)
+        if masks:
+            return sum(get(batch, path).count_nonzero() for path in masks)
+        return sum(get(batch, path).numel() for path in ids) if ids else None
+
+    def _rates(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
+        """The rates since the last call."""
+        seconds, now = time.perf_counter() - self._since, time.perf_counter()
+        devices = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        per_second = {"samples": self._samples * devices / seconds}
+        if self._counted is not None:
+            per_second["tokens"] = int(self._counted) * devices / seconds
+        rates = {f"tricks/{name}_per_second": rate for name, rate in per_second.items()}
+        if self._flops:
+            flops = self._flops * per_second.get("tokens", per_second["samples"])
+            rates["tricks/teraflops"] = flops / 1e12
+            if peak := get_available_flops(trainer.strategy.root_device, computing_dtype(trainer)):
+                rates["tricks/mfu"] = flops / (peak * devices)
+        self._since, self._samples, self._counted = now, 0, None
+        for name, rate in rates.items():
+            pl_module.log(name, rate, prog_bar=True, logger=False)
+        return rates
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since += time.perf_counter() - self._paused
+
+
+def computing_dtype(trainer: pl.Trainer) -> torch.dtype:
+    """The type in which a Trainer's precision multiplies matrices."""
+    for name, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
+        if str(trainer.precision).startswith(name):
+            return dtype
+    return torch.float32

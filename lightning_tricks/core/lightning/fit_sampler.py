@@ -1,0 +1,131 @@
+"""The base of samplers that order an epoch for all ranks, and go on where a fit is resumed."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from lightning_tricks.core.checks import MOST, check_count, check_type
+
+
+class Reader(NamedTuple):
+    """Who asks for samples now.
+
+    Args:
+        world: The number of ranks with samples of their own.
+        rank: The number of this one.
+        epoch: The epoch that a fit is about to read; None outside of the fit's own loop.
+        batch: The number of the first batch that it will train on, which is not 0 after a resume.
+        loaders: The training loaders of the fit.
+    """
+
+    world: int
+    rank: int
+    epoch: int | None = None
+    batch: int = 0
+    loaders: Sequence[Any] = ()
+
+
+def find_reader() -> Reader:
+    """Ask the Trainer that runs, which is on the stack of calls; outside of a Trainer, the process group.
+
+    A sampler is not told when a fit is resumed, nor the epoch that loader workers are started for: Lightning starts
+    them before it calls ``set_epoch``. Its progress is in the checkpoint, and restored before samples are read.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    passed: list[tuple[object, str]] = []
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, pl.Trainer):
+            return _reader(owner, passed)
+        passed.append((owner, frame.f_code.co_name))
+        frame = frame.f_back
+    if dist.is_available() and dist.is_initialized():
+        return Reader(dist.get_world_size(), dist.get_rank())
+    return Reader(1, 0)
+
+
+def _reader(trainer: pl.Trainer, passed: list[tuple[object, str]]) -> Reader:
+    ranks = trainer.distributed_sampler_kwargs or {}  # tensor-parallel ranks share their samples
+    world, rank = ranks.get("num_replicas", 1), ranks.get("rank", 0)
+    loop = trainer.fit_loop
+    loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
+    calls = [name for owner, name in passed if owner is not None and owner is loop._data_fetcher]
+    if not calls:  # a validation, or another pass over the training samples
+        return Reader(world, rank, loaders=loaders)
+    batches: Any = loop.epoch_loop.batch_progress
+    epochs: Any = loop.epoch_progress.current
+    if epochs.started == epochs.processed or batches.is_last_batch:  # between epochs
+        return Reader(world, rank, epochs.started, 0, loaders)
+    resumed = loop.epoch_loop.restarting or "__next__" in calls  # otherwise of an earlier fit that has failed
+    return Reader(world, rank, epochs.processed, batches.current.processed if resumed else 0, loaders)
+
+
+class FitSampler(DistributedSampler[Any]):
+    """Splits an epoch over the ranks, whose number it asks when it is read, and begins where the fit does.
+
+    Lightning leaves a DistributedSampler in its place and tells it the epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int] | Tensor, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+        check_type("shuffle", shuffle, bool)
+        check_type("drop_last", drop_last, bool)
+        check_count("seed", seed, least=0)
+        self.lengths = checked_lengths(lengths)
+        given: Any = self.lengths  # of the data set torch asks the length only
+        super().__init__(given, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    @abstractmethod
+    def _batches(self, epoch: int, world: int) -> list[Tensor]:
+        """Numbers of samples, batch by batch: those of all ranks in the first step, then in the second, ..."""
+
+    def _reader(self) -> Reader:
+        """Who reads, if the data set is the one of the lengths."""
+        reader = find_reader()
+        for loader in reader.loaders:
+            if getattr(loader, "sampler", None) is self and len(loader.dataset) != len(self.lengths):
+                name, found = type(self).__name__, f"{len(self.lengths)} lengths and {len(loader.dataset)} samples"
+                raise ValueError(f"lengths of {name} must have one entry for each sample, got {found}.")
+        return reader
+
+    def _batches_left(self) -> Iterator[list[int]]:
+        """The batches of this rank, without those that a resumed epoch has had."""
+        reader = self._reader()
+        mine = self._batches(self.epoch if reader.epoch is None else reader.epoch, reader.world)
+        mine = mine[reader.rank :: reader.world]
+        return (batch.tolist() for batch in mine[reader.batch % max(len(mine), 1) :])  # CombinedLoader may cycle
+
+    def _generator(self, epoch: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed + epoch)
+
+
+def checked_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
+    """Lengths as integers (n,), at least one of them.
+
+    Raises:
+        TypeError: For what is no sequence of numbers.
+        ValueError: For no lengths, other shapes, or values that are no lengths.
+    """
+    try:
+        found = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"lengths must be integers, one for each sample, got {lengths!r}.") from error
+    numbers = found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    if numbers and found.numel():  # torch makes floats of no numbers at all
+        raise TypeError(f"lengths must be integers, one for each sample, got {found.dtype}.")
+    if found.ndim != 1 or not found.numel():
+        raise ValueError(
+            f"lengths must be a sequence with one integer for each sample, got shape {tuple(found.shape)}."
+        )
+    if found.min() < 0 or found.max() > MOST:
+        raise ValueError(f"lengths must not be negative, got {int(found.min())} to {int(found.max())}.")
+    return found.cpu()

@@ -1,0 +1,8 @@
+"""Data: samplers that batch samples of alike lengths, and the number of workers that loads them in time."""
+
+from lightning_tricks.data.length_buckets import LengthBuckets
+from lightning_tricks.data.packing import pack_sequences
+from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
+from lightning_tricks.data.workers import WorkersResult, find_num_workers
+
+__all__ = ["BatchedDataset", "LengthBuckets", "TokenBuckets", "WorkersResult", "find_num_workers", "pack_sequences"]

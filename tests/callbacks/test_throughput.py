@@ -1,0 +1,189 @@
+"""Throughput: rates of loops whose time is known, operations counted by hand, and training that is left as it is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks.progress import TQDMProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_tricks as lt
+from lightning_tricks.callbacks import throughput
+from tests.nets import Net, PlainNet, assert_equal, build, data, fit, loader, trainer, weights
+from tests.ranks import run_ranks
+
+
+class Timed(PlainNet):
+    """Steps of known time, but for what else the machine does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[float] = []
+        self.validated = self.paused = 0.0
+
+    def true_rate(self, first: int = 2) -> float:
+        """Samples in a second, from the step behind the counted one to the last, which takes as long as it sleeps."""
+        passed = self.began[-1] + 0.022 - self.began[first] - self.paused
+        return 8 * len(self.began[first:]) / passed
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.began.append(time.perf_counter())
+        self.paused = self.validated
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.1)
+        self.validated += 0.1 if len(self.began) > 2 else 0.0
+
+
+def rates(module: Any, train: Any = None, callback: Any = None, **settings: Any) -> dict[str, float]:
+    settings = {"max_epochs": 1, "log_every_n_steps": 1, **settings}
+    run = fit(module, train=train, callbacks=[callback or lt.Throughput()], **settings)
+    found = {name.removeprefix("tricks/"): float(value) for name, value in run.callback_metrics.items()}
+    return {name: value for name, value in found.items() if "per_second" in name or name in ("teraflops", "mfu")}
+
+
+def test_the_samples_of_a_second_are_counted_without_validation() -> None:
+    module = Timed()
+    found = rates(module, loader(160), log_every_n_steps=20, val_check_interval=7)
+    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.25)
+    assert found.keys() == {"samples_per_second", "teraflops"}
+
+
+def test_the_step_whose_operations_are_counted_is_no_part_of_the_rate() -> None:
+    class Counted(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            time.sleep(0.6 if batch_idx == throughput.WARMED_UP else 0.0)
+            return super().training_step(batch, batch_idx)
+
+    module = Counted()
+    found = rates(module, loader(160), log_every_n_steps=20)
+    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.25)
+
+
+@pytest.mark.slow
+def test_the_rate_is_exact_enough() -> None:
+    module = Timed()
+    found = rates(module, loader(800), log_every_n_steps=100)
+    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.05)
+
+
+def test_the_operations_are_those_of_the_matrices() -> None:
+    found = rates(Timed(), loader(80), log_every_n_steps=10)
+    # 8 -> 16 -> 2: forward, gradient of the weights, and of the inputs but for the first layer
+    by_hand = 2 * (8 * 16 * 2 + 16 * 2 * 3)
+    assert found["teraflops"] * 1e12 / found["samples_per_second"] == pytest.approx(by_hand)
+
+
+def test_accumulated_batches_are_all_counted() -> None:
+    module = Timed()
+    found = rates(module, loader(160), accumulate_grad_batches=5, log_every_n_steps=4)
+    assert found["samples_per_second"] == pytest.approx(module.true_rate(), rel=0.25)
+
+
+class Texts(Timed):
+    """Batches of a dict with tokens."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch["input_ids"].float(), batch["labels"]), batch_idx)
+
+
+def texts(mask: bool) -> DataLoader[Any]:
+    samples = [{"input_ids": x, "labels": y} for x, y in map(data(80).__getitem__, range(80))]
+    if mask:
+        samples = [{**sample, "attention_mask": torch.tensor([1] * 6 + [0] * 2)} for sample in samples]
+    return DataLoader(samples, 8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mask", "tokens"), [(True, 6), (False, 8)])
+def test_tokens_are_those_of_the_mask_or_all(mask: bool, tokens: int) -> None:
+    found = rates(Texts(), texts(mask), log_every_n_steps=10)
+    assert found["tokens_per_second"] == pytest.approx(found["samples_per_second"] * tokens)
+    # operations are scaled by tokens, and the counted batch has as many as the others
+    assert found["teraflops"] * 1e12 / found["samples_per_second"] == pytest.approx(2 * (8 * 16 * 2 + 16 * 2 * 3))
+
+
+def test_a_mask_can_be_named() -> None:
+    found = rates(Texts(), texts(True), lt.Throughput(tokens="attention_mask"), log_every_n_steps=10)
+    assert found["tokens_per_second"] == pytest.approx(found["samples_per_second"] * 6)
+    with pytest.raises(MisconfigurationException, match="Throughput\\(tokens='mask'\\) names no tensor"):
+        rates(Texts(), texts(True), lt.Throughput(tokens="mask"))
+
+
+def test_the_share_of_what_the_device_could_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def peak(device: torch.device, dtype: torch.dtype) -> float:
+        asked.append((device.type, dtype))
+        return 1e6
+
+    monkeypatch.setattr(throughput, "get_available_flops", peak)
+    found = rates(Timed(), loader(80), precision="bf16-mixed", log_every_n_steps=10)
+    assert found["mfu"] == pytest.approx(found["teraflops"] * 1e12 / 1e6)
+    assert set(asked) == {("cpu", torch.bfloat16)}
+
+
+def test_it_changes_nothing_and_leaves_nothing() -> None:
+    plain, watched = build(Net), build(Net)
+    fit(plain)
+    fit(watched, callbacks=[lt.Throughput()], log_every_n_steps=1)
+    assert_equal(weights(watched), weights(plain))
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_a_step_that_fails_while_it_is_counted_leaves_no_counter() -> None:
+    class Failing(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                raise RuntimeError("no power")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="no power"):
+        fit(Failing(), callbacks=[lt.Throughput()])
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_compiled_modules_have_no_operations() -> None:
+    class Compiled(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            compiled: Any = torch.compile(nn.Linear(8, 16), backend="eager")
+            self.layers[0] = compiled
+
+    assert rates(Compiled(), loader(80)).keys() == {"samples_per_second"}
+
+
+def test_the_progress_bar_shows_the_rates(tmp_path: Path) -> None:
+    shown: list[Any] = []
+
+    class Bar(TQDMProgressBar):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            shown.append(self.get_metrics(trainer, pl_module))
+
+    settings = {"enable_progress_bar": True, "log_every_n_steps": 2, "max_epochs": 1}
+    trainer(**settings, callbacks=[lt.Throughput(), Bar()]).fit(PlainNet(), loader(80), loader(8))
+    assert {"tricks/samples_per_second", "tricks/teraflops"} <= shown[-1].keys()
+
+
+def on_ranks() -> tuple[float, float]:
+    module = Timed()
+    found = rates(module, loader(320), devices=2, strategy="ddp", log_every_n_steps=20)
+    return found["samples_per_second"], module.true_rate()
+
+
+@pytest.mark.slow
+def test_the_rates_are_of_all_devices() -> None:
+    for rate, true_rate in run_ranks(on_ranks):
+        assert rate == pytest.approx(2 * true_rate, rel=0.15)
+
+
+def test_a_wrong_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="tokens must be a key"):
+        lt.Throughput(tokens=1.5)  # type: ignore[arg-type]

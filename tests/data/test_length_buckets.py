@@ -1,0 +1,325 @@
+"""LengthBuckets: alike lengths in a batch and over the ranks, every sample once an epoch, and resumed epochs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_tricks as lt
+from lightning_tricks.data.length_buckets import sorted_steps
+from tests.nets import PlainNet, trainer
+from tests.ranks import run_cases
+
+not_resumable = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+
+
+def lognormal(size: int, seed: int = 0) -> Tensor:
+    """Lengths as those of texts."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).mul(0.8).add(4).exp().long() + 1
+
+
+class Numbered(Dataset[Any]):
+    """Learnable samples that know their number."""
+
+    def __init__(self, size: int) -> None:
+        self.x = torch.randn(size, 8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.x[number], int(self.x[number, 0] > 0), number
+
+
+class Recorder(PlainNet):
+    """Knows which samples each step had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, list[int]]] = []  # epoch, batch and samples
+        self.fails_at: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == self.fails_at:
+            raise RuntimeError("the power is gone")
+        self.seen.append((self.current_epoch, batch_idx, batch[2].tolist()))
+        return super().training_step(batch[:2], batch_idx)
+
+    validation_step: Any = None
+
+
+def loader(size: int = 44, batch_size: int = 4, num_workers: int = 0, **settings: Any) -> DataLoader[Any]:
+    sampler = lt.LengthBuckets(lognormal(size), batch_size, **{"pool": 3, **settings})
+    return DataLoader(Numbered(size), batch_size, sampler=sampler, num_workers=num_workers)
+
+
+def padding(lengths: Tensor, batches: Any) -> float:
+    """The padded part of all batches."""
+    kept = sum(int(lengths[batch].sum()) for batch in batches)
+    return 1 - kept / sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+def naive_steps(lengths: list[int], order: list[int], step: int, pool: int) -> list[list[int]]:
+    """Of an order that is as long as all steps; a pool is filled up behind the samples that wait."""
+    steps: list[list[int]] = []
+    held: list[int] = []
+    waits = step * -(-pool // 10) if pool > 1 else 0
+    while order or held:
+        take = step * pool - waits
+        held, order = sorted([*held, *order[:take]], key=lambda number: lengths[number]), order[take:]
+        while len(held) > (waits if order else 0):
+            steps.append(held[:step])
+            held = held[step:]
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("size", "step", "pool"), [(1, 4, 2), (7, 1, 1), (12, 4, 2), (95, 4, 3), (99, 2, 20), (45, 8, 50), (3, 8, 1)]
+)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_steps_are_those_of_the_naive_form(size: int, step: int, pool: int, drop_last: bool) -> None:
+    lengths = lognormal(size)
+    found = sorted_steps(lengths, step, pool=pool, drop_last=drop_last, generator=None)
+    count = size // step if drop_last else -(-size // step)
+    order = [number % size for number in range(count * step)]
+    assert [each.tolist() for each in found] == naive_steps(lengths.tolist(), order, step, pool)
+    shuffled = sorted_steps(lengths, step, pool=pool, drop_last=drop_last, generator=torch.Generator().manual_seed(1))
+    assert [len(each) for each in shuffled] == [step] * count
+    seen = {number for each in shuffled for number in each.tolist()}
+    assert len(seen) == (count * step if drop_last else size)
+
+
+def test_little_is_padding_and_no_rank_waits_for_another() -> None:
+    lengths = lognormal(20_000)
+    step = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(1)).split(16)
+    sampler = lt.LengthBuckets(lengths, 16)
+    both = sampler._batches(0, 2)
+    assert padding(lengths, both) < padding(lengths, step) / 8
+    sums = torch.tensor([[int(lengths[both[n + rank]].max()) * 16 for rank in (0, 1)] for n in range(0, len(both), 2)])
+    assert 1 - sums.sum() / (2 * sums.amax(1).sum()) < 0.01
+    samples: Any = lengths
+    batches = list(DataLoader(samples, 16, sampler=sampler))
+    assert [batch.tolist() for batch in batches] == [lengths[batch].tolist() for batch in sampler._batches(0, 1)]
+
+
+def test_the_order_is_of_seed_and_epoch() -> None:
+    def order(epoch: int, **settings: Any) -> list[int]:
+        sampler: Any = loader(**settings).sampler
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0) == order(0) != order(1) != order(0, seed=7)
+    assert order(0, shuffle=False) == order(5, shuffle=False)
+
+
+def test_a_fit_has_every_sample_once_an_epoch_and_another_order_in_each() -> None:
+    module = Recorder()
+    trainer(max_epochs=3).fit(module, loader())
+    epochs = [[n for epoch, _, batch in module.seen for n in batch if epoch == number] for number in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(44))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lengths": [], "batch_size": 2}, "lengths must be a sequence"),
+        ({"lengths": [[1], [2]], "batch_size": 2}, "lengths must be a sequence"),
+        ({"lengths": [1, -1], "batch_size": 2}, "must not be negative, got -1"),
+        ({"lengths": [1, 2], "batch_size": 0}, "batch_size must be at least 1"),
+        ({"lengths": [1, 2], "batch_size": 1, "pool": 0}, "pool must be at least 1"),
+        ({"lengths": [1, 2], "batch_size": 1, "seed": -1}, "seed must be at least 0"),
+    ],
+)
+def test_wrong_values_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lt.LengthBuckets(**settings)
+
+
+@pytest.mark.parametrize("lengths", [[1.5, 2], ["a"], None, 3.0, torch.ones(2)])
+def test_what_is_no_number_of_tokens_is_refused(lengths: Any) -> None:
+    with pytest.raises(TypeError, match="lengths must be integers"):
+        lt.LengthBuckets(lengths, 2)
+
+
+def test_another_batch_size_and_another_data_set_are_refused() -> None:
+    other = DataLoader(Numbered(44), 8, sampler=lt.LengthBuckets(lognormal(44), 4))
+    with pytest.raises(ValueError, match=r"LengthBuckets\(batch_size=4\) is in a DataLoader with batches of 8"):
+        trainer().fit(Recorder(), other)
+    fewer = DataLoader(Numbered(45), 4, sampler=lt.LengthBuckets(lognormal(44), 4))
+    with pytest.raises(ValueError, match="got 44 lengths and 45 samples"):
+        trainer().fit(Recorder(), fewer)
+    with pytest.raises(ValueError, match="no callback that changes it"):
+        trainer(callbacks=[lt.BatchSizeWarmup(initial=2, final=4, grow="loader")]).fit(Recorder(), loader())
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+class Validated(Recorder):
+    """Is also validated, so that there are more places to save in."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Saver(Callback):
+    """Saves in hooks from which Lightning can resume, with the number of steps that were made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved: dict[str, int] = {}
+
+    def _save(self, run: Any, hook: str) -> None:
+        name = f"{hook}-{run.current_epoch}-{run.global_step}"
+        self.saved[name] = len(run.lightning_module.seen)
+        run.save_checkpoint(self.folder / name)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer, "batch_end")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer, "validation_end")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._save(trainer, "epoch_end")
+
+
+def unbroken(folder: Path, **settings: Any) -> tuple[Recorder, dict[str, int]]:
+    module, saver = Validated(), Saver(folder)
+    trainer(max_epochs=3, callbacks=[saver], val_check_interval=5, **settings).fit(module, loader(), loader(8))
+    return module, saver.saved
+
+
+def resumed(path: Path, train: Any) -> list[Any]:
+    module = Validated()
+    trainer(max_epochs=3, val_check_interval=5).fit(module, train, loader(8), ckpt_path=path)
+    return module.seen
+
+
+@not_resumable
+def test_a_resumed_fit_goes_on_with_the_samples_of_an_unbroken_one(tmp_path: Path) -> None:
+    module, saved = unbroken(tmp_path)
+    assert len(module.seen) == 33
+    assert {name.split("-")[0] for name in saved} == {"batch_end", "validation_end", "epoch_end"}
+    for name, steps in saved.items():
+        assert resumed(tmp_path / name, loader()) == module.seen[steps:], name
+
+
+@not_resumable
+@pytest.mark.parametrize("hook", ["batch_end-1-16", "epoch_end-0-11"])
+def test_so_it_does_with_workers_which_lightning_starts_early(hook: str, tmp_path: Path) -> None:
+    module, saved = unbroken(tmp_path)
+    assert resumed(tmp_path / hook, loader(num_workers=2)) == module.seen[saved[hook] :]
+
+
+@not_resumable
+@pytest.mark.slow
+def test_so_it_does_with_workers_wherever_it_was_saved(tmp_path: Path) -> None:
+    module, saved = unbroken(tmp_path)
+    for name, steps in saved.items():
+        assert resumed(tmp_path / name, loader(num_workers=1)) == module.seen[steps:], name
+
+
+@not_resumable
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_fit_that_failed_goes_on_with_the_step_that_failed(num_workers: int, tmp_path: Path) -> None:
+    module, _ = unbroken(tmp_path)
+    broken = Recorder()
+    broken.fails_at = 15
+    saves = ModelCheckpoint(tmp_path / "failed", every_n_epochs=9, save_on_exception=True)
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        trainer(max_epochs=3, enable_checkpointing=True, callbacks=[saves]).fit(broken, loader(num_workers=num_workers))
+    (path,) = (tmp_path / "failed").iterdir()
+    assert broken.seen + resumed(path, loader(num_workers=num_workers)) == module.seen
+
+
+def test_a_second_fit_after_a_failed_one_begins_its_epoch() -> None:
+    module, run = Recorder(), trainer(max_epochs=2)
+    module.fails_at = 5
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        run.fit(module, loader(num_workers=1))
+    module.fails_at, module.seen = None, []
+    run.fit(module, loader(num_workers=1))
+    assert sorted(n for epoch, _, batch in module.seen for n in batch if epoch == 0) == list(range(44))
+
+
+def test_a_second_fit_goes_on_with_the_next_epoch_with_workers_too() -> None:
+    module, again, run = Recorder(), Recorder(), trainer(max_epochs=2)
+    trainer(max_epochs=2).fit(module, loader())
+    run.fit_loop.max_epochs = 1
+    run.fit(again, loader())
+    run.fit_loop.max_epochs = 2
+    run.fit(again, loader(num_workers=1))
+    assert again.seen == module.seen
+
+
+def test_a_shorter_loader_that_is_cycled_begins_anew() -> None:
+    class Both(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    module = Both()
+    trainer(max_epochs=1).fit(module, CombinedLoader([loader(8), loader(20)], "max_size_cycle"))
+    assert [batch for _, _, batch in module.seen][:2] == [batch for _, _, batch in module.seen][2:4]
+
+
+def test_another_pass_over_the_samples_within_a_fit_is_complete() -> None:
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            assert trainer.train_dataloader is not None
+            assert sum(len(batch[2]) for batch in trainer.train_dataloader) == 44
+
+    trainer(max_epochs=1, callbacks=[Counts()]).fit(Recorder(), loader())
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def on_ranks(case: str, folder: Path) -> Any:
+    settings = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2}
+    run, module, train = trainer(**settings), Recorder(), loader(45, drop_last="drop" in case)
+    if case == "resume":
+        saver = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        run = trainer(**settings, enable_checkpointing=True, callbacks=[saver])
+    if case == "own":
+        run = trainer(**settings, use_distributed_sampler=False)
+    run.fit(module, train)
+    lengths = [len(train), run.num_training_batches]
+    if case == "resume":
+        again = Recorder()
+        trainer(**settings).fit(again, train, ckpt_path=folder / "step=8.ckpt")
+        return module.seen[8:], again.seen
+    return module.seen, lengths
+
+
+@not_resumable
+def test_the_ranks_share_the_samples_of_a_step(tmp_path: Path) -> None:
+    cases = run_cases(partial(on_ranks, folder=tmp_path), ["pad", "drop", "own", "resume"])
+    lengths = lognormal(45)
+    for case, batches in (("pad", 6), ("drop", 5), ("own", 6)):
+        (first, told), (second, _) = cases[case]
+        assert told == [batches, batches]
+        assert len(first) == len(second) == 2 * batches
+        for epoch in (0, 1):
+            seen = [n for number, _, batch in (*first, *second) for n in batch if number == epoch]
+            assert len(seen) == 8 * batches
+            assert len(set(seen)) == (40 if case == "drop" else 45)
+        for (_, _, one), (_, _, other) in zip(first, second, strict=True):
+            together = sorted(lengths[one + other].tolist())
+            assert sorted(lengths[one].tolist()) == together[::2]
+            assert sorted(lengths[other].tolist()) == together[1::2]
+    for expected, found in cases["resume"]:
+        assert found == expected
