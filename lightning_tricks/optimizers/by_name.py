@@ -137,7 +137,7 @@ def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, set
             if group["use_fallback"]:
                 group["lr"] = rate * group["lr"] / lr if "lr" in group and lr else rate  # as layer_decay has scaled it
     if row.base == "galore":
-        low_rank = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
+        low_rank: dict[str, Any] = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
         low_rank |= {key: settings.pop(key) for key in low_rank if key in settings}
         check_count("rank", low_rank["rank"])
         groups = _with_hidden(row, module, groups, low_rank, {})
