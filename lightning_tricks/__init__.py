@@ -36,6 +36,7 @@ from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.evaluation.compare import compare
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -116,6 +117,7 @@ __all__ = [
     "add_stochastic_depth",
     "average_checkpoints",
     "clip_loss",
+    "compare",
     "consolidate",
     "constant",
     "cosine",
