@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lightning_tricks_cli.commands import (
     average,
+    compare,
     consolidate,
     demo,
     doctor,
@@ -26,7 +27,7 @@ from lightning_tricks_cli.commands import (
 )
 
 COMMANDS = (
-    *(trainer, find_lr, demo),
+    *(trainer, find_lr, compare, demo),
     *(tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )

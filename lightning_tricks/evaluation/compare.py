@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_tricks.core.adapters.base import weights_checksum
-from lightning_tricks.core.checks import check_bool, check_choice, check_count
+from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.report import progress
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
@@ -101,7 +101,11 @@ def compare(
         Bouthillier et al., Accounting for variance in machine learning benchmarks, MLSys 2021.
     """
     if len(arms) < 2:
-        raise ValueError(f"a comparison needs at least two arms, the baseline first, got {list(arms)}.")
+        raise ValueError(f"arms must be at least two, the baseline first: there is nothing to compare; got {[*arms]}.")
+    if unfit := [name for name in arms if not isinstance(name, str) or not name.strip(".")]:
+        raise ValueError(f"arms must have names that can be those of folders, got {unfit}.")
+    check_type("metric", metric, str)
+    check_type("folder", folder, str, Path)
     check_choice("mode", mode, ("max", "min"))
     check_choice("checkpoint", checkpoint, ("last", "best"))
     check_bool("equal_time", equal_time)
@@ -123,9 +127,12 @@ def compare(
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
-    if isinstance(seeds, int):
-        check_count("seeds", seeds, 2)
-        return list(range(seeds))
+    if not isinstance(seeds, list | tuple | range):
+        check_count("seeds", seeds, 2)  # type: ignore[arg-type]
+        return list(range(seeds))  # type: ignore[arg-type]
+    for place, seed in enumerate(seeds):
+        check_count(f"seeds[{place}]", seed, 0)
+        check_range(f"seeds[{place}]", seed, 0, 2**32 - 1)
     if len(set(seeds)) < max(2, len(seeds)):
         raise ValueError(f"seeds must be at least two different ones: one run has no interval; got {list(seeds)}.")
     return list(seeds)

@@ -217,10 +217,14 @@ def used(folder: Path) -> Fit:
 @pytest.mark.parametrize(
     ("arms", "settings", "error", "message"),
     [
-        ({"plain": fit}, {}, ValueError, r"at least two arms, the baseline first, got \['plain'\]"),
+        ({"plain": fit}, {}, ValueError, r"arms must be at least two, the baseline first: .* got \['plain'\]"),
+        ({**ARMS, "..": ema}, {}, ValueError, r"arms must have names .* got \['\.\.'\]"),
         (ARMS, {"seeds": 1}, ValueError, "seeds must be at least 2, got 1"),
         (ARMS, {"seeds": [4]}, ValueError, r"seeds must be at least two different ones: .* got \[4\]"),
         (ARMS, {"seeds": [4, 4]}, ValueError, "seeds must be at least two different ones"),
+        (ARMS, {"seeds": [0, -1]}, ValueError, r"seeds\[1\] must be at least 0, got -1"),
+        (ARMS, {"seeds": [0, 2**32]}, ValueError, r"seeds\[1\] must be in \[0, 4294967295\]"),
+        (ARMS, {"seeds": "34"}, TypeError, "seeds must be an integer, got '34'"),
         (ARMS, {"mode": "higher"}, ValueError, "mode must be"),
         (ARMS, {"checkpoint": "first"}, ValueError, "checkpoint must be"),
         (
