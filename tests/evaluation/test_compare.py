@@ -374,7 +374,7 @@ def test_equal_time_needs_a_length(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_is_measured_where_it_is_asked_for(tmp_path: Path) -> None:
     def saving(folder: Path, *tricks: Callback) -> Fit:
-        best = ModelCheckpoint(folder, monitor="val_loss")
+        best = ModelCheckpoint(folder, monitor="val_loss", mode="max")  # not the last one
         return fit(folder, *tricks, best, enable_checkpointing=True, max_epochs=3)
 
     arms = {"plain": saving, "EMA": lambda folder: saving(folder, lt.EMA(decay=0.5))}
