@@ -123,16 +123,18 @@ def test_equal_compute_is_that_of_plain_training_or_none(report: ModuleType) -> 
 
 
 def test_a_setting_is_measured_for_real_and_goes_on_where_it_was(
-    quality: ModuleType, report: ModuleType, tmp_path: Path
+    quality: ModuleType, report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    some = ("plain", "EMA", "SAM", "HardExampleFilter, prune", quality.ALL)  # all of them are in the slow test
+    monkeypatch.setattr(quality, "TRICKS", {name: quality.TRICKS[name] for name in some})
     scale = quality.Scale((0, 1), (100, 101), epochs=1, batches=3)
     made = quality.measure("digits", "noisy labels", scale, tmp_path)
     found = {row["trick"]: row for row in made["rows"]}
-    assert list(found) == [name for name, trick in quality.TRICKS.items() if "digits" in trick.tasks]
+    assert tuple(found) == some
     assert (found["SAM"]["compute"], found["HardExampleFilter, prune"]["compute"]) == (2.0, 0.833)
-    assert {row["trick"] for row in made["sweep"]} == {"plain", "SAM", "Mixup", "CutMix"}
+    assert {row["trick"] for row in made["sweep"]} == {"plain", "SAM"}
     tests = {run["test"] for run in made["runs"]}
-    assert len(tests) > 20  # of 52 runs: tricks differ, seeds differ
+    assert len(tests) > 10  # of 22 runs: tricks differ, seeds differ
     assert "|SAM + EMA + flat_cos|" in report.tables({**made, "machine": {}})
     runs = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("seed*.json")}
     assert len(runs) == len(made["runs"])
