@@ -16,7 +16,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_tricks"
-KINDS = ("advisor", "callbacks", "checkpoints", "data", "losses", "modules", "optimizers", "schedules", "strategies")
+KINDS = (
+    *("advisor", "callbacks", "checkpoints", "data", "evaluation", "losses", "modules", "optimizers"),
+    *("schedules", "strategies"),
+)
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
 CORE = {  # what several tricks need, and the kind that offers it
     "core/batches/growing.py": "callbacks",

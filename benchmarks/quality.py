@@ -1,11 +1,11 @@
 """Which tricks help and which hurt: three tasks, clean and wrong labels, a stock Trainer, five seeds.
 
-Run ``python benchmarks/quality.py`` (minutes on four cores; ``--reduced`` runs everything in under one). It
-writes ``benchmarks/results/quality.json`` after every fit, goes on where it was interrupted on this machine with these
-versions, begins anew where it was finished, and renews the tables of
-``benchmarks/README.md``. The tasks are those of ``configs/``: digits (a perceptron), textures (a small CNN with
-BatchNorm), glosses (a transformer block). With noisy labels the same 40% of the training labels are another class in
-every run; validation and test labels are always true. The seed draws the initial weights and the order of the batches.
+Run ``python benchmarks/quality.py`` (minutes on four cores; ``--reduced`` runs everything in under two). The fits are
+those of ``lightning_tricks.compare``: interrupted, they go on where they were, with these versions; finished, they
+begin anew. The figures are written to ``benchmarks/results/quality.json``, and the tables of ``benchmarks/README.md``
+renewed. The tasks are those of ``configs/``: digits (a perceptron), textures (a small CNN with BatchNorm), glosses (a
+transformer block). With noisy labels the same 40% of the training labels are another class in every run; validation and
+test labels are always true. The seed draws the initial weights and the order of the batches.
 Every accuracy is that of the last epoch.
 
 One rule of effort for all: what has a strength that depends on the task (SAM, Mixup, HiddenMixup, CutMix) gets two or
@@ -23,12 +23,10 @@ as SAM.
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from functools import cache
-from itertools import chain
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -40,11 +38,11 @@ from machine import machine
 from quality_report import PLAIN, Run, figures, renew, tables
 from rows import written
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import lightning_tricks as lt
 from lightning_tricks.examples import digits, glosses, textures
-from lightning_tricks.examples.tasks import QUIET, Classifier, SharpClassifier, Split, accuracy
+from lightning_tricks.examples.tasks import QUIET, Classifier, SharpClassifier, Split, TaskData
 from lightning_tricks_cli.runs.demo import small_runs
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,15 +79,15 @@ class Trick(NamedTuple):
     tasks: tuple[str, ...] = ("digits", "textures", "glosses")
 
 
-class Job(NamedTuple):
-    """One fit; ``value`` is the trick's strength."""
+class Variant(NamedTuple):
+    """A trick with its strength ``value``; that of plain training, which has none, is ``lr``."""
 
-    task: str
-    labels: str
     trick: str
     value: float | None
     lr: float
-    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.trick} | {self.value} | lr {self.lr}"
 
 
 class Scale(NamedTuple):
@@ -101,7 +99,7 @@ class Scale(NamedTuple):
     batches: int | None = None  # of an epoch; None: all
 
 
-REDUCED = Scale((0, 1), (100,), epochs=1, batches=2)
+REDUCED = Scale((0, 1), epochs=1, batches=2)
 
 
 def digit_pictures(noise: float) -> Split:
@@ -144,48 +142,62 @@ TRICKS = {
 SETTINGS = [(task, labels) for task in TASKS for labels in NOISE]
 
 
-class Passes:
-    """Counts the samples that pass through a network, and those that do with gradients."""
+class Passes(Callback):
+    """Counts the samples that pass through the network in training, and those that do with gradients."""
 
     def __init__(self) -> None:
         self.forward = self.backward = 0
 
-    def __call__(self, network: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        self.forward += len(output)
-        self.backward += len(output) * output.requires_grad
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin."""
+
+        def count(network: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            if trainer.training:  # and not in the validation at the end
+                self.forward += len(output)
+                self.backward += len(output) * output.requires_grad
+
+        pl_module.network.register_forward_hook(count)
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Log the counts, beside the accuracy."""
+        pl_module.log_dict({"forward": float(self.forward), "backward": float(self.backward)})
 
 
-def fit(job: Job, scale: Scale) -> Run:
-    """Validation and test accuracy at the end, seconds, and the samples that passed."""
-    task, recipe = TASKS[job.task], TRICKS[job.trick].recipe(job.value)
-    data = split(job.task, job.labels)
-    train, passes = TensorDataset(*data["train"]), Passes()
-    with small_runs():  # of one thread
-        pl.seed_everything(job.seed, verbose=False)
-        module = classifier(task, recipe, job.lr)
-        hook = module.network.register_forward_hook(passes)
-        trainer = pl.Trainer(
-            max_epochs=max(1, round((scale.epochs or task.epochs) * recipe.epochs)),
-            limit_train_batches=scale.batches,
-            limit_val_batches=0,
-            **QUIET,
-            callbacks=[*recipe.callbacks],
-        )
-        begin = time.perf_counter()
-        # a batch is indexed at once, which is quicker than sample by sample
-        batches = BatchSampler(RandomSampler(train), task.batch, drop_last=False)
-        trainer.fit(module, DataLoader(train, batch_size=None, sampler=batches), DataLoader(train))
-        seconds = round(time.perf_counter() - begin, 1)
-        hook.remove()
-        module.eval()
-        val, test = (round(accuracy(module.network, *data[part]).item(), 4) for part in ("val", "test"))
-    return {"val": val, "test": test, "forward": passes.forward, "backward": passes.backward, "seconds": seconds}
+class Data(TaskData):
+    """A task's data; a batch is indexed at once, which is quicker than sample by sample."""
+
+    def __init__(self, task: str, labels: str) -> None:
+        super().__init__(NOISE[labels], TASKS[task].batch)
+        self.task, self.labels = task, labels
+
+    def load(self) -> Split:
+        """The data, read once a process."""
+        return split(self.task, self.labels)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Batches in a new order every epoch."""
+        batches = BatchSampler(RandomSampler(self.data["train"]), self.batch_size, drop_last=False)
+        return DataLoader(self.data["train"], batch_size=None, sampler=batches)
 
 
 @cache
 def split(task: str, labels: str) -> Split:
     """The data, read once a process."""
     return TASKS[task].load(NOISE[labels])
+
+
+def fit(task: str, labels: str, variant: Variant, scale: Scale, folder: Path) -> tuple[Any, ...]:
+    """An arm: Trainer, module and data."""
+    recipe = TRICKS[variant.trick].recipe(variant.value)
+    epochs = max(1, round((scale.epochs or TASKS[task].epochs) * recipe.epochs))
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        check_val_every_n_epoch=epochs,
+        limit_train_batches=scale.batches,
+        **QUIET,
+        callbacks=[*recipe.callbacks, Passes()],
+    )
+    return trainer, classifier(TASKS[task], recipe, variant.lr), Data(task, labels)
 
 
 def classifier(task: Task, recipe: Recipe, lr: float) -> Classifier:
@@ -197,48 +209,77 @@ def classifier(task: Task, recipe: Recipe, lr: float) -> Classifier:
     return SharpClassifier(task.network(), recipe.sam, **settings)
 
 
-class Runs:
-    """The runs of a file, which has those of an interrupted run of the same kind; missing ones are made."""
+def measure(task: str, labels: str, scale: Scale, folder: Path) -> dict[str, list[Any]]:
+    """The learning rate of plain training, the strengths of the tricks, then the runs that count."""
+    setting, done = f"{task}, {labels}", dict[str, Run]()
 
-    def __init__(self, output: Path, scale: Scale, pool: Executor) -> None:
-        self.output, self.scale, self.pool = output, scale, pool
-        settings = {**scale._asdict(), "noise": NOISE, "tasks": {name: described(name) for name in TASKS}}
-        self.result: dict[str, Any] = {
-            "benchmark": "quality",
-            "machine": machine("lightning-tricks", "scikit-learn", "scikit-image", "timm"),
-            "settings": json.loads(json.dumps(settings)),  # as they are read
-            "sweep": [],
-            "rows": [],
-        }
-        self.done: dict[str, Run] = {}
-        before = json.loads(output.read_text()) if output.exists() else {"rows": []}
-        finished = len({row["setting"] for row in before["rows"]}) == len(SETTINGS)
-        if not finished and all(before.get(part) == self.result[part] for part in ("machine", "settings")):
-            self.done = {run.pop("job"): run for run in before["runs"]}
+    def made(variants: list[Variant], seeds: tuple[int, ...], part: str) -> dict[Variant, list[Run]]:
+        arms = {str(variant): partial(fit, task, labels, variant, scale) for variant in variants}
+        settings: dict[str, Any] = {"metric": "test_accuracy", "mode": "max", "seeds": seeds}
+        with small_runs():  # of one thread
+            runs = lt.compare(arms, folder=folder / setting / part, **settings).runs
+        found = {variant: [run_of(run) for run in runs[str(variant)]] for variant in variants}
+        for variant, each in found.items():
+            done.update({f"{setting} | {variant} | seed {seed}": run for seed, run in zip(seeds, each, strict=True)})
+        return found
 
-    def make(self, jobs: Iterable[Job]) -> None:
-        """Run what is missing, at the same time."""
-        missing = {self.pool.submit(fit, job, self.scale): job for job in jobs if key(job) not in self.done}
-        for number, future in enumerate(as_completed(missing), 1):
-            self.done[key(missing[future])] = future.result()
-            self.write()
-            print(f"{number}/{len(missing)}", key(missing[future]), future.result(), flush=True)
+    def best(variants: list[Variant], part: str) -> dict[str, dict[float, float]]:
+        """The validation accuracy of each strength, by trick."""
+        means: dict[str, dict[float, float]] = {}
+        for variant, runs in made(variants, scale.sweep_seeds, part).items():
+            strength = variant.lr if variant.value is None else variant.value
+            means.setdefault(variant.trick, {})[strength] = round(fmean(run["val"] for run in runs), 4)
+        return means
 
-    def write(self) -> None:
-        """Replace the file by what there is now."""
-        new = self.output.with_suffix(".new")
-        new.write_text(
-            written({**self.result, "runs": [{"job": job, **run} for job, run in sorted(self.done.items())]})
-        )
-        new.replace(self.output)
+    tricks = {name: trick for name, trick in TRICKS.items() if task in trick.tasks}
+    means = best([Variant(PLAIN, None, lr) for lr in TASKS[task].lrs], "learning rates")
+    lr = first_best(means[PLAIN])
+    means |= best([Variant(name, value, lr) for name in tricks for value in tricks[name].values], "strengths")
+    strengths = {name: first_best(each) for name, each in means.items()}
+    strengths[ALL] = strengths["SAM"]
+    values = {**strengths, PLAIN: None}
+    finals = made([Variant(name, values.get(name), lr) for name in tricks], scale.seeds, "finals")
+    return {
+        "sweep": [
+            {"setting": setting, "trick": name, "val": {str(value): mean for value, mean in each.items()}}
+            for name, each in means.items()
+        ],
+        "rows": figures(setting, {variant.trick: runs for variant, runs in finals.items()}, strengths),
+        "runs": [{"job": job, **run} for job, run in done.items()],
+    }
 
-    def of(self, jobs: list[Job]) -> list[Run]:
-        """Their figures."""
-        return [self.done[key(job)] for job in jobs]
+
+def first_best(means: Mapping[float, float]) -> float:
+    """The strength that validates best, the first of equals."""
+    return max(means, key=lambda strength: means[strength])
 
 
-def key(job: Job) -> str:
-    return f"{job.task}, {job.labels} | {job.trick} | {job.value} | lr {job.lr} | seed {job.seed}"
+def run_of(run: Mapping[str, Any]) -> Run:
+    """What is kept of a run: accuracies, the samples that passed, and seconds."""
+    if "error" in run:
+        raise RuntimeError(run["error"])
+    found = run["metrics"]
+    return {
+        "val": round(found["val_accuracy"], 4),
+        "test": round(found["test_accuracy"], 4),
+        "forward": int(found["forward"]),
+        "backward": int(found["backward"]),
+        "seconds": round(run["seconds"], 1),
+    }
+
+
+def result(scale: Scale, runs: Path, processes: int) -> dict[str, Any]:
+    """All settings, each in a process."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        found = [*pool.map(partial(measure, scale=scale, folder=runs), *zip(*SETTINGS, strict=True))]
+    parts = {part: [line for each in found for line in each[part]] for part in ("sweep", "rows", "runs")}
+    return {
+        "benchmark": "quality",
+        "machine": machine("lightning-tricks", "scikit-learn", "scikit-image", "timm"),
+        "settings": {**scale._asdict(), "noise": NOISE, "tasks": {name: described(name) for name in TASKS}},
+        **parts,
+        "runs": sorted(parts["runs"], key=lambda run: run["job"]),
+    }
 
 
 def described(name: str) -> dict[str, Any]:
@@ -251,38 +292,6 @@ def described(name: str) -> dict[str, Any]:
     }
 
 
-def measure(runs: Runs, task: str, labels: str) -> None:
-    """The learning rate of plain training, the strengths of the tricks, then the runs that count.
-
-    A job of plain training has its strength in ``lr`` and no ``value``.
-    """
-    tricks = {name: trick for name, trick in TRICKS.items() if task in trick.tasks}
-
-    def jobs(name: str, value: float | None, lr: float, seeds: tuple[int, ...]) -> list[Job]:
-        return [Job(task, labels, name, value, lr, seed) for seed in seeds]
-
-    def best(grid: dict[float, list[Job]]) -> tuple[float, dict[str, float]]:
-        """The value that validates best, the first of equals, and the validation accuracy of each."""
-        means = {value: round(fmean(run["val"] for run in runs.of(each)), 4) for value, each in grid.items()}
-        return max(means, key=lambda value: means[value]), {str(value): mean for value, mean in means.items()}
-
-    again = runs.scale.sweep_seeds
-    rates = {lr: jobs(PLAIN, None, lr, again) for lr in TASKS[task].lrs}
-    runs.make(chain(*rates.values()))
-    lr, means = best(rates)
-    grids = {name: {value: jobs(name, value, lr, again) for value in tricks[name].values} for name in tricks}
-    runs.make(chain(*(each for grid in grids.values() for each in grid.values())))
-    found = {PLAIN: (lr, means), **{name: best(grid) for name, grid in grids.items() if grid}}
-    strengths = {name: value for name, (value, _) in found.items()}
-    strengths[ALL] = strengths["SAM"]
-    finals = {name: jobs(name, strengths.get(name) if name != PLAIN else None, lr, runs.scale.seeds) for name in tricks}
-    runs.make(chain(*finals.values()))
-    setting = f"{task}, {labels}"
-    runs.result["sweep"] += [{"setting": setting, "trick": name, "val": each} for name, (_, each) in found.items()]
-    runs.result["rows"] += figures(setting, {name: runs.of(each) for name, each in finals.items()}, strengths)
-    runs.write()
-
-
 def main() -> None:
     """Run, write; a full run puts its tables into the README, a reduced one prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -292,14 +301,14 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-        runs = Runs(folder / "quality.json", REDUCED if args.reduced else Scale(), pool)
-        for task, labels in SETTINGS:
-            measure(runs, task, labels)
+    runs = (args.output or RESULTS / "scratch") / ("quality, reduced" if args.reduced else "quality")
+    made = result(REDUCED if args.reduced else Scale(), runs, args.processes)
+    (folder / "quality.json").write_text(written(made))
+    shutil.rmtree(runs)
     if folder == RESULTS:
-        renew(runs.result)
+        renew(made)
     else:
-        print(tables(runs.result))
+        print(tables(made))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from math import sqrt
 from statistics import fmean, stdev
 from typing import Any
 
-from scipy.stats import t
 from tables import README, grid, placed
+
+from lightning_tricks.evaluation.statistics import paired_difference
 
 PLAIN = "plain"
 BEGIN, END = "<!-- quality: written by benchmarks/quality.py -->", "<!-- end of quality -->"
@@ -48,9 +48,8 @@ def at_equal_compute(name: str, costs: dict[str, float]) -> str | None:
 
 def paired(runs: Sequence[Run], others: Sequence[Run]) -> dict[str, float]:
     """The mean difference of runs with the same seed, in points, and its 95% interval (Student's t)."""
-    gains = [mine - other for mine, other in zip(percent(runs), percent(others), strict=True)]
-    mean, half = fmean(gains), float(t.ppf(0.975, len(gains) - 1)) * stdev(gains) / sqrt(len(gains))
-    return {"points": round(mean, 2), "low": round(mean - half, 2), "high": round(mean + half, 2)}
+    found = paired_difference(percent(runs), percent(others))
+    return {"points": round(found.mean, 2), "low": round(found.low, 2), "high": round(found.high, 2)}
 
 
 def percent(runs: Sequence[Run]) -> list[float]:

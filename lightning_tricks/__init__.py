@@ -48,6 +48,7 @@ from lightning_tricks.data.length_buckets import LengthBuckets
 from lightning_tricks.data.packing import pack_sequences
 from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
 from lightning_tricks.data.workers import find_num_workers
+from lightning_tricks.evaluation.compare import compare
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -138,6 +139,7 @@ __all__ = [
     "add_stochastic_depth",
     "average_checkpoints",
     "clip_loss",
+    "compare",
     "consolidate",
     "constant",
     "cosine",

@@ -143,6 +143,11 @@ CATALOGUE = (
         "the strategy's fastest AdamW; presets under [torchrun, SLURM, Ray](docs/multi_node.md)",
     ),
     Row(
+        ("compare",),
+        'lt.compare(arms,metric="acc",mode="max",folder="runs")',
+        "[honest](docs/compare.md) comparisons",
+    ),
+    Row(
         ("estimate_memory", "suggest_strategy", "find_batch_size", "environment_report"),
         "lightning-tricks suggest 7B --device-memory 80GB",
         "bytes per device, the fitting preset, the largest batch, what is missing",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lightning_tricks_cli.commands import (
     average,
+    compare,
     consolidate,
     demo,
     doctor,
@@ -28,7 +29,7 @@ from lightning_tricks_cli.commands import (
 from lightning_tricks_cli.commands.target import with_flags
 
 COMMANDS = (
-    *(trainer, find_lr, find_workers, demo),
+    *(trainer, find_lr, find_workers, compare, demo),
     *(tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )

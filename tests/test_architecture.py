@@ -48,6 +48,7 @@ MAY_IMPORT = {  # the kinds that a kind may import besides itself and core
     "checkpoints": set(),
     "core": set(),
     "data": set(),
+    "evaluation": {"checkpoints"},  # ensembles are made of checkpoint files
     "losses": set(),
     "modules": set(),
     "optimizers": {"schedules"},  # groups of parameters, of which the schedules give each its learning rate

@@ -6,7 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from scipy import stats
+
+import lightning_tricks as lt
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text()
@@ -120,56 +122,62 @@ def test_equal_compute_is_that_of_plain_training_or_none(report: ModuleType) -> 
     assert [report.at_equal_compute(name, costs) for name in costs] == [None, None, "plain, twice", None, "plain"]
 
 
-def test_it_goes_on_where_it_was_interrupted(
-    quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_setting_is_measured_for_real_and_goes_on_where_it_was(
+    quality: ModuleType, report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, made = tmp_path / "quality.json", []
-
-    def fit(job: Any, scale: Any) -> dict[str, float]:
-        made.append(job)
-        if len(made) == 30:
-            raise KeyboardInterrupt
-        return {"val": 0.5, "test": 0.5 + job.seed / 100, "forward": 2, "backward": 2, "seconds": 0.0}
-
-    monkeypatch.setattr(quality, "fit", fit)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
-        quality.measure(quality.Runs(output, quality.REDUCED, pool), "digits", "clean labels")
-    before = {run["job"] for run in json.loads(output.read_text())["runs"]}
-    assert 20 <= len(before) < 30
-    with ThreadPoolExecutor(1) as pool:
-        quality.measure(quality.Runs(output, quality.REDUCED, pool), "digits", "clean labels")
-        again = quality.Runs(output, quality.Scale(), pool)
-    result = json.loads(output.read_text())
-    assert {run["job"] for run in result["runs"]} > before
-    assert len({quality.key(job) for job in made[30:]} & before) == 0
-    assert not again.done  # of other settings
-
-
-def test_a_setting_is_measured_for_real(quality: ModuleType, report: ModuleType, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        measured = quality.Runs(tmp_path / "quality.json", quality.Scale((0, 1), (100,), epochs=1), pool)
-        quality.measure(measured, "digits", "noisy labels")
-    found = {row["trick"]: row for row in measured.result["rows"]}
-    assert list(found) == [name for name, trick in quality.TRICKS.items() if "digits" in trick.tasks]
+    some = ("plain", "EMA", "SAM", "HardExampleFilter, prune", quality.ALL)  # all of them are in the slow test
+    monkeypatch.setattr(quality, "TRICKS", {name: quality.TRICKS[name] for name in some})
+    scale = quality.Scale((0, 1), (100, 101), epochs=1, batches=3)
+    made = quality.measure("digits", "noisy labels", scale, tmp_path)
+    found = {row["trick"]: row for row in made["rows"]}
+    assert tuple(found) == some
     assert (found["SAM"]["compute"], found["HardExampleFilter, prune"]["compute"]) == (2.0, 0.833)
-    tests = {run["test"] for run in measured.done.values()}
-    assert len(tests) > 20  # of 46 runs: tricks differ, seeds differ
-    assert "|SAM + EMA + flat_cos|" in report.tables(measured.result)
+    assert {row["trick"] for row in made["sweep"]} == {"plain", "SAM"}
+    tests = {run["test"] for run in made["runs"]}
+    assert len(tests) > 10  # of 22 runs: tricks differ, seeds differ
+    assert "|SAM + EMA + flat_cos|" in report.tables({**made, "machine": {}})
+    runs = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("seed*.json")}
+    assert len(runs) == len(made["runs"])
+    lost = sorted(runs)[::7]
+    for path in lost:
+        path.unlink()
+    again = quality.measure("digits", "noisy labels", scale, tmp_path)
+    timeless = [[{**run, "seconds": 0} for run in each["runs"]] for each in (made, again)]
+    assert timeless[0] == timeless[1]
+    assert {path for path in runs if path.stat().st_mtime_ns != runs[path]} == {*lost}
 
 
-@pytest.mark.parametrize(
-    ("settings", "machine", "taken"), [(1, "this", True), (6, "this", False), (1, "another", False)]
-)
-def test_what_is_finished_or_of_another_machine_is_measured_anew(
-    settings: int, machine: str, taken: bool, quality: ModuleType, committed: dict[str, Any], tmp_path: Path
+def test_the_jobs_are_those_of_the_figures(quality: ModuleType, committed: dict[str, Any]) -> None:
+    jobs = [run["job"] for run in committed["runs"]]
+    assert f"digits, clean labels | {quality.Variant('plain', None, 0.2)} | seed 4" in jobs
+    assert f"digits, clean labels | {quality.Variant('SAM', 0.3, 0.2)} | seed 101" in jobs
+
+
+def test_a_run_that_fails_is_no_figure(quality: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="no memory"):
+        quality.run_of({"error": "MemoryError: no memory"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trick", ["EMA", "plain, 1/4 of the epochs"])
+def test_a_comparison_reproduces_the_figures_within_their_intervals(
+    trick: str, quality: ModuleType, committed: dict[str, Any], tmp_path: Path
 ) -> None:
-    output, first = tmp_path / "quality.json", [f"{task}, {labels}" for task, labels in quality.SETTINGS[:settings]]
-    with ThreadPoolExecutor(1) as pool:
-        own = quality.Runs(output, quality.Scale(), pool).result
-        committed["machine"] = {**own["machine"], "cpu": own["machine"]["cpu"] if machine == "this" else machine}
-        committed["rows"] = [row for row in committed["rows"] if row["setting"] in first]
-        output.write_text(json.dumps(committed))
-        assert bool(quality.Runs(output, quality.Scale(), pool).done) is taken
+    row, plain = (rows(committed)["digits, noisy labels", name] for name in (trick, "plain"))
+    arms = {
+        name: partial(
+            quality.fit, "digits", "noisy labels", quality.Variant(name, None, plain["strength"]), quality.Scale()
+        )
+        for name in ("plain", trick)
+    }
+    settings: dict[str, Any] = {"metric": "test_accuracy", "mode": "max", "seeds": quality.SEEDS}
+    result = lt.compare(arms, folder=tmp_path, **settings)
+    found = result.difference(trick)
+    assert found is not None
+    assert row["over_plain"]["low"] < 100 * found.high  # the intervals overlap: other orders of the data, five seeds
+    assert 100 * found.low < row["over_plain"]["high"]
+    assert found.mean * row["over_plain"]["points"] > 0
+    assert 100 * fmean(result.values("plain")) == pytest.approx(plain["test_mean"], abs=2 * plain["test_std"])
 
 
 @pytest.mark.slow

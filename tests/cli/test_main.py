@@ -131,6 +131,8 @@ def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "half"], "invalid float value: 'half'"),
         (["export", "a.ckpt", "b.ckpt", "-o", "c.pt"], "export has no argument b.ckpt"),
         (["export", "a.ckpt", "-o", "c.pt", "--which", "ema"], "invalid choice: 'ema'"),
+        (["compare", "-c", "a.yaml", "--mode", "max"], "the following arguments are required: --metric"),
+        (["compare", "-c", "a.yaml", "--metric", "acc", "--mode", "up"], "invalid choice: 'up'"),
         (["find-lr"], "the following arguments are required: -c/--config"),
         (["find-lr", "-c", "a.yaml", "--method", "peak"], "invalid choice: 'peak'"),
         (["find-lr", "-c", "a.yaml", "--steps", "few"], "invalid int value: 'few'"),
@@ -144,7 +146,7 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
 
 
 COMMANDS = (
-    *("fit", "validate", "test", "predict", "find-lr", "find-workers", "demo"),
+    *("fit", "validate", "test", "predict", "find-lr", "find-workers", "compare", "demo"),
     *("tricks", "presets", "optimizers", "plot-schedule", "memory", "suggest", "doctor"),
     *("average", "export", "consolidate"),
 )

@@ -51,6 +51,7 @@ SCHEDULE = {"optimizer": sgd, "module": lambda: None, "total_steps": lambda: 20}
 SCALE = {"batch_size": lambda: 64, "base_batch_size": lambda: 32}
 TRAINED = {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16)}
 WRITTEN = {"output": lambda: "out.pt", "force": lambda: True}
+ARMS = {name: lambda _: (trainer(max_epochs=1), PlainNet(), loader(16), loader(16)) for name in ("plain", "trick")}
 FACTORIES = (
     *("constant", "cosine", "cosine_restarts", "flat_cos", "inverse_sqrt", "linear", "one_cycle", "polynomial"),
     *("reduce_on_plateau", "step_decay", "wsd"),
@@ -77,6 +78,13 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "info_nce": {"queries": lambda: torch.eye(4), "keys": lambda: torch.eye(4)},
     "min_snr_weight": {"alphas_cumprod": lambda: torch.linspace(0.9, 0.1, 4), "t": lambda: torch.tensor([0, 3])},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
+    "compare": {
+        "arms": lambda: ARMS,
+        "metric": lambda: "val_loss",
+        "mode": lambda: "min",
+        "folder": lambda: "compare",
+        "seeds": lambda: 2,
+    },
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
     "ema_decay": {"updates": lambda: 3, "decay": lambda: 0.99},
     "discriminative_groups": {"model": layers, "lrs": lambda: {"0": 0.1, "": 0.01}},
@@ -142,7 +150,15 @@ LEFT_OUT = {
     "profile_tricks": "has a Trainer only",
     **dict.fromkeys(
         [
-            *("BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"),
+            *(
+                "BatchSizeResult",
+                "Comparison",
+                "EnvironmentReport",
+                "LRFinderResult",
+                "MemoryEstimate",
+                "Sharpness",
+                "Suggestion",
+            ),
             *("TricksProfile", "WorkersResult"),
         ],
         "a result, which nobody constructs",
@@ -165,12 +181,12 @@ LEFT_OUT = {
     "sharpness": "needs a loss and a loader; tests/modules/test_sharpness.py",
 }
 NAMES = [name for name in PUBLIC if name not in LEFT_OUT]
-COSTLY = {"steps", "max_size", "effective"}  # what is done so often
+COSTLY = {"steps", "max_size", "effective", "seeds"}  # what is done so often
 # What is an object of the user's or of torch, and is tried only as what it should be.
 OBJECTS = {
     *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
     *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
-    *("queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "lengths"),
+    *("arms", "queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "lengths"),
 }
 
 

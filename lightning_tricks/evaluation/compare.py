@@ -1,0 +1,356 @@
+"""Does a trick help on this task? Fits with and without it, paired by seed, and what they tell apart."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+from urllib.parse import quote
+from weakref import ref
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from lightning_tricks.core.adapters.base import weights_checksum
+from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
+from lightning_tricks.core.lightning.namespace import require_same_lightning
+from lightning_tricks.core.report import progress
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.evaluation.comparison import Comparison, Mode, Run
+
+__all__ = ["Comparison", "compare"]
+
+Arm = Callable[[Path], tuple[Any, ...]]
+Checkpoint = Literal["last", "best"]
+EQUAL = 0.05  # the share by which times may differ to be called equal: epochs are whole numbers
+
+
+def compare(
+    arms: Mapping[str, Arm],
+    *,
+    metric: str,
+    mode: Mode,
+    folder: str | Path,
+    seeds: int | Sequence[int] = 5,
+    checkpoint: Checkpoint = "last",
+    equal_time: bool = False,
+) -> Comparison:
+    """Fit with and without tricks over seeds; paired differences, 95% intervals, cost, and what is not told apart.
+
+    For each seed ``s`` and arm ``a``, ``d_s = metric_s(a) - metric_s(baseline)``; the interval is that of the mean of
+    ``d_s`` by Student's t. Both runs of a pair start from ``seed_everything(s)``, and so from the same weights if the
+    networks are the same, and each epoch from random numbers drawn from ``(s, epoch)``, so that both see the same order
+    of the data although a trick or a validation draws random numbers.
+
+    A run is measured after its fit, by ``trainer.validate`` and, if there is a test loader, ``trainer.test``. A metric
+    that is not finite and, in an arm other than the baseline, an error of the fit are reported, and give no interval.
+
+    Finished runs are files in ``folder``: the same call goes on where it was interrupted, does a run again that was
+    not finished or failed, and reads any other metric. More arms may be added.
+
+    Args:
+        arms: For each name, a function that makes a Trainer, a module and what else ``trainer.fit`` takes (a
+            DataModule, or loaders for training and validation), all of them new ones, from the folder of the run, which
+            is meant for ``default_root_dir``. The first arm is the baseline.
+        metric: Name of a metric that is logged in validation or test.
+        mode: "max" if more of the metric is better, "min" if less is.
+        folder: Folder of the runs, created if needed; on several machines one that they share.
+        seeds: Number of seeds, at least 2, or the seeds.
+        checkpoint: Weights that are measured: "last", those of the end of training, or "best", those that the Trainer's
+            ``ModelCheckpoint`` calls best.
+        equal_time: Whether the baseline is also fitted for ``max_epochs`` and ``max_steps`` times the ratio of times,
+            rounded, for each arm whose time differs by more than 5%. Schedules must take their length from the Trainer.
+
+    Returns:
+        The runs, with their table (``print``), ``plot()`` and ``to_dict()``.
+
+    Raises:
+        ValueError: For fewer than two arms or seeds, a module, Trainer, callback or loader that an arm gives twice, a
+            Trainer that was used, a metric that is not logged, or a folder with runs of other settings.
+        TypeError: If an arm does not give a Trainer and a module.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from lightning_tricks.examples.digits import Digits, DigitsData
+        >>> from lightning_tricks.examples.tasks import QUIET
+        >>> def fit(folder, *tricks):
+        ...     trainer = pl.Trainer(max_epochs=1, limit_train_batches=2, callbacks=[*tricks], **QUIET)
+        ...     return trainer, Digits(), DigitsData(noise=0.4)
+        >>> from lightning_tricks import EMA, compare
+        >>> arms = {"plain": fit, "EMA": lambda folder: fit(folder, EMA(decay=0.5))}
+        >>> with TemporaryDirectory() as folder:
+        ...     result = compare(arms, metric="val_accuracy", mode="max", seeds=2, folder=folder)
+        >>> list(result.runs), result.verdict("EMA")
+        (['plain', 'EMA'], 'not told apart')
+
+    References:
+        Bouthillier et al., Accounting for variance in machine learning benchmarks, MLSys 2021.
+    """
+    if len(arms) < 2:
+        raise ValueError(f"arms must be at least two, the baseline first: there is nothing to compare; got {[*arms]}.")
+    if unfit := [name for name in arms if not isinstance(name, str) or not name.strip(".")]:
+        raise ValueError(f"arms must have names that can be those of folders, got {unfit}.")
+    check_type("metric", metric, str)
+    check_type("folder", folder, str, Path)
+    check_choice("mode", mode, ("max", "min"))
+    check_choice("checkpoint", checkpoint, ("last", "best"))
+    check_bool("equal_time", equal_time)
+    chosen = _seeds(seeds)
+    runs = _Runs(Path(folder), chosen, checkpoint)
+    settings = {name: runs.prepare(name, arm) for name, arm in arms.items()}
+    baseline = next(iter(arms))
+    if equal_time and not settings[baseline]["length"]:
+        raise ValueError(f"equal_time=True needs max_epochs or max_steps in {baseline!r}, whose length it changes.")
+    made = runs.make(arms, baseline)
+    _require_metric(metric, made)
+    result = Comparison(metric, mode, chosen, made, notes=_other_starts(settings))
+    if equal_time:
+        equal, longer = at_equal_time(result, arms[baseline], settings[baseline]["length"])
+        for name, arm in longer.items():
+            runs.prepare(name, arm)
+        result = Comparison(metric, mode, chosen, {**made, **runs.make(longer, baseline)}, equal, result.notes)
+    return result
+
+
+def _seeds(seeds: int | Sequence[int]) -> list[int]:
+    if not isinstance(seeds, list | tuple | range):
+        check_count("seeds", seeds, 2)  # type: ignore[arg-type]
+        return list(range(seeds))  # type: ignore[arg-type]
+    for place, seed in enumerate(seeds):
+        check_count(f"seeds[{place}]", seed, 0)
+        check_range(f"seeds[{place}]", seed, 0, 2**32 - 1)
+    if len(set(seeds)) < max(2, len(seeds)):
+        raise ValueError(f"seeds must be at least two different ones: one run has no interval; got {list(seeds)}.")
+    return list(seeds)
+
+
+class _Runs:
+    """The runs in a folder: finished ones are read, the others made.
+
+    An arm has a folder of its own, with what it was in ``plan.json`` and the figures of a finished run in
+    ``seed0.json``, beside the folder ``seed0`` of what the run itself has written.
+    """
+
+    def __init__(self, folder: Path, seeds: Sequence[int], checkpoint: Checkpoint) -> None:
+        self._folder, self._seeds, self._checkpoint = folder, seeds, checkpoint
+        self._given: dict[int, Any] = {}
+
+    def prepare(self, name: str, arm: Arm) -> dict[str, Any]:
+        """Make the arm's objects once, without a fit, and keep their settings or compare them with those kept."""
+        trainer, module, *data = self._new(name, arm, self._seeds[0])
+        if self._checkpoint == "best" and not any(
+            getattr(each, "monitor", None) for each in trainer.checkpoint_callbacks
+        ):
+            raise ValueError(
+                f'checkpoint="best" needs a ModelCheckpoint with monitor, which the arm {name!r} lacks: add one, or'
+                ' take checkpoint="last".'
+            )
+        limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
+        plan = {
+            "seeds": list(self._seeds),
+            "checkpoint": self._checkpoint,
+            "versions": f"torch {torch.__version__}, lightning {pl.__version__}",
+            "configuration": getattr(arm, "settings", None),  # of the command's arms
+            "length": {limit: value for limit, value in limits.items() if value not in (None, -1)},
+            "initial weights": _checksum(module),
+            **{
+                f"{type(each).__name__} {number}": _settings(each)
+                for number, each in enumerate([module, *data, *trainer.callbacks])
+            },
+        }
+        plan = json.loads(json.dumps(plan))  # as it is read
+        path = self._of(name) / "plan.json"
+        if path.exists():
+            _require_same(path.parent, json.loads(path.read_text()), plan)
+        elif not _rank():
+            if path.parent.exists() and any(path.parent.iterdir()):
+                raise ValueError(f"{path.parent} has files of something else: choose another folder.")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, plan)
+        return plan
+
+    def make(self, arms: Mapping[str, Arm], baseline: str) -> dict[str, list[Run]]:
+        """The runs of all arms, seed by seed, so that a machine that becomes slower does so for all of them."""
+        jobs = [(seed, name) for seed in self._seeds for name in arms]
+        runs: dict[str, list[Run]] = {name: [] for name in arms}
+        for seed, name in progress(jobs, "compare"):
+            path = self._of(name) / f"seed{seed}.json"
+            done = json.loads(path.read_text()) if path.exists() else None
+            runs[name].append(done or self._run(name, arms[name], seed, path, may_fail=name != baseline))
+        return runs
+
+    def _run(self, name: str, arm: Arm, seed: int, path: Path, *, may_fail: bool) -> Run:
+        own = path.with_suffix("")
+        if not _rank():
+            shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
+            own.mkdir()
+        gc.collect()  # a module and its Trainer know each other: those of the last run still hold their memory
+        trainer, module, *data = self._new(name, arm, seed)
+        trainer.callbacks.insert(0, _EpochSeeds(seed))
+        try:
+            begin = time.perf_counter()
+            trainer.fit(module, *data)
+            seconds = time.perf_counter() - begin
+            run: Run = {"metrics": _measured(trainer, module, data, self._checkpoint), "seconds": seconds}
+        except Exception as error:
+            if not may_fail or trainer.world_size > 1:  # other ranks may be waiting
+                raise
+            (own / "error.txt").write_text(traceback.format_exc())
+            return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        run = trainer.strategy.broadcast({**run, "epochs": trainer.current_epoch, "steps": trainer.global_step})
+        if trainer.is_global_zero:
+            _write(path, run)
+        return run
+
+    def _new(self, name: str, arm: Arm, seed: int) -> tuple[Any, ...]:
+        """What an arm makes with a seed, all of it new."""
+        pl.seed_everything(seed, workers=True, verbose=False)
+        made = arm(self._of(name) / f"seed{seed}")
+        if not isinstance(made, tuple) or len(made) < 2:
+            raise TypeError(f"the arm {name!r} must give (trainer, module, ...), got {type(made).__name__}.")
+        trainer, module, *data = made
+        for thing, kind in ((trainer, pl.Trainer), (module, pl.LightningModule)):
+            require_same_lightning(thing, "compare")
+            if not isinstance(thing, kind):
+                raise TypeError(f"the arm {name!r} must give (trainer, module, ...), got {type(thing).__name__}.")
+        if trainer.state.fn is not None:
+            raise ValueError(f"the arm {name!r} gives a Trainer that was used before: make a new one in the function.")
+        for thing in [trainer, module, *module.parameters(), *data, *trainer.callbacks]:
+            before = self._given.get(id(thing))
+            if before is not None and before() is thing:
+                what = "weights" if isinstance(thing, torch.Tensor) else f"the same {type(thing).__name__}"
+                raise ValueError(
+                    f"the arm {name!r} gives {what} a second time, which would carry one run over into the next:"
+                    " make it in the function."
+                )
+            self._given[id(thing)] = ref(thing)
+        return made
+
+    def _of(self, name: str) -> Path:
+        return self._folder / quote(name, safe=" ,+=()")
+
+
+class _EpochSeeds(Callback):
+    """Seeds every epoch, so that both runs of a pair see the same order of the data whatever either draws."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        drawn = Random(f"{self._seed} {trainer.current_epoch}").getrandbits(32)
+        pl.seed_everything(drawn, workers=True, verbose=False)
+
+
+def _measured(trainer: pl.Trainer, module: Any, data: Sequence[Any], checkpoint: Checkpoint) -> dict[str, float]:
+    """All metrics of validation and test."""
+    source = data[0] if data and isinstance(data[0], pl.LightningDataModule) else module
+    own = [] if source is module else [source]
+    loaders = {"validate": own or data[1:2], "test": own}
+    found: dict[str, float] = {}
+    for stage, step in (("validate", "validation_step"), ("test", "test_step")):
+        loader = "val_dataloader" if stage == "validate" else "test_dataloader"
+        given = loaders[stage] if source is module else []
+        if is_overridden(step, module) and (given or is_overridden(loader, source)):
+            path = {"ckpt_path": "best", "weights_only": False} if checkpoint == "best" else {}
+            for rows in getattr(trainer, stage)(module, *loaders[stage], **path, verbose=False):
+                found.update(rows)
+    return found
+
+
+def _require_metric(metric: str, made: Mapping[str, Iterable[Run]]) -> None:
+    for name, runs in made.items():
+        for run in runs:
+            if "metrics" in run and metric not in run["metrics"]:
+                raise ValueError(
+                    f"the arm {name!r} logs no metric={metric!r} in validation or test, but {sorted(run['metrics'])}:"
+                    " take one of them; the finished runs are kept."
+                )
+
+
+def at_equal_time(result: Comparison, arm: Arm, limits: Mapping[str, int]) -> tuple[dict[str, str], dict[str, Arm]]:
+    """For each arm of another time the name of a baseline that takes as long, and how those are made."""
+    limits = {limit: value for limit, value in limits.items() if value not in (None, -1)}
+    if not limits:
+        raise ValueError(
+            "equal_time=True changes the length of the baseline's training: give it max_epochs or max_steps."
+        )
+    equal: dict[str, str] = {}
+    longer: dict[str, Arm] = {}
+    for name in result.runs:
+        if abs(result.time(name) - 1) <= EQUAL or not isfinite(result.time(name)):
+            continue
+        lengths = {limit: max(1, round(result.time(name) * value)) for limit, value in limits.items()}
+        equal[name] = result.baseline
+        if lengths != limits:
+            told = " and ".join(f"{value} {limit.removeprefix('max_')}" for limit, value in lengths.items())
+            equal[name] = f"{result.baseline}, {told}"
+            longer[equal[name]] = partial(_fit_of_length, arm, lengths)
+    return equal, longer
+
+
+def _fit_of_length(arm: Arm, lengths: Mapping[str, int], folder: Path) -> tuple[Any, ...]:
+    trainer, *rest = arm(folder)
+    trainer.fit_loop.max_epochs = lengths.get("max_epochs", trainer.max_epochs)
+    trainer.fit_loop.epoch_loop.max_steps = lengths.get("max_steps", trainer.max_steps)
+    return trainer, *rest
+
+
+def _other_starts(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    first = next(iter(settings.values()))["initial weights"]
+    others = [name for name, each in settings.items() if each["initial weights"] != first]
+    if not others:
+        return []
+    return [f"Other initial weights than the baseline's, since the network is another: {', '.join(others)}."]
+
+
+def _checksum(module: pl.LightningModule) -> str:
+    """Of the weights that exist when the module is made: not of those on the meta device or without a shape."""
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    return weights_checksum({name: value for name, value in state.items() if not (value.is_meta or is_lazy(value))})
+
+
+def _settings(thing: object) -> dict[str, str]:
+    """The public attributes that say how something was made, as text."""
+    found = {**vars(thing), **getattr(thing, "hparams", {})}
+    return {name: repr(value) for name, value in found.items() if not name.startswith("_") and _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 20 and all(map(_is_plain, value))
+    return isinstance(value, str | int | float | None) or (is_dataclass(value) and " at 0x" not in repr(value))
+
+
+def _require_same(folder: Path, kept: Mapping[str, Any], now: Mapping[str, Any], inside: str = "") -> None:
+    for key in {**kept, **now}:
+        before, after = kept.get(key), now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            _require_same(folder, before, after, f"{inside}{key}: ")
+        elif before != after:
+            raise ValueError(f"{folder} has runs with {inside}{key} = {before}, got {after}: choose another folder.")
+
+
+def _rank() -> int:
+    """The rank of this process, also before there is a Trainer."""
+    rank: int = getattr(rank_zero_only, "rank", 0)
+    return rank
+
+
+def _write(path: Path, what: Any) -> None:
+    with atomic_write(path) as file:
+        file.write_text(json.dumps(what, indent=1) + "\n")

@@ -1,0 +1,161 @@
+"""compare: the runs are those that fit makes of the same configurations; what it prints, keeps and refuses."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_tricks as lt
+from lightning_tricks.examples.digits import Digits, DigitsData
+from lightning_tricks.examples.tasks import QUIET as ARGUMENTS
+from lightning_tricks.examples.tasks import SharpClassifier
+from lightning_tricks_cli.main import main, parser
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+QUIET = {
+    "max_epochs": 1,
+    "limit_train_batches": 3,
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "num_sanity_val_steps": 0,
+}
+MODEL = {"class_path": "lightning_tricks.examples.digits.Digits"}
+DATA = {"class_path": "lightning_tricks.examples.digits.DigitsData", "init_args": {"noise": 0.4}}
+ASKED = ("--metric", "val_accuracy", "--mode", "max", "--seeds", "2")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a configuration, and one with tricks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    write("plain.yaml", trainer=QUIET, model=MODEL, data=DATA)
+    average = {"class_path": "EMA", "init_args": {"decay": 0.5}}
+    write("tricks.yaml", trainer={**QUIET, "callbacks": [average, "SkipNonFinite"]}, model=MODEL, data=DATA)
+    return tmp_path
+
+
+def write(name: str, **config: Any) -> None:
+    Path(name).write_text(json.dumps(config))
+
+
+def run(*arguments: str | Path) -> int:
+    return main(["compare", *map(str, arguments), *ASKED])
+
+
+def in_python(folder: Path, *tricks: Any, module: type[Any] = Digits) -> Any:
+    import lightning.pytorch as pl
+
+    settings = {**ARGUMENTS, **QUIET, "enable_progress_bar": False}
+    return pl.Trainer(callbacks=[*tricks], **settings), module(), DigitsData(noise=0.4)
+
+
+def test_it_makes_the_runs_of_the_same_comparison_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    write("sharp.yaml", model={"class_path": "lightning_tricks.examples.digits.SharpDigits"})
+    assert run("-c", "plain.yaml", "--with", "EMA", "--with", "sharp.yaml", "--json", "--plot", "out.png") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["arm"] for row in told["rows"]] == ["base", "with EMA", "with sharp"]
+    from lightning_tricks.examples.digits import SharpDigits
+
+    arms = {
+        "base": in_python,
+        "with EMA": lambda folder: in_python(folder, lt.EMA()),
+        "with sharp": lambda folder: in_python(folder, module=SharpDigits),
+    }
+    expected = lt.compare(arms, metric="val_accuracy", mode="max", seeds=2, folder="python")
+    for name in arms:
+        assert [run["metrics"] for run in told["runs"][name]] == [run["metrics"] for run in expected.runs[name]]
+    assert len({run["metrics"]["val_accuracy"] for runs in told["runs"].values() for run in runs}) > 3
+    assert Path("out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tricks_are_taken_out_one_by_one_and_a_second_call_only_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("-c", "tricks.yaml", "--without", "EMA", "--without", "SkipNonFinite")
+    assert run(*command) == 0
+    table = capsys.readouterr().out
+    lines = table.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["base", "without EMA", "without SkipNonFinite"]
+    assert "over base (95% interval)" in lines[0]
+    assert "+0 (+0 to +0) " in lines[3]  # no step was left out: the same runs
+    files = {path: path.stat().st_mtime_ns for path in Path("compare").rglob("seed*.json")}
+    assert len(files) == 6
+    assert run(*command) == 0
+    assert capsys.readouterr().out == table
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
+def test_another_configuration_in_the_same_folder_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-c", "plain.yaml", "--with", "EMA") == 0
+    write("plain.yaml", trainer=QUIET, model=MODEL, data={**DATA, "init_args": {"noise": 0.2}})
+    assert run("-c", "plain.yaml", "--with", "EMA") == 1
+    err = capsys.readouterr().err
+    assert (
+        "compare/base has runs with configuration: data.init_args.noise = 0.4, got 0.2: choose another folder." in err
+    )
+    assert main(["compare", "-c", "plain.yaml", "--with", "EMA", *ASKED[:-1], "3"]) == 1
+    assert "seeds = [0, 1], got [0, 1, 2]" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_in_the_table_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-c", "plain.yaml", "--with", "SWA", "--with", "lightning_tricks.LeanLoss") == 1
+    out, err = capsys.readouterr()
+    assert "failed in 2 of 2 runs: " in out
+    assert "runs failed: with LeanLoss. compare has an error.txt for each" in err
+    assert Path("compare", "with LeanLoss", "seed1", "error.txt").exists()
+
+
+def test_the_configurations_of_the_repository_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    write("quiet.yaml", trainer=QUIET)
+    command = ("-c", CONFIGS / "digits.yaml", "-c", "quiet.yaml")
+    assert run(*command, "--with", CONFIGS / "tricks" / "ema_sam.yaml", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"][1]["arm"] == "with ema_sam"
+    assert told["rows"][1]["time"] > 0
+    assert issubclass(SharpClassifier, lt.SAMMixin)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-c", "plain.yaml"], 2, "nothing to compare: name a trick, --with EMA"),
+        (["-c", "none.yaml", "--with", "EMA"], 1, "There is no file none.yaml."),
+        (["-c", "plain.yaml", "--with", "none.yaml"], 1, "There is no file none.yaml."),
+        (["-c", "plain.yaml", "--with", "EMAA"], 2, 'plain.yaml: Parser key "trainer.callbacks": '),
+        (["-c", "plain.yaml", "--without", "EMA"], 1, "--without EMA: the configuration has no such callback, but ["),
+        (["-c", "plain.yaml", "--with", "EMA", "--with", "EMA"], 2, "two changes have the same name"),
+        (["-c", "plain.yaml", "--with", "EMA", "--plot", "a.txt"], 1, "the name of the plot must end in ."),
+        (["-c", "plain.yaml", "--with", "EMA", "--checkpoint", "best"], 1, 'checkpoint="best" needs a ModelCheckpoint'),
+    ],
+)
+def test_what_is_wrong_is_one_line_on_stderr(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"lightning-tricks: {message}")
+    assert err.count("\n") == 1
+    assert not list(Path().rglob("seed*.json"))
+
+
+def test_a_metric_that_is_not_logged_is_named_and_the_runs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "-c", "plain.yaml", "--with", "EMA", "--mode", "max", "--seeds", "2"]
+    assert main([*arguments, "--metric", "acc"]) == 1
+    assert (
+        "logs no metric='acc' in validation or test, but ['test_accuracy', 'val_accuracy']" in capsys.readouterr().err
+    )
+    assert len(list(Path().rglob("seed*.json"))) == 4
+    assert main([*arguments, "--metric", "test_accuracy"]) == 0
+
+
+def test_the_defaults_are_those_of_the_function() -> None:
+    options = parser().parse_args(["compare", "-c", "config.yaml", "--metric", "m", "--mode", "max"])
+    parameters = inspect.signature(lt.compare).parameters
+    names = ("seeds", "checkpoint", "equal_time")
+    assert [getattr(options, name) for name in names] == [parameters[name].default for name in names]

@@ -1,0 +1,455 @@
+"""compare: its runs are those made by hand, pairs share weights and order, and nothing is lost or passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from scipy import stats
+
+import lightning_tricks as lt
+from lightning_tricks.evaluation import Comparison
+from lightning_tricks.evaluation.compare import at_equal_time
+from tests.nets import Net, NormNet, PlainNet, loader, rank_loader, trainer
+from tests.ranks import run_alone, run_ranks
+
+Fit = tuple[Any, ...]
+
+
+def fit(folder: Path, *tricks: Callback, kind: type[Net] = Net, **settings: Any) -> Fit:
+    run = trainer(default_root_dir=folder, callbacks=[*tricks], **settings)
+    return run, kind(), loader(shuffle=True), loader(24)
+
+
+def ema(folder: Path) -> Fit:
+    return fit(folder, lt.EMA(decay=0.5))
+
+
+class SharpNet(lt.SAMMixin, NormNet):
+    sam = lt.SAM(rho=0.1)
+
+
+ARMS: dict[str, Callable[[Path], Fit]] = {"plain": fit, "EMA": ema}
+ASKED: dict[str, Any] = {"metric": "val_loss", "mode": "min", "seeds": 2}
+
+
+def by_hand(seed: int, tricks: Callable[[], list[Callback]], epochs: int = 2) -> float:
+    """One run, written out."""
+
+    class Seeds(Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            pl.seed_everything(Random(f"{seed} {trainer.current_epoch}").getrandbits(32), verbose=False)
+
+    pl.seed_everything(seed, verbose=False)
+    module, run = Net(), trainer(callbacks=[Seeds(), *tricks()], max_epochs=epochs)
+    run.fit(module, loader(shuffle=True), loader(24))
+    return run.validate(module, loader(24), verbose=False)[0]["val_loss"]
+
+
+def test_the_runs_are_those_made_by_hand(tmp_path: Path) -> None:
+    result = lt.compare(ARMS, folder=tmp_path, metric="val_loss", mode="min", seeds=[3, 1])
+    plain = [by_hand(seed, list) for seed in (3, 1)]
+    average = [by_hand(seed, lambda: [lt.EMA(decay=0.5)]) for seed in (3, 1)]
+    assert (result.values("plain"), result.values("EMA")) == (plain, average)
+    assert len({*plain, *average}) == 4
+    low, high = stats.ttest_rel(average, plain).confidence_interval(0.95)
+    found = result.difference("EMA")
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((low, high))
+
+
+class Seen(Callback):
+    """Keeps the first weight and the batches, by the arm's folder; draws random numbers if asked to."""
+
+    runs: dict[str, list[torch.Tensor]] = {}  # noqa: RUF012
+
+    def __init__(self, folder: Path, draws: bool) -> None:
+        self.key, self.draws = "/".join(folder.parts[-2:]), draws
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.runs[self.key] = [pl_module.layers[0].weight.detach().clone()]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.runs[self.key].append(batch[0].clone())
+        if self.draws:
+            torch.rand(3)
+
+
+def test_a_pair_has_the_same_weights_and_the_same_order_though_a_trick_draws_random_numbers(tmp_path: Path) -> None:
+    arms = {
+        "plain": lambda folder: fit(folder, Seen(folder, False)),
+        "draws": lambda folder: fit(folder, Seen(folder, True), lt.EMA()),  # which validates twice
+    }
+    lt.compare(arms, folder=tmp_path, **ASKED)
+    for seed in (0, 1):
+        plain, draws = (Seen.runs[f"{arm}/seed{seed}"] for arm in arms)
+        assert len(plain) == len(draws) == 1 + 2 * 6
+        assert all(map(torch.equal, plain, draws))
+        assert not torch.equal(plain[1], plain[7])  # every epoch has an order of its own
+    assert not torch.equal(Seen.runs["plain/seed0"][0], Seen.runs["plain/seed1"][0])
+
+
+class Dies(Callback):
+    """Kills the process, or raises, in the second epoch of a run while a file says so."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.folder, self.how = folder, how
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1 and (self.folder.parents[1] / self.how / self.folder.name).exists():
+            (self.folder / "half").touch()
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MemoryError("no memory\nleft")
+
+
+def compared(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The table without times, and the runs."""
+    arms = {"plain": fit, "a/b": lambda own: fit(own, Dies(own, "kill"), lt.EMA(decay=0.5))}
+    result = lt.compare(arms, folder=folder, **ASKED)
+    return re.sub(r"\d\.\d\d(?=\n|$)", "", str(result)), result.runs
+
+
+def test_a_run_that_was_killed_is_made_again_and_finished_ones_are_kept(tmp_path: Path) -> None:
+    expected, _ = compared(tmp_path / "undisturbed")
+    folder = tmp_path / "killed"
+    (folder / "kill").mkdir(parents=True)
+    (folder / "kill" / "seed1").touch()
+    with pytest.raises(AssertionError):
+        run_alone(compared, folder)
+    assert (folder / "a%2Fb" / "seed1" / "half").exists()
+    finished = {path: path.stat().st_mtime_ns for path in folder.glob("*/seed*.json")}
+    assert len(finished) == 3
+    (folder / "kill" / "seed1").unlink()
+    table, _ = compared(folder)
+    assert table == expected
+    assert not (folder / "a%2Fb" / "seed1" / "half").exists()
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+
+
+def test_finished_runs_are_read_for_any_metric_and_beside_new_arms(tmp_path: Path) -> None:
+    class Scored(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("score", -1.0)
+
+    arms = {name: lambda folder: fit(folder, kind=Scored) for name in ("one", "two")}
+    with pytest.raises(ValueError, match=r"'one' logs no metric='acc' .* but \['score', 'val_loss'\]"):
+        lt.compare(arms, folder=tmp_path, metric="acc", mode="max", seeds=2)
+    result = lt.compare(arms, folder=tmp_path, metric="score", mode="max", seeds=2)
+    assert result.values("two") == [-1.0, -1.0]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/seed*.json")}
+    more = lt.compare({**arms, "three": lambda folder: fit(folder, kind=Scored)}, folder=tmp_path, **ASKED)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(before) == 4
+    assert more.verdict("three") == "not told apart"  # the same fits
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seeds": 3}, r"plain has runs with seeds = \[0, 1\], got \[0, 1, 2\]: choose another folder"),
+        ({"seeds": [1, 0]}, r"has runs with seeds"),
+        ({"checkpoint": "best"}, r'checkpoint="best" needs a ModelCheckpoint with monitor, .* the arm \'plain\''),
+        ({"EMA": lambda f: fit(f, lt.EMA(decay=0.6))}, r"EMA has runs with EMA \d: decay = 0.5, got 0.6"),
+        ({"EMA": lambda f: fit(f, lt.SWA())}, r"EMA has runs with EMA \d = .*, got None"),
+        ({"plain": lambda f: fit(f, max_epochs=3)}, r"plain has runs with length: max_epochs = 2, got 3"),
+        ({"plain": lambda f: fit(f, kind=PlainNet)}, r"plain has runs with initial weights"),
+    ],
+)
+def test_other_settings_in_the_same_folder_are_refused_by_name(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    short = {"EMA": lambda f: fit(f, lt.EMA(decay=0.5)), "plain": fit}
+    arms = {name: short[name] for name in ARMS}
+    lt.compare(arms, folder=tmp_path, **{**ASKED, "seeds": 2})
+    changed = {name: change.get(name, arm) for name, arm in arms.items()}
+    others = {name: value for name, value in change.items() if name not in arms}
+    with pytest.raises(ValueError, match=message):
+        lt.compare(changed, folder=tmp_path, **{**ASKED, **others})
+
+
+def given_twice() -> dict[str, Callable[[Path], Fit]]:
+    module, run, average, train, network = Net(), trainer(), lt.EMA(), loader(), Net()
+
+    class Wraps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network.layers
+
+    return {
+        "the same Net": lambda folder: (trainer(), module, loader(), loader()),
+        "the same Trainer": lambda folder: (run, Net(), loader(), loader()),
+        "the same EMA": lambda folder: (trainer(callbacks=[average]), Net(), loader(), loader()),
+        "the same DataLoader": lambda folder: (trainer(), Net(), train, loader()),
+        "weights": lambda folder: (trainer(), Wraps(), loader(), loader()),
+    }
+
+
+@pytest.mark.parametrize("what", given_twice())
+def test_what_an_arm_gives_twice_is_refused_before_a_step(what: str, tmp_path: Path) -> None:
+    arms = {"plain": given_twice()[what], "EMA": ema}
+    with pytest.raises(ValueError, match=f"the arm 'plain' gives {what} a second time"):
+        lt.compare(arms, folder=tmp_path, **ASKED)
+    shared = given_twice()[what]
+    with pytest.raises(ValueError, match=f"the arm 'two' gives {what} a second time"):
+        lt.compare({"one": shared, "two": shared}, folder=tmp_path / "arms", **ASKED)
+    assert not list(tmp_path.rglob("seed*.json"))
+
+
+def used(folder: Path) -> Fit:
+    run = trainer(max_epochs=1)
+    run.fit(Net(), loader(), loader())
+    return run, Net(), loader(), loader()
+
+
+@pytest.mark.parametrize(
+    ("arms", "settings", "error", "message"),
+    [
+        ({"plain": fit}, {}, ValueError, r"arms must be at least two, the baseline first: .* got \['plain'\]"),
+        ({**ARMS, "..": ema}, {}, ValueError, r"arms must have names .* got \['\.\.'\]"),
+        (ARMS, {"seeds": 1}, ValueError, "seeds must be at least 2, got 1"),
+        (ARMS, {"seeds": [4]}, ValueError, r"seeds must be at least two different ones: .* got \[4\]"),
+        (ARMS, {"seeds": [4, 4]}, ValueError, "seeds must be at least two different ones"),
+        (ARMS, {"seeds": [0, -1]}, ValueError, r"seeds\[1\] must be at least 0, got -1"),
+        (ARMS, {"seeds": [0, 2**32]}, ValueError, r"seeds\[1\] must be in \[0, 4294967295\]"),
+        (ARMS, {"seeds": "34"}, TypeError, "seeds must be an integer, got '34'"),
+        (ARMS, {"mode": "higher"}, ValueError, "mode must be"),
+        (ARMS, {"checkpoint": "first"}, ValueError, "checkpoint must be"),
+        (
+            {"plain": fit, "EMA": lambda _: Net()},
+            {},
+            TypeError,
+            r"'EMA' must give \(trainer, module, \.\.\.\), got Net",
+        ),
+        ({"plain": fit, "EMA": lambda _: (Net(), trainer())}, {}, TypeError, "must give .* got Net"),
+        ({"plain": used, "EMA": ema}, {}, ValueError, "'plain' gives a Trainer that was used before"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    arms: dict[str, Any], settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        lt.compare(arms, folder=tmp_path, **{**ASKED, **settings})
+    assert not list(tmp_path.rglob("seed*.json"))
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="plain has files of something else: choose another folder"):
+        lt.compare(ARMS, folder=tmp_path, **ASKED)
+
+
+def test_a_run_that_diverges_or_fails_is_reported_and_gives_no_interval(tmp_path: Path) -> None:
+    (tmp_path / "raise").mkdir()
+    (tmp_path / "raise" / "seed1").touch()
+    arms = {
+        "plain": fit,
+        "diverges": lambda folder: (trainer(), Net(lr=float("nan")), loader(), loader()),
+        "fails": lambda folder: fit(folder, Dies(folder, "raise")),
+    }
+    result = lt.compare(arms, folder=tmp_path, **ASKED)
+    assert result.difference("diverges") is result.difference("fails") is None
+    assert result.verdict("diverges") == "diverged in 2 of 2 runs"
+    assert result.verdict("fails") == "failed in 1 of 2 runs: MemoryError: no memory left"
+    assert "no memory left" in str(result)
+    assert "no memory" in (tmp_path / "fails" / "seed1" / "error.txt").read_text()
+    told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert told["runs"]["diverges"][0]["metrics"] == {"val_loss": None}
+    result.plot()
+    turned = Comparison("val_loss", "min", [0, 1], dict(reversed(result.runs.items())))
+    assert turned.verdict("plain") == "fails failed in 1 of 2 runs: MemoryError: no memory left"
+    (tmp_path / "raise" / "seed1").unlink()  # the cause is removed: the run is made again, one that diverged is not
+    diverged = (tmp_path / "diverges" / "seed0.json").stat().st_mtime_ns
+    again = lt.compare(arms, folder=tmp_path, **ASKED)
+    assert again.verdict("fails") == "not told apart"
+    assert (tmp_path / "diverges" / "seed0.json").stat().st_mtime_ns == diverged
+
+
+def test_an_error_of_the_baseline_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "raise").mkdir()
+    (tmp_path / "raise" / "seed0").touch()
+    with pytest.raises(MemoryError, match="no memory"):
+        lt.compare({"plain": lambda folder: fit(folder, Dies(folder, "raise")), "EMA": ema}, folder=tmp_path, **ASKED)
+
+
+def runs(**arms: list[float]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [{"metrics": {"m": x}, "seconds": 2.0} for x in values] for name, values in arms.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "verdict"),
+    [
+        ([2.0, 3.1, 4.0], "max", "better"),
+        ([2.0, 3.1, 4.0], "min", "worse"),
+        ([0.0, 1.1, 2.0], "max", "worse"),
+        ([0.0, 1.1, 2.0], "min", "better"),
+        ([0.0, 2.9, 3.0], "max", "not told apart"),
+        ([1.0, 2.0, 3.0], "max", "not told apart"),
+    ],
+)
+def test_the_verdict_is_that_of_the_interval_and_the_mode(values: list[float], mode: Any, verdict: str) -> None:
+    result = Comparison("m", mode, [0, 1, 2], runs(plain=[1.0, 2.0, 3.0], trick=values))
+    assert result.verdict("trick") == verdict
+    assert verdict in str(result)
+    assert result.to_dict()["rows"][1]["verdict"] == verdict
+    _, axes = result.plot()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["trick"]
+
+
+def test_the_time_is_the_median_of_the_ratios_of_pairs() -> None:
+    made = runs(plain=[0.0] * 3, trick=[0.0] * 3)
+    for run, seconds in zip(made["trick"], (2.0, 4.0, 100.0), strict=True):
+        run["seconds"] = seconds
+    assert Comparison("m", "max", [0, 1, 2], made).time("trick") == 2.0
+
+
+class Sleeps(Callback):
+    """Makes each epoch longer than anything else in it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def test_at_equal_time_the_baseline_is_trained_for_as_long(tmp_path: Path) -> None:
+    arms = {"plain": lambda folder: fit(folder, Sleeps(0.05)), "slow": lambda folder: fit(folder, Sleeps(0.2))}
+    result = lt.compare(arms, folder=tmp_path, equal_time=True, **ASKED)
+    (longer,) = result.equal.values()
+    epochs = round(2 * result.time("slow"))
+    assert epochs > 2
+    assert longer == f"plain, {epochs} epochs"
+    assert result.values(longer) == [by_hand(seed, list, epochs) for seed in (0, 1)]
+    assert result.runs[longer][0]["epochs"] == epochs
+    assert f"{longer}: " in str(result)
+    assert result.to_dict()["rows"][1]["equal_time"]["over"] == longer
+    assert [label.get_text() for label in result.plot()[1].get_yticklabels()] == ["slow", longer, f"slow over {longer}"]
+    assert str(lt.compare(arms, folder=tmp_path, equal_time=True, **ASKED)) == str(result)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limits", "equal", "longer"),
+    [
+        (2.1, {"max_epochs": 10}, "plain, 21 epochs", 21),
+        (2.1, {"max_steps": 100}, "plain, 210 steps", 210),
+        (0.1, {"max_epochs": 2}, "plain, 1 epochs", 1),
+        (1.2, {"max_epochs": 2}, "plain", None),  # 2 epochs once more: the runs that there are
+        (1.04, {"max_epochs": 100}, None, None),
+    ],
+)
+def test_the_length_is_that_of_the_ratio_of_times(
+    seconds: float, limits: dict[str, Any], equal: str | None, longer: int | None, tmp_path: Path
+) -> None:
+    made = runs(plain=[0.0, 0.0], trick=[0.0, 0.0])
+    for run in made["trick"]:
+        run["seconds"] = 2 * seconds
+    found, arms = at_equal_time(Comparison("m", "max", [0, 1], made), fit, limits)
+    assert found == ({"trick": equal} if equal else {})
+    assert list(arms) == ([equal] if longer else [])
+    for arm in arms.values():
+        run, *_ = arm(tmp_path)
+        assert longer in (run.max_epochs, run.max_steps)
+
+
+def test_equal_time_needs_a_length(tmp_path: Path) -> None:
+    arms = {name: lambda folder: fit(folder, max_epochs=-1, max_time={"seconds": 0}) for name in "ab"}
+    with pytest.raises(ValueError, match="equal_time=True needs max_epochs or max_steps in 'a'"):
+        lt.compare(arms, folder=tmp_path, equal_time=True, **ASKED)
+    assert not list(tmp_path.rglob("seed*.json"))
+
+
+def test_the_best_checkpoint_is_measured_where_it_is_asked_for(tmp_path: Path) -> None:
+    def saving(folder: Path, *tricks: Callback) -> Fit:
+        best = ModelCheckpoint(folder, monitor="val_loss", mode="max")  # not the last one
+        return fit(folder, *tricks, best, enable_checkpointing=True, max_epochs=3)
+
+    arms = {"plain": saving, "EMA": lambda folder: saving(folder, lt.EMA(decay=0.5))}
+    result = lt.compare(arms, folder=tmp_path, checkpoint="best", **ASKED)
+    for name in arms:
+        for seed, value in enumerate(result.values(name)):
+            (file,) = (tmp_path / name / f"seed{seed}").glob("*.ckpt")
+            module = Net.load_from_checkpoint(file)
+            assert value == trainer().validate(module, loader(24), verbose=False)[0]["val_loss"]
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return loader(24)
+
+    def test_dataloader(self) -> Any:
+        return loader(32)
+
+
+class OwnData(NormNet):
+    train_dataloader, val_dataloader, test_dataloader = Data.train_dataloader, Data.val_dataloader, Data.test_dataloader
+
+
+def test_a_data_module_and_loaders_of_the_module_are_validated_and_tested(tmp_path: Path) -> None:
+    arms = {
+        "plain": lambda folder: (trainer(), NormNet(), Data()),
+        "own": lambda folder: (trainer(), OwnData()),
+    }
+    result = lt.compare(arms, folder=tmp_path, **{**ASKED, "metric": "test_loss"})
+    assert result.values("plain") == result.values("own")
+    assert result.runs["own"][0]["metrics"].keys() == {"val_loss", "test_loss"}
+    module = NormNet()
+    assert trainer().test(module, loader(32), verbose=False)[0]["test_loss"] not in result.values("own")
+
+
+TRICKS: dict[str, Callable[[Path], Fit]] = {
+    "EMA": ema,
+    "SAM": lambda folder: fit(folder, kind=SharpNet),
+    "LoRA": lambda folder: fit(folder, lt.LoRA(r"layers\.0", r=2, train=r"layers\.4")),
+    "schedule": lambda folder: fit(folder, lt.LRSchedule("flat_cos")),
+    "single_bf16": lambda folder: fit(folder, strategy="single_bf16"),
+}
+
+
+def test_tricks_of_every_kind_are_arms(tmp_path: Path) -> None:
+    result = lt.compare({"plain": fit, **TRICKS}, folder=tmp_path, **ASKED)
+    for name in TRICKS:
+        assert not result.verdict(name).startswith(("failed", "diverged")), result.verdict(name)
+        assert result.values(name) != result.values("plain")
+    assert "weights" in result.notes[0]
+    assert "SAM" in result.notes[0]
+    assert "LoRA" not in result.notes[0]  # adapters come with the fit
+    assert len(result.notes) == 1
+    assert "5 arms: an interval is that of one comparison" in str(result)
+
+
+def on_ranks(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    def ddp(own: Path, *tricks: Callback) -> Fit:
+        run = trainer(strategy="ddp", devices=2, use_distributed_sampler=False, callbacks=[*tricks])
+        return run, PlainNet(), rank_loader(), loader(24)
+
+    arms = {"plain": ddp, "EMA": lambda own: ddp(own, lt.EMA(decay=0.5))}
+    result = lt.compare(arms, folder=folder, **ASKED)
+    again = lt.compare(arms, folder=folder, **ASKED)
+    assert again.runs == result.runs
+    return result.runs, sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json"))
+
+
+def test_two_ranks_make_one_table(tmp_path: Path) -> None:
+    (runs, files), (others, _) = run_ranks(on_ranks, tmp_path)
+    assert runs == others
+    assert len(files) == 6
+    one = {"plain": lambda f: (trainer(), PlainNet(), loader(48, 16), loader(24)), "EMA": ema}
+    alone = lt.compare(one, folder=tmp_path / "alone", **ASKED)
+    assert [run["metrics"]["val_loss"] for run in runs["plain"]] == pytest.approx(alone.values("plain"))
