@@ -27,6 +27,7 @@ KINDS = {
     "optimizers": "Optimizers",
     "strategies": "Strategies",
     "checkpoints": "Checkpoints",
+    "evaluation": "Evaluation",
     "advisor": "Advice",
 }
 FIRST = (

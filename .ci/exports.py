@@ -16,7 +16,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_tricks"
-KINDS = ("advisor", "callbacks", "checkpoints", "losses", "modules", "optimizers", "schedules", "strategies")
+KINDS = (
+    *("advisor", "callbacks", "checkpoints", "evaluation", "losses", "modules", "optimizers", "schedules"),
+    "strategies",
+)
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
 CORE = {"core/lightning/steps.py": "schedules"}  # what every kind needs, and who offers it
 IN_PACKAGE = {"CurveLR", "PlateauLR"}  # schedulers that the factories make: nobody constructs them

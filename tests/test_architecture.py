@@ -47,6 +47,7 @@ MAY_IMPORT = {  # the kinds that a kind may import besides itself and core
     "callbacks": {"losses", "modules", "schedules"},  # LeanLoss, SAMCallback, LRSchedule: other forms of what is there
     "checkpoints": set(),
     "core": set(),
+    "evaluation": {"checkpoints"},  # ensembles are made of checkpoint files
     "losses": set(),
     "modules": set(),
     "optimizers": {"schedules"},  # groups of parameters, of which the schedules give each its learning rate

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import lightning_tricks as lt
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
 
-KINDS = ("advisor", "callbacks", "checkpoints", "losses", "modules", "optimizers", "schedules", "strategies")
+KINDS = (
+    *("advisor", "callbacks", "checkpoints", "evaluation", "losses", "modules", "optimizers", "schedules"),
+    "strategies",
+)
 MATRIX = Path(__file__).parents[1] / "matrix.json"
 
 
