@@ -36,6 +36,7 @@ from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.evaluation.cross_validate import cross_validate
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -120,6 +121,7 @@ __all__ = [
     "constant",
     "cosine",
     "cosine_restarts",
+    "cross_validate",
     "discriminative_groups",
     "drop_bias_before_batchnorm",
     "effective_batch_size",
