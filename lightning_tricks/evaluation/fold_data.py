@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from lightning_tricks.evaluation.folds import Fold
 
@@ -47,7 +47,8 @@ class FoldData:
             self.train, self.validation, self.samples = _views(dataset, loaders)
             self._loader = loader or partial(_copied, loaders)
         else:
-            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+            if not sized or isinstance(dataset, IterableDataset):
                 raise TypeError(
                     f"dataset needs __len__ and __getitem__, to be split, got {type(dataset).__name__}: read a stream"
                     " into a list first."

@@ -267,8 +267,9 @@ class _Writer(BasePredictionWriter):
             return  # later in a fit there are metrics of the training, too
         names = sorted(trainer.callback_metrics)
         mine = torch.tensor([float(trainer.callback_metrics[name]) for name in names]).nan_to_num()
-        every = trainer.strategy.all_gather(mine.to(trainer.strategy.root_device)).view(-1, len(names))
-        if differ := [name for name, column in zip(names, every.T, strict=True) if (column != column[0]).any()]:
+        both = torch.cat([mine, -mine]).to(trainer.strategy.root_device)
+        largest, negated_smallest = trainer.strategy.reduce(both, reduce_op="max").cpu().view(2, -1)
+        if differ := [name for name, apart in zip(names, largest != -negated_smallest, strict=True) if apart]:
             raise MisconfigurationException(
                 f"the ranks must agree on what the validation logs, got different values of {', '.join(differ)}: log it"
                 " with sync_dist=True, or as a torchmetrics Metric."

@@ -56,7 +56,7 @@ def make_folds(splitter: Any, samples: int, targets: Any = None, groups: Any = N
         splitter = library("sklearn.model_selection", "cross_validate", "evaluation").KFold(
             splitter, shuffle=True, random_state=seed
         )
-    if not callable(getattr(splitter, "split", None)):
+    if isinstance(splitter, str) or not callable(getattr(splitter, "split", None)):
         raise TypeError(f"splitter must be an int or have a method split, as sklearn's KFold(), got {splitter!r}.")
     values = [None if values is None else numpy.asarray(values) for values in (targets, groups)]
     with isolate_rng(include_cuda=False):
