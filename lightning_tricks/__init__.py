@@ -37,6 +37,9 @@ from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.evaluation.cross_validate import cross_validate
+from lightning_tricks.evaluation.ensemble import Ensemble
+from lightning_tricks.evaluation.soup_and_ensemble import soup_and_ensemble
+from lightning_tricks.evaluation.temperature import fit_temperature
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -92,6 +95,7 @@ __all__ = [
     "CutMix",
     "DDPPreset",
     "Doctor",
+    "Ensemble",
     "FSDP2Preset",
     "GradCacheMixin",
     "GradualUnfreeze",
@@ -131,6 +135,7 @@ __all__ = [
     "export_weights",
     "find_batch_size",
     "find_lr",
+    "fit_temperature",
     "flat_cos",
     "freeze",
     "functional",
@@ -157,6 +162,7 @@ __all__ = [
     "scale_adam",
     "scale_lr",
     "sharpness",
+    "soup_and_ensemble",
     "speed_preset",
     "step_decay",
     "suggest_strategy",

@@ -38,7 +38,7 @@ class CrossValidation:
         metrics: What the validation of each fold has logged, by name.
         predictions: ``predict_step``'s output for all samples, in the data set's order, each tensor (n, ...), from the
             module that was not trained with the sample; None with ``predict=False``.
-        checkpoints: The checkpoint of each fold that was validated.
+        members: The checkpoints of each fold that its ModelCheckpoint has kept (``save_top_k``), the best first.
         folds: The positions of each fold's samples in the data set.
 
     Example:
@@ -49,8 +49,18 @@ class CrossValidation:
 
     metrics: list[dict[str, float]]
     predictions: Any
-    checkpoints: list[Path]
+    members: list[list[Path]]
     folds: list[Fold]
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoint of each fold that was validated."""
+        return [best for best, *_ in self.members]
+
+    @property
+    def overlap(self) -> float:
+        """The size of a validation set by that of its training set, for ``mean_and_interval``."""
+        return sum(len(fold.validation) / len(fold.train) for fold in self.folds) / len(self.folds)
 
     @property
     def intervals(self) -> dict[str, Interval]:
@@ -59,10 +69,9 @@ class CrossValidation:
         Folds share training data, so their results vary less than those of new data would: the interval is as much
         wider as Nadeau and Bengio found.
         """
-        overlap = sum(len(fold.validation) / len(fold.train) for fold in self.folds) / len(self.folds)
         names = dict.fromkeys(name for row in self.metrics for name in row)
         return {
-            name: mean_and_interval([row.get(name, math.nan) for row in self.metrics], overlap=overlap)
+            name: mean_and_interval([row.get(name, math.nan) for row in self.metrics], overlap=self.overlap)
             for name in names
         }
 
@@ -218,6 +227,5 @@ def cross_validate(
     if predict:
         outputs = [(fold.validation, each["predictions"]) for fold, each in zip(folds, done, strict=True)]
         predictions = out_of_fold(outputs, len(data))
-    return CrossValidation(
-        [each["metrics"] for each in done], predictions, [path / each["checkpoint"] for each in done], folds
-    )
+    members = [[path / file for file in each["checkpoints"]] for each in done]
+    return CrossValidation([each["metrics"] for each in done], predictions, members, folds)

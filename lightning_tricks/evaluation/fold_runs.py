@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -129,7 +130,7 @@ class FoldRuns:
         trainer.callbacks.append(writer := _Writer(folder))  # type: ignore[attr-defined]
         trainer.fit(module, **loaders)
         trainer.strategy.barrier()
-        best = writer.checkpoint()
+        best, *_ = writer.checkpoints()
         given = {"datamodule": loaders.get("datamodule"), "dataloaders": loaders.get("val_dataloaders")}
         trusted: dict[str, Any] = {**given, "ckpt_path": best, "weights_only": False}  # this run has written it
         (metrics,) = trainer.validate(module, verbose=False, **trusted)
@@ -146,14 +147,18 @@ class FoldRuns:
             )
 
     def _write(self, number: int, writer: _Writer, metrics: dict[str, Any]) -> None:
-        path = os.path.relpath(writer.checkpoint(), self.folder)  # the folder may be moved
         result = {
             "metrics": {name: float(value) for name, value in metrics.items()},
-            "checkpoint": os.path.abspath(writer.checkpoint()) if path.startswith("..") else path,
+            "checkpoints": [self._inside(path) for path in writer.checkpoints()],
             "predictions": self._predictions(number, writer) if self.predict else None,
         }
         with atomic_write(self.result(number)) as temporary:
             torch.save(result, temporary)
+
+    def _inside(self, path: str) -> str:
+        """The path from the folder, which may be moved; the absolute one of a file outside of it."""
+        relative = os.path.relpath(path, self.folder)
+        return os.path.abspath(path) if relative.startswith("..") else relative
 
     def _predictions(self, number: int, writer: _Writer) -> Any:
         """The predictions of all ranks, in the order of the fold's samples."""
@@ -236,7 +241,7 @@ def _caller_unchanged() -> Iterator[None]:
 
 
 class _Writer(BasePredictionWriter):
-    """Writes the path of the fold's checkpoint and the predictions of each rank: processes that a strategy starts end.
+    """Writes the paths of the checkpoints and the predictions of each rank, for processes that a strategy starts end.
 
     Args:
         folder: Folder of the fold.
@@ -246,20 +251,22 @@ class _Writer(BasePredictionWriter):
         super().__init__("epoch")
         self.folder = folder
 
-    def checkpoint(self) -> str:
-        """The best checkpoint of the fit that has ended."""
-        return (self.folder / "checkpoint.txt").read_text()
+    def checkpoints(self) -> list[str]:
+        """The checkpoints that the fit has left, the best first."""
+        return json.loads((self.folder / "checkpoints.json").read_text())
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        monitored = [each for each in callbacks_of(trainer, ModelCheckpoint) if each.monitor is not None]
-        best = next((each.best_model_path for each in monitored if each.best_model_path), None)
-        if best is None:
-            best = str(self.folder / "last.ckpt")
-            trainer.save_checkpoint(best, weights_only=True)
+        monitoring = [each for each in callbacks_of(trainer, ModelCheckpoint) if each.monitor and each.best_model_path]
+        if monitoring:
+            best = [monitoring[0].best_model_path]
+            best += [path for path in monitoring[0].best_k_models if path not in best]
+        else:
+            best = [str(self.folder / "last.ckpt")]
+            trainer.save_checkpoint(best[0], weights_only=True)
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "checkpoint.txt").write_text(best)
+            (self.folder / "checkpoints.json").write_text(json.dumps(best))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -30,9 +30,9 @@ def combine(outputs: Sequence[Any], leaf: Leaf, path: str = "predict_step's outp
             f"{path} must be a tensor, or a tuple, list or dictionary of tensors, got {type(first).__name__}: convert"
             " it in predict_step, or pass predict=False."
         )
-    keys = list(first) if isinstance(first, Mapping) else list(range(len(first)))
+    keys = _keys(first)
     for output in outputs:
-        if type(output) is not type(first) or len(output) != len(keys):
+        if type(output) is not type(first) or {*_keys(output)} != {*keys}:
             raise ValueError(
                 f"{path} must have the same structure for all batches, got {first!r:.60} and {output!r:.60}."
             )
@@ -40,6 +40,10 @@ def combine(outputs: Sequence[Any], leaf: Leaf, path: str = "predict_step's outp
     if isinstance(first, Mapping):
         return dict(zip(keys, parts, strict=True))
     return tuple(parts) if isinstance(first, tuple) else parts
+
+
+def _keys(part: Any) -> list[Any]:
+    return list(part) if isinstance(part, Mapping) else list(range(len(part)))
 
 
 def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from sklearn.model_selection import KFold
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -69,3 +69,26 @@ def by_hand(folder: Path, seed: int = 0) -> tuple[list[dict[str, float]], Tensor
         with torch.no_grad():
             predictions[validation] = module(DATA.tensors[0][validation])
     return rows, predictions
+
+
+class Fails(Callback):
+    """Raises at an optimizer step, as a process that dies."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("died")
+
+
+def failing(fold: int, folder: Path, number: int = 1) -> pl.Trainer:
+    return make_trainer(fold, folder, callbacks=[Fails(5)] if fold == number else [])
+
+
+def same(one: CrossValidation, other: CrossValidation) -> bool:
+    return (
+        one.table() == other.table()
+        and one.metrics == other.metrics
+        and torch.equal(one.predictions, other.predictions)
+    )

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import time
 from collections.abc import Iterator
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.model_selection import GroupKFold, RepeatedKFold, ShuffleSplit, StratifiedKFold, TimeSeriesSplit
 from torch import Tensor, nn
@@ -24,7 +21,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.evaluation import CrossValidation
-from tests.evaluation.recipes import DATA, TARGETS, Scored, by_hand, make_loader, make_module, make_trainer, run
+from tests.evaluation.recipes import (
+    DATA,
+    TARGETS,
+    Fails,
+    Scored,
+    by_hand,
+    failing,
+    make_loader,
+    make_module,
+    make_trainer,
+    run,
+    same,
+)
 from tests.nets import trainer
 
 
@@ -56,21 +65,6 @@ def test_random_numbers_and_seeds_of_the_caller_stay(tmp_path: Path, monkeypatch
     assert "PL_SEED_WORKERS" not in os.environ
 
 
-class Fails(Callback):
-    """Raises at an optimizer step, as a process that dies."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("died")
-
-
-def failing(fold: int, folder: Path, number: int = 1) -> pl.Trainer:
-    return make_trainer(fold, folder, callbacks=[Fails(5)] if fold == number else [])
-
-
 def never(*_: Any) -> Any:
     raise AssertionError("a finished fold is made again")
 
@@ -89,45 +83,6 @@ def test_a_fold_that_failed_is_trained_again_and_finished_ones_are_kept(tmp_path
     assert same(run(tmp_path / "cv", make_module=never, make_trainer=never), unbroken)
     (tmp_path / "cv").rename(tmp_path / "moved")
     assert all(path.exists() for path in run(tmp_path / "moved", make_module=never).checkpoints)
-
-
-def same(one: CrossValidation, other: CrossValidation) -> bool:
-    return (
-        one.table() == other.table()
-        and one.metrics == other.metrics
-        and torch.equal(one.predictions, other.predictions)
-    )
-
-
-def kill_at_random(folder: Path, finished: int, seconds: float) -> None:
-    """Start ``run`` in a process and kill it at a moment after some folds are finished."""
-    process = get_context("forkserver").Process(target=run, args=(folder,))
-    process.start()
-    while not (folder / f"fold{finished - 1}.pt").exists() if finished else not (folder / "folds.json").exists():
-        time.sleep(0.002)
-        assert process.exitcode is None
-    time.sleep(seconds)
-    process.kill()
-    process.join()
-    assert process.exitcode in (-signal.SIGKILL, 0)
-
-
-def test_a_run_that_was_killed_gives_the_same_table(tmp_path: Path) -> None:
-    kill_at_random(tmp_path / "cv", 1, random.SystemRandom().uniform(0, 0.3))
-    assert (tmp_path / "cv" / "fold0.pt").exists()
-    assert same(run(tmp_path / "cv"), run(tmp_path / "unbroken"))
-
-
-@pytest.mark.slow
-def test_so_it_does_at_any_moment_and_killed_again(tmp_path: Path) -> None:
-    unbroken = run(tmp_path / "unbroken")
-    numbers = random.SystemRandom()
-    for number in range(8):
-        folder = tmp_path / f"cv{number}"
-        for finished in sorted(numbers.choices(range(3), k=2)):
-            if not (folder / f"fold{finished}.pt").exists():
-                kill_at_random(folder, finished, numbers.uniform(0, 0.6))
-        assert same(run(folder), unbroken)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +303,7 @@ def test_predictions_that_cannot_be_put_together_are_refused(
 def test_the_result_as_text_picture_and_json(tmp_path: Path) -> None:
     rows = [{"loss": 0.5, "rare": 1.0}, {"loss": 0.7}, {"loss": 0.6, "rare": 2.0}]
     folds = [lt.evaluation.folds.Fold([0, 1], [2])] * 3
-    result = CrossValidation(rows, None, [tmp_path / "a.ckpt"], folds)
+    result = CrossValidation(rows, None, [[tmp_path / "a.ckpt"]], folds)
     assert str(result).startswith("3 folds: loss 0.6 ± 0.1 (95%: ")
     half = result.intervals["loss"].high - 0.6
     assert half == pytest.approx(4.3027 * 0.1 * (1 / 3 + 1 / 2) ** 0.5, rel=1e-4)
@@ -429,25 +384,6 @@ def test_with_a_preset(tmp_path: Path) -> None:
     found = run(tmp_path, make_trainer=with_preset)
     assert found.predictions.shape == (44, 2)
     assert found.metrics != run(tmp_path / "plain").metrics
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_folds_in_processes_of_their_own_are_the_same(tmp_path: Path) -> None:
-    assert same(run(tmp_path / "two", workers=2), run(tmp_path / "one"))
-    assert sorted(path.name for path in (tmp_path / "two").glob("*.pt")) == ["fold0.pt", "fold1.pt", "fold2.pt"]
-
-
-@pytest.mark.slow
-def test_of_folds_in_processes_the_finished_ones_are_kept(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="died"):
-        run(tmp_path / "cv", workers=2, make_trainer=failing)
-    assert not (tmp_path / "cv" / "fold1.pt").exists()
-    assert same(run(tmp_path / "cv"), run(tmp_path / "one"))
-    with pytest.raises(MisconfigurationException, match="got a Trainer for 2: pass workers=1"):
-        run(tmp_path / "ranks", workers=2, make_trainer=partial(make_trainer, devices=2))
 
 
 def test_workers_inside_of_torchrun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

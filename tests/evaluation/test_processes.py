@@ -1,11 +1,15 @@
-"""Cross-validation on two ranks: all walk the same folds, and predictions come back in the data set's order."""
+"""Cross-validation in several processes, and in one that is killed: always the same folds and the same result."""
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.model_selection import KFold
 
 from lightning_tricks.evaluation import CrossValidation
-from tests.evaluation.recipes import DATA, Scored, make_trainer, run
+from tests.evaluation.recipes import DATA, Scored, failing, make_trainer, run, same
 from tests.nets import trainer
 from tests.ranks import run_alone, run_cases
 
@@ -66,9 +70,9 @@ def test_two_ranks_walk_the_same_folds_and_have_the_same_result(tmp_path: Path) 
     assert metrics == others
     assert torch.equal(predictions, other_predictions)
     assert found["unsynced"] == [None, None]
-    for again, same in found["again"]:
+    for again, repeated in found["again"]:
         assert again == metrics
-        assert torch.equal(same, predictions)
+        assert torch.equal(repeated, predictions)
 
 
 def launched(folder: Path, strategy: str) -> Any:
@@ -78,14 +82,15 @@ def launched(folder: Path, strategy: str) -> Any:
 @pytest.mark.slow  # ddp_spawn, which differs in how it starts processes, takes two minutes
 def test_a_strategy_that_starts_processes_for_each_call(tmp_path: Path) -> None:
     metrics, predictions = run_alone(launched, tmp_path / "cv", "ddp_fork")
-    (expected, same), _ = run_cases(case, ["ddp"], str(tmp_path))["ddp"]
+    (expected, there), _ = run_cases(case, ["ddp"], str(tmp_path))["ddp"]
     assert [row["accuracy"] for row in metrics] == pytest.approx([row["accuracy"] for row in expected])
-    torch.testing.assert_close(predictions, same)
+    torch.testing.assert_close(predictions, there)
 
 
 SCRIPT = """
 import sys
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -112,9 +117,9 @@ def test_a_script_that_ddp_starts_again_for_every_rank(tmp_path: Path) -> None:
         (metrics, predictions), (others, other_predictions) = (torch.load(tmp_path / f"{k}.pt") for k in range(2))
         assert metrics == others
         assert torch.equal(predictions, other_predictions)
-        (expected, same), _ = run_cases(case, ["ddp"], str(tmp_path / "torchrun"))["ddp"]
+        (expected, there), _ = run_cases(case, ["ddp"], str(tmp_path / "torchrun"))["ddp"]
         assert metrics == expected
-        assert torch.equal(predictions, same)
+        assert torch.equal(predictions, there)
         (tmp_path / "cv" / "fold1.pt").unlink()
 
 
@@ -125,8 +130,55 @@ def sharded(name: str, folder: str) -> Any:
 
 @pytest.mark.slow
 def test_with_a_sharding_preset(tmp_path: Path) -> None:
-    (metrics, predictions), (others, same) = run_cases(sharded, ["fsdp2_bf16"], str(tmp_path))["fsdp2_bf16"]
+    (metrics, predictions), (others, there) = run_cases(sharded, ["fsdp2_bf16"], str(tmp_path))["fsdp2_bf16"]
     assert metrics == others
     assert predictions.shape == (44, 2)
-    assert torch.equal(predictions, same)
+    assert torch.equal(predictions, there)
     assert not predictions.isnan().any()
+
+
+def kill_at_random(folder: Path, finished: int, seconds: float) -> None:
+    """Start ``run`` in a process and kill it at a moment after some folds are finished."""
+    process = get_context("forkserver").Process(target=run, args=(folder,))
+    process.start()
+    while not (folder / f"fold{finished - 1}.pt").exists() if finished else not (folder / "folds.json").exists():
+        time.sleep(0.002)
+        assert process.exitcode is None
+    time.sleep(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode in (-signal.SIGKILL, 0)
+
+
+def test_a_run_that_was_killed_gives_the_same_table(tmp_path: Path) -> None:
+    kill_at_random(tmp_path / "cv", 1, random.SystemRandom().uniform(0, 0.3))
+    assert (tmp_path / "cv" / "fold0.pt").exists()
+    assert same(run(tmp_path / "cv"), run(tmp_path / "unbroken"))
+
+
+@pytest.mark.slow
+def test_so_it_does_at_any_moment_and_killed_again(tmp_path: Path) -> None:
+    unbroken = run(tmp_path / "unbroken")
+    numbers = random.SystemRandom()
+    for number in range(8):
+        folder = tmp_path / f"cv{number}"
+        for finished in sorted(numbers.choices(range(3), k=2)):
+            if not (folder / f"fold{finished}.pt").exists():
+                kill_at_random(folder, finished, numbers.uniform(0, 0.6))
+        assert same(run(folder), unbroken)
+
+
+@pytest.mark.slow
+def test_folds_in_processes_of_their_own_are_the_same(tmp_path: Path) -> None:
+    assert same(run(tmp_path / "two", workers=2), run(tmp_path / "one"))
+    assert sorted(path.name for path in (tmp_path / "two").glob("*.pt")) == ["fold0.pt", "fold1.pt", "fold2.pt"]
+
+
+@pytest.mark.slow
+def test_of_folds_in_processes_the_finished_ones_are_kept(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        run(tmp_path / "cv", workers=2, make_trainer=failing)
+    assert not (tmp_path / "cv" / "fold1.pt").exists()
+    assert same(run(tmp_path / "cv"), run(tmp_path / "one"))
+    with pytest.raises(MisconfigurationException, match="got a Trainer for 2: pass workers=1"):
+        run(tmp_path / "ranks", workers=2, make_trainer=partial(make_trainer, devices=2))
