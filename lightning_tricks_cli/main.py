@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from lightning_tricks_cli.commands import (
     average,
     consolidate,
+    cross_validate,
     demo,
     doctor,
     export,
@@ -26,7 +27,7 @@ from lightning_tricks_cli.commands import (
 )
 
 COMMANDS = (
-    *(trainer, find_lr, demo),
+    *(trainer, find_lr, cross_validate, demo),
     *(tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )

@@ -144,7 +144,7 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
 
 
 COMMANDS = (
-    *("fit", "validate", "test", "predict", "find-lr", "demo"),
+    *("fit", "validate", "test", "predict", "find-lr", "cross-validate", "demo"),
     *("tricks", "presets", "optimizers", "plot-schedule", "memory", "suggest", "doctor"),
     *("average", "export", "consolidate"),
 )
@@ -163,7 +163,7 @@ def test_the_help_has_every_command_in_its_group(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     words = re.findall(r"^ {3,4}(\S+)", capsys.readouterr().out.partition("commands:")[2], re.MULTILINE)
-    assert words == ["training", *COMMANDS[:6], "looking", *COMMANDS[6:13], "files", *COMMANDS[13:]]
+    assert words == ["training", *COMMANDS[:7], "looking", *COMMANDS[7:14], "files", *COMMANDS[14:]]
 
 
 HELP = """

@@ -131,6 +131,11 @@ LEFT_OUT = {
     "lean_loss": "has a model only",
     "LeanLoss": "has the name of a module only",
     "merge_adapters": "has a module only",
+    **dict.fromkeys(["CrossValidation", "SoupAndEnsemble", "Temperature"], "a result, which nobody constructs"),
+    "Ensemble": "has a constructor of its own; tests/evaluation/test_ensemble.py",
+    "cross_validate": "needs makers and a folder; tests/evaluation/test_cross_validate.py",
+    "fit_temperature": "needs a module and a loader; tests/evaluation/test_temperature.py",
+    "soup_and_ensemble": "needs checkpoints and makers; tests/evaluation/test_ensemble.py",
     **dict.fromkeys(
         ["BatchSizeResult", "EnvironmentReport", "LRFinderResult", "MemoryEstimate", "Sharpness", "Suggestion"],
         "a result, which nobody constructs",
