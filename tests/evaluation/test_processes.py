@@ -96,7 +96,7 @@ from pathlib import Path
 import torch
 
 from tests.evaluation.recipes import run
-from tests.evaluation.test_fold_ranks import checked, two
+from tests.evaluation.test_processes import checked, two
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
