@@ -49,6 +49,10 @@ from lightning_tricks.data.packing import pack_sequences
 from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
 from lightning_tricks.data.workers import find_num_workers
 from lightning_tricks.evaluation.compare import compare
+from lightning_tricks.evaluation.cross_validate import cross_validate
+from lightning_tricks.evaluation.ensemble import Ensemble
+from lightning_tricks.evaluation.soup_and_ensemble import soup_and_ensemble
+from lightning_tricks.evaluation.temperature import fit_temperature
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -109,6 +113,7 @@ __all__ = [
     "DDPPreset",
     "DataWait",
     "Doctor",
+    "Ensemble",
     "FSDP2Preset",
     "GradCacheMixin",
     "GradualUnfreeze",
@@ -144,6 +149,7 @@ __all__ = [
     "constant",
     "cosine",
     "cosine_restarts",
+    "cross_validate",
     "discriminative_groups",
     "drop_bias_before_batchnorm",
     "effective_batch_size",
@@ -154,6 +160,7 @@ __all__ = [
     "find_batch_size",
     "find_lr",
     "find_num_workers",
+    "fit_temperature",
     "flat_cos",
     "freeze",
     "functional",
@@ -182,6 +189,7 @@ __all__ = [
     "scale_adam",
     "scale_lr",
     "sharpness",
+    "soup_and_ensemble",
     "speed_preset",
     "step_decay",
     "suggest_strategy",

@@ -205,6 +205,13 @@ CATALOGUE = (
         "checks with remedies; networks changed before training",
     ),
     Row(
+        ("cross_validate", "Ensemble", "soup_and_ensemble", "fit_temperature"),
+        "lightning-tricks cross-validate -c config.yaml",
+        "[folds](docs/evaluation.md) that go on after a crash, out-of-fold predictions; ensembles; calibration",
+        "a training per fold",
+        ("CrossValidation", "SoupAndEnsemble", "Temperature"),
+    ),
+    Row(
         ("average_checkpoints", "greedy_soup", "consolidate", "export_weights", "export_adapters"),
         "lightning-tricks consolidate DIR -o net.safetensors",
         "means of checkpoint files, one file from shards, weights for a bare `nn.Module`",

@@ -13,6 +13,7 @@ from lightning_tricks_cli.commands import (
     average,
     compare,
     consolidate,
+    cross_validate,
     demo,
     doctor,
     export,
@@ -29,7 +30,7 @@ from lightning_tricks_cli.commands import (
 from lightning_tricks_cli.commands.target import with_flags
 
 COMMANDS = (
-    *(trainer, find_lr, find_workers, compare, demo),
+    *(trainer, find_lr, find_workers, cross_validate, compare, demo),
     *(tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate),
 )

@@ -1,5 +1,19 @@
 """Knowing what you have: cross-validation, ensembles, calibration and honest comparison."""
 
 from lightning_tricks.evaluation.compare import Comparison, compare
+from lightning_tricks.evaluation.cross_validate import CrossValidation, cross_validate
+from lightning_tricks.evaluation.ensemble import Ensemble
+from lightning_tricks.evaluation.soup_and_ensemble import SoupAndEnsemble, soup_and_ensemble
+from lightning_tricks.evaluation.temperature import Temperature, fit_temperature
 
-__all__ = ["Comparison", "compare"]
+__all__ = [
+    "Comparison",
+    "CrossValidation",
+    "Ensemble",
+    "SoupAndEnsemble",
+    "Temperature",
+    "compare",
+    "cross_validate",
+    "fit_temperature",
+    "soup_and_ensemble",
+]

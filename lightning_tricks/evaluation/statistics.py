@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import cos, pi, sin, sqrt
+from math import cos, isfinite, nan, pi, sin, sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class Interval(NamedTuple):
 
 
 def mean_and_interval(values: Sequence[float], *, overlap: float = 0.0) -> Interval:
-    """The mean of runs: ``mean +- t * std * sqrt(1 / n + overlap)``, t being Student's for n - 1.
+    """The mean of runs: ``mean +- t * std * sqrt(1 / n + overlap)``, t being Student's for n - 1; NaN tells nothing.
 
     Args:
         values: Results of at least two runs.
@@ -49,7 +49,8 @@ def mean_and_interval(values: Sequence[float], *, overlap: float = 0.0) -> Inter
     """
     if len(values) < 2:
         raise ValueError(f"an interval needs at least 2 values, got {len(values)}: run more folds or seeds.")
-    mean, std = fmean(values), stdev(values)
+    mean = fmean(values)
+    std = stdev(values) if isfinite(mean) else nan
     half = student_t(len(values) - 1) * std * sqrt(1 / len(values) + overlap)
     return Interval(mean, std, mean - half, mean + half)
 

@@ -103,6 +103,11 @@ class TaskData(pl.LightningDataModule, ABC):
     def setup(self, stage: str) -> None:
         self.data = {part: TensorDataset(*tensors) for part, tensors in self.load().items()}
 
+    def fold_dataset(self, train: bool) -> TensorDataset:
+        """All samples but those of the test, for cross-validation; there are no transforms."""
+        parts = zip(self.data["train"].tensors, self.data["val"].tensors, strict=True)
+        return TensorDataset(*map(torch.cat, parts))
+
     @override
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.data["train"], self.batch_size, shuffle=True)

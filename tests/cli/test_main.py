@@ -146,7 +146,7 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
 
 
 COMMANDS = (
-    *("fit", "validate", "test", "predict", "find-lr", "find-workers", "compare", "demo"),
+    *("fit", "validate", "test", "predict", "find-lr", "find-workers", "cross-validate", "compare", "demo"),
     *("tricks", "presets", "optimizers", "plot-schedule", "memory", "suggest", "doctor"),
     *("average", "export", "consolidate"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from math import inf
+from math import inf, isnan, nan
 
 import numpy
 import pytest
@@ -59,3 +59,10 @@ def test_what_cannot_be_told_is_refused() -> None:
         mean_and_interval([1.0])
     with pytest.raises(ValueError, match="got 2 and 1 runs"):
         paired_difference([1.0, 2.0], [1.0])
+
+
+def test_what_is_not_finite_tells_nothing() -> None:
+    found = mean_and_interval([1.0, nan, 2.0])
+    assert isnan(found.mean)
+    assert isnan(found.std)
+    assert found.sign == mean_and_interval([1.0, inf]).sign == 0

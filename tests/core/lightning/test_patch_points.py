@@ -34,6 +34,13 @@ STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_SubParsersAction", "_get
 SET_BY_ASSIGNMENT = {  # methods that are replaced without wrap_method
     ("lightning_tricks/core/lightning/optimizer_groups.py", "Optimizer.add_param_group"): "before there is an instance",
     ("lightning_tricks/strategies/fsdp2/preset.py", "module.configure_model"): "is_overridden looks through a wrapper",
+    **dict.fromkeys(
+        [
+            ("lightning_tricks/evaluation/fold_data.py", f"data.{name}")
+            for name in ("prepare_data", "setup", "train_dataloader", "val_dataloader", "predict_dataloader")
+        ],
+        "of a copy that is the fold's own; partial pickles for strategies that spawn",
+    ),
 }
 LOADED = {name: ast.parse(path.read_text()) for path in FILES for name in [str(path.relative_to(ROOT))]}
 

@@ -1,0 +1,212 @@
+"""Ensembles: the mean output of several trained modules, in the place of one module's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tricks.checkpoints.average import list_paths
+from lightning_tricks.checkpoints.files import PathLike, load
+from lightning_tricks.core.checks import check_choice, some
+
+__all__ = ["Ensemble"]
+
+Mean = Literal["probabilities", "logits"]
+
+
+def mean_logits(logits: Sequence[Tensor], mean: Mean = "probabilities", dim: int | None = None) -> Tensor:
+    """Logits of the mean: ``log(mean_i(softmax(x_i)))``, or ``mean_i(x_i)`` with "logits".
+
+    Args:
+        logits: Outputs x_i of the members, of one shape.
+        mean: "probabilities", or "logits" for the mean of the outputs as they are.
+        dim: Dimension of the classes; None for logits (B, C).
+
+    Raises:
+        ValueError: If what should be logits are not, or do not say where the classes are.
+
+    Example:
+        >>> mean_logits([torch.tensor([[9.0, 9.0]]), torch.tensor([[0.0, 0.0]])]).exp()
+        tensor([[0.5000, 0.5000]])
+    """
+    stacked = torch.stack([*logits])
+    if mean == "logits":
+        return stacked.mean(0)
+    dim = require_logits(logits[0], dim)
+    return torch.log_softmax(stacked.float(), dim if dim < 0 else dim + 1).logsumexp(0) - math.log(len(logits))
+
+
+def require_logits(logits: Tensor, dim: int | None = None) -> int:
+    """The dimension of the classes, if these may be logits.
+
+    Raises:
+        ValueError: If they are probabilities, of one class only, or ``dim`` is needed.
+    """
+    if dim is None and logits.dim() != 2:
+        raise ValueError(f"logits must be (B, C), got {tuple(logits.shape)}: pass dim=, the dimension of the classes.")
+    dim = 1 if dim is None else dim
+    if logits.shape[dim] < 2:
+        raise ValueError(
+            f"logits must have two classes or more, got {tuple(logits.shape)} with dim={dim}: for a single output use"
+            " mean='logits'."
+        )
+    sums = logits.detach().float().sum(dim)
+    if logits.numel() and (logits >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        raise ValueError(
+            "logits must not be probabilities, got rows that are positive and sum to 1: use the output before softmax,"
+            " its logarithm, or mean='logits'."
+        )
+    return dim
+
+
+class Ensemble(pl.LightningModule):
+    """Several trained modules as one: mean probabilities ``mean_i(softmax(x_i))``, or mean logits ``mean_i(x_i)``.
+
+    It is the first of them, an instance of its class, whose ``forward`` gives the logits of the mean: all that
+    ``validation_step``, ``test_step`` and ``predict_step`` do with ``self(x)`` they do with it, metrics, logging and
+    hooks included.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in "ab":
+        ...         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        ...         trainer.strategy.connect(BoringModel())
+        ...         trainer.save_checkpoint(f"{folder}/{name}.ckpt", weights_only=True)
+        ...     net = Ensemble.from_checkpoints([f"{folder}/a.ckpt", f"{folder}/b.ckpt"], BoringModel)
+        >>> isinstance(net, BoringModel), round(net(torch.ones(1, 32)).exp().sum().item(), 4)
+        (True, 1.0)
+
+    References:
+        Lakshminarayanan et al., Deep ensembles, arXiv 1612.01474.
+    """
+
+    ensemble_members: nn.ModuleList
+    _ensemble_mean: _Mean
+
+    @staticmethod
+    def from_checkpoints(
+        paths: Iterable[PathLike],
+        kind: type[pl.LightningModule],
+        *,
+        mean: Mean = "probabilities",
+        output: str = "",
+        dim: int | None = None,
+        **settings: Any,
+    ) -> Ensemble:
+        """Load checkpoints of one class, executing nothing in them; those of ``EMA`` hold averages.
+
+        Args:
+            paths: The checkpoints, two or more.
+            kind: Their class, which ``load_from_checkpoint`` makes with the hyperparameters of each.
+            mean: "probabilities", or "logits", also for outputs that are none.
+            output: Name of the submodule whose outputs are averaged, which must have all parameters; "" for the module
+                itself, whose steps must call ``self(...)`` then.
+            dim: Dimension of the classes; None for logits (B, C).
+            **settings: Arguments of the class that the checkpoints lack.
+
+        Returns:
+            The ensemble, in eval mode on the CPU.
+
+        Raises:
+            ValueError: For fewer than two files, a file twice, damaged files, and ``output`` without all parameters.
+            AttributeError: If there is no submodule ``output``.
+            OSError: If a file does not exist, or is a folder.
+        """
+        check_choice("mean", mean, get_args(Mean))
+        files = list_paths(paths)
+        if len({file.resolve() for file in files}) < max(2, len(files)):
+            raise ValueError(f"paths must be two files or more, each once, got {some(map(str, files))}.")
+        for file in files:
+            load(file)
+        members = [
+            kind.load_from_checkpoint(file, map_location="cpu", weights_only=True, **settings).eval() for file in files
+        ]
+        first, *others = members
+        prefix = f"{output}." if output else ""
+        first.get_submodule(output)
+        if outside := [name for name, _ in first.named_parameters() if not name.startswith(prefix)]:
+            raise ValueError(
+                f"output={output!r} must name a submodule with all parameters, for each member computes its inputs, got"
+                f" others in {some(outside)}: leave output out."
+            )
+        first.__class__ = _class_of(type(first))  # type: ignore[arg-type]
+        first.ensemble_members = nn.ModuleList(others)
+        assert isinstance(first, Ensemble)
+        first._ensemble_mean = _Mean([other.get_submodule(output) for other in others], mean, dim)
+        first.get_submodule(output).register_forward_hook(first._ensemble_mean, with_kwargs=True)
+        return first
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._require_mean("validation_step")
+        super().on_validation_epoch_end()
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._require_mean("test_step")
+        super().on_test_epoch_end()
+
+    @override
+    def on_predict_epoch_end(self) -> None:
+        self._require_mean("predict_step")
+        super().on_predict_epoch_end()
+
+    def _require_mean(self, step: str) -> None:
+        if not self._ensemble_mean.calls:
+            raise MisconfigurationException(
+                f"Ensemble averages what the module returns, but {step} does not call self(...): call it there, or pass"
+                " output=, the name of the submodule that it calls with the inputs."
+            )
+        self._ensemble_mean.calls = 0
+
+    @override
+    def configure_optimizers(self) -> Any:
+        raise MisconfigurationException("an Ensemble is not trained: fit its members by themselves.")
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (type(self).__mro__[2],), self.__getstate__()
+
+
+class _Mean:
+    """A forward hook that replaces an output by its mean with those of other modules.
+
+    Args:
+        others: The modules, which get the same inputs.
+        mean: What is averaged.
+        dim: Dimension of the classes.
+    """
+
+    def __init__(self, others: list[nn.Module], mean: Mean, dim: int | None) -> None:
+        self.others, self.mean, self.dim, self.calls = others, mean, dim, 0
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
+        self.calls += 1
+        outputs = [output, *(other(*args, **kwargs) for other in self.others)]
+        if not all(isinstance(each, Tensor) for each in outputs):
+            raise MisconfigurationException(
+                f"Ensemble averages tensors, got {type(output).__name__} from {type(module).__name__}: return logits"
+                " from forward, or pass output=, the name of the submodule that does."
+            )
+        return mean_logits(outputs, self.mean, self.dim)
+
+
+@cache
+def _class_of(kind: type[pl.LightningModule]) -> type[pl.LightningModule]:
+    return type(f"EnsembleOf{kind.__name__}", (Ensemble, kind), {"__module__": kind.__module__})
+
+
+def _empty(kind: type[pl.LightningModule]) -> pl.LightningModule:
+    """An ensemble without state, for pickle: its class has no name of its own."""
+    made = _class_of(kind)  # type: ignore[arg-type]
+    return made.__new__(made)

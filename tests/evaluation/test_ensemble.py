@@ -1,0 +1,242 @@
+"""Ensembles: the mean of their members in every stage, and what would silently be one member's is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+import lightning_tricks as lt
+from lightning_tricks.checkpoints import average_checkpoints
+from lightning_tricks.evaluation import Ensemble, soup_and_ensemble
+from lightning_tricks.evaluation.ensemble import mean_logits
+from tests.evaluation.recipes import DATA, Scored, make_loader, run
+from tests.nets import build, fit, loader, quiet, trainer
+
+
+class Wide(Scored):
+    """Its width is a hyperparameter, it logs a metric object and counts in a hook."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 2))
+        self.metric = MulticlassAccuracy(2, average="micro")
+        self.ends = 0
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.metric(logits, y)
+        self.log("metric", self.metric)
+        self.log("nll", F.cross_entropy(logits, y))
+
+    def on_test_epoch_end(self) -> None:
+        self.ends += 1
+
+
+class Direct(Scored):
+    """Its steps call the network, not the module."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", F.cross_entropy(self.layers(batch[0]), batch[1]))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, found = tmp_path_factory.mktemp("members"), []
+    for width in (4, 6, 8):
+        module = build(Wide, width=width)
+        found.append(folder / f"{width}.ckpt")
+        fit(module, max_epochs=1).save_checkpoint(found[-1])
+    return found
+
+
+def by_hand(files: list[Path], x: Tensor, mean: str) -> Tensor:
+    with torch.no_grad():
+        outputs = [Wide.load_from_checkpoint(file, weights_only=True).eval()(x) for file in files]
+    if mean == "logits":
+        return sum(outputs) / len(outputs)
+    return (sum(each.softmax(-1) for each in outputs) / len(outputs)).log()
+
+
+@pytest.mark.parametrize("mean", ["probabilities", "logits"])
+def test_all_stages_see_the_mean(mean: Any, files: list[Path]) -> None:
+    net = Ensemble.from_checkpoints(files, Wide, mean=mean)
+    assert isinstance(net, Ensemble)
+    assert isinstance(net, Wide)
+    batches = loader()
+    x, y = DATA.tensors
+    expected = by_hand(files, x, mean)
+    torch.testing.assert_close(net(x), expected)
+    run = trainer()
+    predicted = torch.cat(run.predict(net, batches))
+    torch.testing.assert_close(predicted, expected)
+    (row,) = run.test(net, batches, verbose=False)
+    assert row["metric"] == pytest.approx((expected.argmax(-1) == y).float().mean().item())
+    assert row["nll"] == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-5)
+    assert net.ends == 1
+    (row,) = run.validate(net, batches, verbose=False)
+    assert row["loss"] == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-5)
+
+
+def test_the_mean_of_one_module_is_that_module(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "again.ckpt").write_bytes(files[0].read_bytes())
+    net = Ensemble.from_checkpoints([files[0], tmp_path / "again.ckpt"], Wide, mean="logits")
+    assert torch.equal(net(DATA.tensors[0]), by_hand(files[:1], DATA.tensors[0], "logits"))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_it_can_be_copied_and_moved(copied: Any, files: list[Path]) -> None:
+    net = Ensemble.from_checkpoints(files, Wide)
+    other = copied(net)
+    expected = net(DATA.tensors[0])
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    assert torch.equal(other(DATA.tensors[0]), expected)
+    assert type(other) is type(net)
+    doubled = other.double()
+    assert {parameter.dtype for parameter in doubled.parameters()} == {torch.float64}
+    torch.testing.assert_close(doubled(DATA.tensors[0].double()).float(), expected.float())
+
+
+def test_a_step_that_passes_by_the_mean_is_refused(tmp_path: Path) -> None:
+    files = [tmp_path / "a.ckpt", tmp_path / "b.ckpt"]
+    for seed, file in enumerate(files):
+        torch.manual_seed(seed)
+        module = Direct()
+        fit(module, max_epochs=1).save_checkpoint(file)
+    with pytest.raises(MisconfigurationException, match=r"validation_step does not call self\(\.\.\.\)"):
+        trainer().validate(Ensemble.from_checkpoints(files, Direct), loader(), verbose=False)
+    net = Ensemble.from_checkpoints(files, Direct, output="layers")
+    (row,) = trainer().validate(net, loader(), verbose=False)
+    x, y = DATA.tensors
+    members = [Direct.load_from_checkpoint(file).eval() for file in files]
+    with torch.no_grad():
+        expected = (sum(member(x).softmax(-1) for member in members) / 2).log()
+    assert row["loss"] == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-5)
+    with pytest.raises(ValueError, match=r"output='layers.4' must name a submodule with all parameters"):
+        Ensemble.from_checkpoints(files, Direct, output="layers.4")
+    with pytest.raises(AttributeError, match="head"):
+        Ensemble.from_checkpoints(files, Direct, output="head")
+
+
+def test_averaged_weights_are_what_ema_has_saved(tmp_path: Path) -> None:
+    files = []
+    for decay in (0.3, 0.6):
+        module = build(Scored)
+        files.append(tmp_path / f"{decay}.ckpt")
+        fit(module, callbacks=[lt.EMA(decay=decay)]).save_checkpoint(files[-1])
+    net, x = Ensemble.from_checkpoints(files, Scored), DATA.tensors[0]
+    total = 0
+    for file in files:
+        averaged = Scored()
+        averaged.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
+        with torch.no_grad():
+            total = total + averaged.eval()(x).softmax(-1) / 2
+    torch.testing.assert_close(net(x).softmax(-1), total)
+
+
+class Odd(Scored):
+    def __init__(self, kind: str = "dict") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return {"dict": {"logits": logits}, "sure": logits.softmax(-1), "one": logits[:, :1], "flat": logits[:, 0],
+                "pixels": logits[:, :, None]}[self.kind]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("dict", MisconfigurationException, "averages tensors, got dict from EnsembleOfOdd"),
+        ("sure", ValueError, "must not be probabilities"),
+        ("one", ValueError, "two classes or more, got .* use mean='logits'"),
+        ("flat", ValueError, r"must be \(B, C\), got \(44,\): pass dim="),
+        ("pixels", ValueError, r"must be \(B, C\), got \(44, 2, 1\): pass dim="),
+    ],
+)
+def test_outputs_without_a_mean_are_refused(kind: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    files = []
+    for name in "ab":
+        alone = trainer()
+        alone.strategy.connect(Odd(kind))
+        alone.save_checkpoint(tmp_path / f"{name}.ckpt", weights_only=True)
+        files.append(tmp_path / f"{name}.ckpt")
+    net = Ensemble.from_checkpoints(files, Odd)
+    with pytest.raises(error, match=message):
+        net(DATA.tensors[0])
+
+
+def test_wrong_files_are_refused(files: list[Path], tmp_path: Path) -> None:
+    for paths in (files[:1], [files[0], files[1], files[0]]):
+        with pytest.raises(ValueError, match="paths must be two files or more, each once"):
+            Ensemble.from_checkpoints(paths, Wide)
+    with pytest.raises(ValueError, match="mean must be one of 'probabilities', 'logits', got 'votes'"):
+        Ensemble.from_checkpoints(files, Wide, mean="votes")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="There is no file"):
+        Ensemble.from_checkpoints([*files, tmp_path / "none.ckpt"], Wide)
+    torch.save({"state_dict": {}, "hyper_parameters": Scored()}, tmp_path / "unsafe.ckpt")
+    with pytest.raises(ValueError, match=r"unsafe\.ckpt was not read: it holds"):
+        Ensemble.from_checkpoints([*files, tmp_path / "unsafe.ckpt"], Wide)
+
+
+def test_it_is_not_trained(files: list[Path]) -> None:
+    with pytest.raises(MisconfigurationException, match="not trained"):
+        fit(Ensemble.from_checkpoints(files, Wide))
+
+
+def test_classes_in_another_dimension() -> None:
+    logits = [torch.randn(2, 3, 4), torch.randn(2, 3, 4)]
+    for dim in (1, -1, 2):
+        expected = sum(each.softmax(dim) for each in logits) / 2
+        torch.testing.assert_close(mean_logits(logits, dim=dim).exp(), expected)
+    sure = mean_logits([torch.tensor([[1e4, -1e4]]), torch.tensor([[-1e4, 1e4]])])
+    torch.testing.assert_close(sure.exp(), torch.tensor([[0.5, 0.5]]))
+
+
+# -- against a soup ---------------------------------------------------------------------------------------------------
+
+
+def three_best(fold: int, folder: Path) -> pl.Trainer:
+    best = ModelCheckpoint(folder, monitor="accuracy", mode="max", save_top_k=3)
+    return pl.Trainer(**{**quiet, "enable_checkpointing": True, "max_epochs": 3, "callbacks": [best]})
+
+
+def test_soup_and_ensemble_on_the_same_folds(tmp_path: Path) -> None:
+    result = run(tmp_path / "cv", make_trainer=three_best)
+    assert [len(members) for members in result.members] == [3] * 3
+    both = soup_and_ensemble(result, Scored, DATA, lambda fold, folder: trainer(), loader=make_loader)
+    assert both.metrics["best"] == [pytest.approx(row) for row in result.metrics]
+    for k, fold in enumerate(result.folds):
+        x, y = (tensor[fold.validation] for tensor in DATA.tensors)
+        average_checkpoints(result.members[k], tmp_path / "soup.ckpt", force=True)
+        soup = Scored.load_from_checkpoint(tmp_path / "soup.ckpt").eval()
+        members = [Scored.load_from_checkpoint(path).eval() for path in result.members[k]]
+        with torch.no_grad():
+            expected = {
+                "soup": F.cross_entropy(soup(x), y),
+                "ensemble": F.nll_loss((sum(member(x).softmax(-1) for member in members) / 3).log(), y),
+            }
+        for name, loss in expected.items():
+            assert both.metrics[name][k]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert both.overlap == result.overlap
+    assert "ensemble" in str(both)
+    with pytest.raises(ValueError, match="got one of fold 0: pass ModelCheckpoint"):
+        soup_and_ensemble(run(tmp_path / "one"), Scored, DATA, lambda fold, folder: trainer())
+    with pytest.raises(ValueError, match="dataset must be that of the cross-validation, got 10 samples"):
+        soup_and_ensemble(result, Scored, list(DATA)[:10], lambda fold, folder: trainer())
