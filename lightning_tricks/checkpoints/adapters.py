@@ -38,7 +38,7 @@ def merged(weights: Mapping[str, Any], record: Record, source: Path, base: PathL
         return merged_state({}, saved, record)
     if base is None:
         raise ValueError(
-            f"{source} has adapters without the frozen weights: pass base= (--base), a file with the module's"
+            f"{source} has adapters without the frozen weights: pass base=, a file with the module's"
             " state_dict of before the training, as torch.save(module.state_dict(), 'base.pt') writes it."
         )
     file = path_of("base", base)

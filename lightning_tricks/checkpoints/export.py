@@ -97,7 +97,7 @@ def export_weights(
         raise ValueError(f"{source} has no adapters of LoRA to merge: leave merge and base out.")
     if record is not None:
         if not merge:
-            raise ValueError(f"{source} has adapters of LoRA, which need merge=True (--merge) to be exported.")
+            raise ValueError(f"{source} has adapters of LoRA, which need merge=True to be exported.")
         weights = merged(weights, record, source, base)
     save(_without_prefix(weights, strip_prefix), target, force=force)
 

@@ -62,15 +62,13 @@ def export_adapters(
     if changed:
         raise ValueError(
             f"peft's files have no place for {some(changed)} of {source}, which training may have changed: merge the"
-            " adapters instead, lightning-tricks export --merge, or pass base= (--base) where they are the same."
+            " adapters instead, lightning-tricks export --merge, or pass base= where they are the same."
         )
     state = {_peft_name(name.removeprefix(prefix)): value for name, value in adapters.items()}
     state |= {f"base_model.model.{name}": whole[prefix + name] for name in trained}
     config = _config(record, layers, trained)
     if (folder / "adapter_config.json").exists() and not force:
-        raise FileExistsError(
-            f"{folder} has adapters: choose another folder, or overwrite them with force=True (--force)."
-        )
+        raise FileExistsError(f"{folder} has adapters: choose another folder, or overwrite them with force=True.")
     folder.mkdir(exist_ok=True)
     save(state, folder / "adapter_model.safetensors", force=force)
     with atomic_write(folder / "adapter_config.json") as temporary:

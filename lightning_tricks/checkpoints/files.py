@@ -126,7 +126,7 @@ def check_output(output: PathLike, *, force: bool) -> Path:
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder: choose another name.")
     if file.exists() and not force:
-        raise FileExistsError(f"{file} exists: choose another name, or overwrite it with force=True (--force).")
+        raise FileExistsError(f"{file} exists: choose another name, or overwrite it with force=True.")
     if file.suffix == ".safetensors":
         _safetensors()
     return file

@@ -51,6 +51,9 @@ def with_flags(text: str, options: argparse.Namespace) -> str:
     """
 
     def in_words_of_the_command(found: re.Match[str]) -> str:
-        return f"--{found[1].replace('_', '-')} {found[2]}".rstrip() if found[1] else found[0]
+        if not found[1]:
+            return found[0]
+        value = "" if found[2] == "True" else found[2]
+        return f"--{found[1].replace('_', '-')} {value}".rstrip()
 
     return re.sub(rf"\w\([^()]*\)|\b({'|'.join(vars(options))})='?([\w.]*)'?", in_words_of_the_command, text)

@@ -85,7 +85,7 @@ def test_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["average", "a.ckpt", "-o", "b.ckpt"], "b.ckpt exists: choose another name, or overwrite it with force=True"),
+        (["average", "a.ckpt", "-o", "b.ckpt"], "b.ckpt exists: choose another name, or overwrite it with --force"),
         (["average", "none.ckpt", "-o", "c.ckpt"], "There is no file none.ckpt."),
         (["average", "a.ckpt", "other.ckpt", "-o", "c.ckpt"], "a.ckpt and other.ckpt are not of the same model"),
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "1", "2"], "weights must have one value per file"),
@@ -165,7 +165,7 @@ def test_the_help_has_every_command_in_its_group(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     words = re.findall(r"^ {3,4}(\S+)", capsys.readouterr().out.partition("commands:")[2], re.MULTILINE)
-    assert words == ["training", *COMMANDS[:7], "looking", *COMMANDS[7:14], "files", *COMMANDS[14:]]
+    assert words == ["training", *COMMANDS[:9], "looking", *COMMANDS[9:16], "files", *COMMANDS[16:]]
 
 
 HELP = """
