@@ -36,7 +36,7 @@ def tricks() -> str:
     """What each trick does and costs, and the points that it gains on each task."""
     lines = []
     for row in catalogue():
-        names = ", ".join(f"`{name}`" for name in (*row.names, *row.beside))
+        names = ", ".join(f"`{name}`" for name in row.names)
         lines.append([names, f"`{row.line}`", row.what, cost(row), *(gains(row, task) for task in TASKS)])
     head = ["trick", "one line of yours", "what it does", "cost", *(f"{task} ¹" for task in TASKS)]
     return grid(head, [*lines, ["all three", "the diff above", ALL, "", *(points(ALL, task) for task in TASKS)]])

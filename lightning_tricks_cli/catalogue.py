@@ -130,7 +130,7 @@ CATALOGUE = (
     Row(
         ("preset", "presets", "SinglePreset", "DDPPreset", "FSDP2Preset", "ZeROPreset"),
         'L.Trainer(strategy="zero3_offload_bf16",devices=8)',
-        "[17 strings](docs/strategies.md) for strategy *and* precision",
+        "[one string](docs/strategies.md) for strategy *and* precision",
     ),
     Row(
         ("optimizer", "optimizers", "ScheduleFree"),
