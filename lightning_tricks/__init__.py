@@ -17,6 +17,7 @@ from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.layer_freezing import LayerFreezing
 from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
@@ -98,6 +99,7 @@ __all__ = [
     "Hardware",
     "HiddenMixup",
     "LRSchedule",
+    "LayerFreezing",
     "LeanLoss",
     "LoRA",
     "Mixup",

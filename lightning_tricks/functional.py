@@ -4,6 +4,7 @@ from lightning_tricks.callbacks.adaptive_clip import adaptive_clip_
 from lightning_tricks.callbacks.cutmix import cutmix
 from lightning_tricks.callbacks.ema import ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import ohem_loss
+from lightning_tricks.callbacks.layer_freezing import frozen_layers
 from lightning_tricks.callbacks.mixup import mixup
 from lightning_tricks.callbacks.moe_balance import balance_experts_
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
@@ -18,6 +19,7 @@ __all__ = [
     "clip_loss",
     "cutmix",
     "ema_decay",
+    "frozen_layers",
     "info_nce",
     "lean_loss",
     "min_snr_weight",

@@ -11,6 +11,7 @@ from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.layer_freezing import LayerFreezing, frozen_layers
 from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
@@ -40,6 +41,7 @@ __all__ = [
     "HardExampleFilter",
     "HiddenMixup",
     "LRSchedule",
+    "LayerFreezing",
     "LeanLoss",
     "LoRA",
     "Mixup",
@@ -54,6 +56,7 @@ __all__ = [
     "balance_experts_",
     "cutmix",
     "ema_decay",
+    "frozen_layers",
     "mixup",
     "ohem_loss",
     "scale_ema_decay",
