@@ -113,6 +113,24 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "HiddenMixup", "init_args": {"layer": "layers.1"}}]}},
     ),
+    "LayerFreezing": Trick(
+        naive=lambda batches, seen: naive.Frozen(),
+        callbacks={
+            "on": lambda: [lt.LayerFreezing(start=3, stop=3, parameters=[r"^layers\.0"])],
+            "off": lambda: [lt.LayerFreezing(0.0, parameters=[r"^layers\.0"])],
+        },
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "LayerFreezing",
+                        "init_args": {"start": 3, "stop": 3, "parameters": [r"^layers\.0"]},
+                    }
+                ]
+            }
+        },
+        refused=("DeepSpeed",),
+    ),
     "LoRA": Trick(  # without it where it is off
         naive=lambda batches, seen: naive.LowRank(),
         callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]")], "off": list},
