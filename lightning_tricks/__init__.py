@@ -41,13 +41,16 @@ from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
+from lightning_tricks.modules.blur_pool import add_blur_pool
 from lightning_tricks.modules.freeze import freeze
 from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
+from lightning_tricks.modules.init_weights import init_weights
 from lightning_tricks.modules.merge_adapters import merge_adapters
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM
 from lightning_tricks.modules.sharpness import sharpness
+from lightning_tricks.modules.squeeze_excite import add_squeeze_excite
 from lightning_tricks.modules.stochastic_depth import add_stochastic_depth
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.by_name import optimizer
@@ -115,6 +118,8 @@ __all__ = [
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
+    "add_blur_pool",
+    "add_squeeze_excite",
     "add_stochastic_depth",
     "average_checkpoints",
     "clip_loss",
@@ -136,6 +141,7 @@ __all__ = [
     "functional",
     "greedy_soup",
     "info_nce",
+    "init_weights",
     "inverse_sqrt",
     "layer_decay_groups",
     "lean_loss",

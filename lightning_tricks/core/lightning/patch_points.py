@@ -263,7 +263,12 @@ PRIVATE = (
     PrivateName(_FIT_LOOP, "_data_fetcher", "BatchSizeWarmup", "a new iterator in an epoch that is resumed"),
     PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets", "whether the optimizer steps after this batch"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
-    PrivateName(_MODULE, "_current_fx_name", "batch tricks", "whether a loop moves its batch to the device now"),
+    PrivateName(
+        _MODULE,
+        "_current_fx_name",
+        "batch tricks, add_blur_pool, add_squeeze_excite, init_weights",
+        "whether a loop moves its batch to the device now, or a hook runs before the optimizers are made",
+    ),
     PrivateName(_MODULE, "_on_before_batch_transfer", "SWA", "the hook of the module or of the data module"),
     PrivateName(
         _DATA,
