@@ -5,6 +5,7 @@ from lightning_tricks.advisor.batch_size import find_batch_size
 from lightning_tricks.advisor.choose import Hardware, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import environment_report
+from lightning_tricks.advisor.inspect_training import InspectTraining, inspect_training
 from lightning_tricks.advisor.memory.estimate import estimate_memory
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
@@ -101,6 +102,7 @@ __all__ = [
     "HardExampleFilter",
     "Hardware",
     "HiddenMixup",
+    "InspectTraining",
     "LRSchedule",
     "LayerFreezing",
     "LeanLoss",
@@ -142,6 +144,7 @@ __all__ = [
     "greedy_soup",
     "info_nce",
     "init_weights",
+    "inspect_training",
     "inverse_sqrt",
     "layer_decay_groups",
     "lean_loss",

@@ -4,6 +4,7 @@ from lightning_tricks.advisor.batch_size import BatchSizeResult, find_batch_size
 from lightning_tricks.advisor.choose import Hardware, Suggestion, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import EnvironmentReport, environment_report
+from lightning_tricks.advisor.inspect_training import InspectTraining, TrainingInspection, inspect_training
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
 
 __all__ = [
@@ -11,10 +12,13 @@ __all__ = [
     "Doctor",
     "EnvironmentReport",
     "Hardware",
+    "InspectTraining",
     "MemoryEstimate",
     "Suggestion",
+    "TrainingInspection",
     "environment_report",
     "estimate_memory",
     "find_batch_size",
+    "inspect_training",
     "suggest_strategy",
 ]
