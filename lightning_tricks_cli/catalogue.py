@@ -150,9 +150,9 @@ CATALOGUE = (
         "a pass over the gradients",
     ),
     Row(
-        ("GradualUnfreeze", "freeze"),
+        ("GradualUnfreeze", "freeze", "LayerFreezing"),
         "callbacks=[lt.GradualUnfreeze(at=[0.2,0.5])]",
-        "unfreezes from head to stem, following the schedule",
+        "unfreezes from head to stem, following the schedule; [freezes](docs/networks.md#layers-that-stop) from the stem",
     ),
     Row(
         ("LoRA", "merge_adapters", "QAT", "quantize"),
@@ -173,9 +173,14 @@ CATALOGUE = (
         ("ChannelsLast", "speed_preset"),
     ),
     Row(
-        ("Doctor", "drop_bias_before_batchnorm", "add_stochastic_depth"),
+        (
+            *("Doctor", "inspect_training", "drop_bias_before_batchnorm", "add_stochastic_depth", "add_blur_pool"),
+            *("add_squeeze_excite", "init_weights"),
+        ),
         "callbacks=[lt.Doctor()]",
-        "checks with remedies; networks changed before training",
+        "checks with remedies; [networks](docs/networks.md) inspected, and changed before training",
+        "",
+        ("InspectTraining", "TrainingInspection"),
     ),
     Row(
         ("average_checkpoints", "greedy_soup", "consolidate", "export_weights", "export_adapters"),

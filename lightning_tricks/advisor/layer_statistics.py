@@ -122,7 +122,7 @@ def _full(tensor: Tensor | None) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _median(values: list[float]) -> float | None:
