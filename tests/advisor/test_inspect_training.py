@@ -165,6 +165,15 @@ def test_gradients_are_unscaled_and_steps_that_a_scaler_leaves_out_do_not_count(
     assert not inspection.findings
 
 
+def test_validation_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Told(monkeypatch)
+    for settings in ({"val_check_interval": 2}, {"limit_val_batches": 0}):
+        callback = InspectTraining(tmp_path, every_n_steps=20, steps=5)
+        fit(build(PlainNet), train=loader(48), callbacks=[callback], **settings)
+    first, second = map(told, seen.inspections)
+    assert first == second
+
+
 class TwoOptimizers(PlainNet):
     automatic_optimization = False
 
@@ -198,25 +207,40 @@ class Sharded(Dying):
             fully_shard(self.layers[number], mesh=self.device_mesh["data_parallel"])
 
 
-def on_two_ranks(folder: Path) -> dict[str, Any]:
-    common = {"devices": 2, "use_distributed_sampler": False}
-    shards = trainer(strategy=ModelParallelStrategy(2, 1), **common)
-    found = {
-        "ddp": told(lt.inspect_training(trainer(strategy="ddp", **common), build(Dying), rank_loader(), steps=7)),
-        "fsdp2": told(lt.inspect_training(shards, build(Sharded), rank_loader(), steps=7)),
-    }
-    callback = InspectTraining(folder, every_n_steps=4, steps=2)
-    fit(build(Sharded), strategy=ModelParallelStrategy(2, 1), train=rank_loader(), callbacks=[callback], **common)
-    return found
+TWO: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False}
 
 
-def test_two_ranks_find_what_one_process_does(tmp_path: Path) -> None:
-    first, second = run_ranks(on_two_ranks, tmp_path)
+def on_two_ranks() -> dict[str, Any]:
+    return told(lt.inspect_training(trainer(strategy="ddp", **TWO), build(Dying), rank_loader(), steps=7))
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    drawn: list[TrainingInspection] = []
+    report = InspectTraining._report
+    InspectTraining._report = lambda *args: (drawn.append(args[2]), report(*args))  # type: ignore
+    callback = InspectTraining(folder, every_n_steps=4, steps=4)
+    fit(build(Sharded), strategy=ModelParallelStrategy(2, 1), train=rank_loader(), callbacks=[callback], **TWO)
+    assert [(each.first, each.steps) for each in drawn] == [(0, 4), (4, 2)]  # the latter ends behind a validation
+    assert all(layer.gradient is not None for each in drawn for layer in each.layers)
+    run = trainer(strategy=ModelParallelStrategy(2, 1), **TWO)
+    return told(lt.inspect_training(run, build(Sharded), rank_loader(), steps=7))
+
+
+def assert_as_one_process(ranks: list[dict[str, Any]]) -> None:
     alone = told(lt.inspect_training(trainer(), build(Dying), loader(48, batch_size=16), steps=7))
-    for found in (*first.values(), *second.values()):
+    for found in ranks:
         for name, values in found.items():
             assert values[:3] == pytest.approx(alone[name][:3], rel=1e-3), name
             assert values[3] == pytest.approx(alone[name][3], rel=0.5)  # of this rank's half
+
+
+def test_two_ranks_find_what_one_process_does() -> None:
+    assert_as_one_process(run_ranks(on_two_ranks))
+
+
+@pytest.mark.slow
+def test_shards_are_gathered_and_one_rank_draws(tmp_path: Path) -> None:
+    assert_as_one_process(run_ranks(sharded, tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=0.png", "step=4.png"]
 
 

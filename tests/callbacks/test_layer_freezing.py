@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,20 +208,24 @@ class Weights(Callback):
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 
-def on_two_ranks(folder: Path) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+STRATEGIES: dict[str, tuple[type[Deep], Callable[[], Any]]] = {
+    "ddp": (Deep, lambda: "ddp"),
+    "static": (Deep, lambda: DDPStrategy(static_graph=True, gradient_as_bucket_view=True)),
+    "fsdp2": (ShardedDeep, lambda: ModelParallelStrategy(2, 1)),
+    "fsdp2 in a file": (ShardedDeep, lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
+}
+
+
+def on_two_ranks(folder: Path, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     common: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "max_epochs": 4, "train": rank_loader()}
     settings = {"start": 2, "stop": 6, "parameters": NUMBERS}  # the first layer stops at step 4, the second at 6
-    for name, kind, strategy in [
-        ("ddp", Deep, lambda: "ddp"),
-        ("static", Deep, lambda: DDPStrategy(static_graph=True, gradient_as_bucket_view=True)),
-        ("fsdp2", ShardedDeep, lambda: ModelParallelStrategy(2, 1)),
-        ("fsdp2 in a file", ShardedDeep, lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)),
-    ]:
+    for name in names:
+        kind, strategy = STRATEGIES[name]
         wrappers, full, again = Wrappers(), Whole(), Whole()
         callbacks = [lt.LayerFreezing(**settings), full, Save(folder / name, 1), wrappers]
         fit(build(kind), strategy=strategy(), callbacks=callbacks, **common)
-        told[name] = {key: value.numpy() for key, value in full.weights.items()}
+        found[name] = {key: value.numpy() for key, value in full.weights.items()}
         if kind is Deep:
             gc.collect()
             assert len(wrappers.found) == 3
@@ -228,15 +233,18 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         callbacks = [lt.LayerFreezing(**settings), again]
         fit(build(kind), strategy=strategy(), callbacks=callbacks, ckpt_path=folder / name / "1.ckpt", **common)
         assert_equal(again.weights, full.weights)
-    return told
+    return found
 
 
-def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(tmp_path: Path) -> None:
-    first, second = run_ranks(on_two_ranks, tmp_path)
+@pytest.mark.parametrize(
+    "names", [["ddp"], pytest.param(["static", "fsdp2", "fsdp2 in a file"], marks=pytest.mark.slow)], ids=str
+)
+def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(names: list[str], tmp_path: Path) -> None:
+    first, second = run_ranks(on_two_ranks, tmp_path, names)
     alone = build(Deep)
     callbacks = [lt.LayerFreezing(start=2, stop=6, parameters=NUMBERS)]
     fit(alone, train=loader(48, batch_size=16), callbacks=callbacks, max_epochs=4)
-    for name in first:
+    for name in names:
         assert all((first[name][key] == second[name][key]).all() for key in first[name]), name
         assert_close({key: torch.from_numpy(value) for key, value in first[name].items()}, weights(alone), 1e-5)
 

@@ -49,7 +49,7 @@ def test_kaimings_weights() -> None:
 
 
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_residual_branches_begin_at_zero(library: str, name: str) -> None:
     pytest.importorskip(library)
     import timm
