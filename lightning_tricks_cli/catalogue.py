@@ -152,7 +152,7 @@ CATALOGUE = (
     Row(
         ("GradualUnfreeze", "freeze", "LayerFreezing"),
         "callbacks=[lt.GradualUnfreeze(at=[0.2,0.5])]",
-        "unfreezes from head to stem, following the schedule; [freezes](docs/networks.md#layers-that-stop) from the stem",
+        "unfreezes from head to stem, following the schedule; [stops](docs/networks.md#layers-that-stop) early layers",
     ),
     Row(
         ("LoRA", "merge_adapters", "QAT", "quantize"),

@@ -49,9 +49,9 @@ def strided() -> nn.Module:
 
 def run(settings: Settings) -> list[Row]:
     """Step times over plain ones, and a forward pass with blurred strides over one without."""
-    name = settings.pick("network", "vit_small_patch16_224", "vit_tiny_patch16_224", "tiny")
-    size = settings.pick("batch", 8, 2, 2)
-    steps, rounds = settings.pick("steps", 6, 5, 5), settings.pick("fits", 5, 1, 1)
+    name = settings.pick("network", "vit_tiny_patch16_224", "vit_tiny_patch16_224", "tiny")
+    size = settings.pick("batch", 4, 2, 2)
+    steps, rounds = settings.pick("steps", 6, 5, 5), settings.pick("fits", 9, 1, 1)
     if name == "tiny":
         network: Callable[[], nn.Module] = lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))  # noqa: E731
         pattern, shape = r"^net\.(\d+)", (size, 8)
@@ -79,7 +79,7 @@ def idle(settings: Settings) -> list[Row]:
 def blurred(settings: Settings) -> list[Row]:
     """A forward pass of a ResNet with and without blurred strides."""
     name = settings.pick("blurred", "resnet50", "resnet18", "small")
-    images = drawn(settings.pick("images", (8, 3, 224, 224), (2, 3, 96, 96), (2, 3, 16, 16)), 4, settings.device)[0]
+    images = drawn(settings.pick("images", (4, 3, 160, 160), (2, 3, 96, 96), (2, 3, 16, 16)), 4, settings.device)[0]
 
     def forward(blurs: bool) -> Callable[[], object]:
         model = (strided() if name == "small" else architecture(name)).to(settings.device).eval()
@@ -88,7 +88,7 @@ def blurred(settings: Settings) -> list[Row]:
         return lambda: torch.no_grad()(model)(images)
 
     contenders = {PLAIN: partial(forward, False), BLUR: partial(forward, True)}
-    measured = in_turns(works(contenders, settings.device), settings.pick("rounds", 10, 3, 2))
+    measured = in_turns(works(contenders, settings.device), settings.pick("rounds", 20, 3, 2))
     return rows_of(f"forward, {name}", measured, PLAIN, "ms")
 
 

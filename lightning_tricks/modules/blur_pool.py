@@ -24,8 +24,8 @@ def blur_pool(x: Tensor, stride: int | tuple[int, int] = 1) -> Tensor:
         stride: Distance of the pixels that stay, or one for each side.
 
     Example:
-        >>> blur_pool(torch.eye(5)[None, None] * 16)[0, 0, 2]
-        tensor([1., 4., 6., 4., 1.])
+        >>> blur_pool(torch.eye(7)[None, None] * 16)[0, 0, 3]
+        tensor([0., 1., 4., 6., 4., 1., 0.])
     """
     taps = (2 - (torch.arange(3, device=x.device, dtype=x.dtype) - 1).abs()) / 4  # made on the device: nothing waits
     weight = (taps[:, None] * taps).expand(x.shape[1], 1, 3, 3)

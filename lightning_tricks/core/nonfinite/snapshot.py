@@ -53,8 +53,8 @@ class Snapshot:
         for optimizer, (states, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             for weight in [weight for weight in optimizer.state if weight not in states]:
                 del optimizer.state[weight]
-            for weight, (state, saved) in states.items():
-                _put(optimizer.state.setdefault(weight, state), saved)  # a layer that has stopped since has none
+            for weight, (state, values) in states.items():
+                _put(optimizer.state.setdefault(weight, state), values)  # a layer that has stopped since has none
             for group, settings in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
                 group.update(settings)
         for restore_averages in self._averages:
