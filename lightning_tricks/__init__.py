@@ -5,6 +5,7 @@ from lightning_tricks.advisor.batch_size import find_batch_size
 from lightning_tricks.advisor.choose import Hardware, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import environment_report
+from lightning_tricks.advisor.inspect_training import InspectTraining, inspect_training
 from lightning_tricks.advisor.memory.estimate import estimate_memory
 from lightning_tricks.advisor.profile import profile_tricks
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -19,6 +20,7 @@ from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.layer_freezing import LayerFreezing
 from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
@@ -57,13 +59,16 @@ from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
+from lightning_tricks.modules.blur_pool import add_blur_pool
 from lightning_tricks.modules.freeze import freeze
 from lightning_tricks.modules.grad_cache.mixin import GradCacheMixin
+from lightning_tricks.modules.init_weights import init_weights
 from lightning_tricks.modules.merge_adapters import merge_adapters
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM
 from lightning_tricks.modules.sharpness import sharpness
+from lightning_tricks.modules.squeeze_excite import add_squeeze_excite
 from lightning_tricks.modules.stochastic_depth import add_stochastic_depth
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.by_name import optimizer
@@ -120,7 +125,9 @@ __all__ = [
     "HardExampleFilter",
     "Hardware",
     "HiddenMixup",
+    "InspectTraining",
     "LRSchedule",
+    "LayerFreezing",
     "LeanLoss",
     "LengthBuckets",
     "LoRA",
@@ -141,6 +148,8 @@ __all__ = [
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
+    "add_blur_pool",
+    "add_squeeze_excite",
     "add_stochastic_depth",
     "average_checkpoints",
     "clip_loss",
@@ -166,6 +175,8 @@ __all__ = [
     "functional",
     "greedy_soup",
     "info_nce",
+    "init_weights",
+    "inspect_training",
     "inverse_sqrt",
     "layer_decay_groups",
     "lean_loss",

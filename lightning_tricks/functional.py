@@ -4,6 +4,7 @@ from lightning_tricks.callbacks.adaptive_clip import adaptive_clip_
 from lightning_tricks.callbacks.cutmix import cutmix
 from lightning_tricks.callbacks.ema import ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import ohem_loss
+from lightning_tricks.callbacks.layer_freezing import frozen_layers
 from lightning_tricks.callbacks.mixup import mixup
 from lightning_tricks.callbacks.moe_balance import balance_experts_
 from lightning_tricks.callbacks.progressive_resizing import resize_images
@@ -24,6 +25,7 @@ __all__ = [
     "cutmix",
     "cutout",
     "ema_decay",
+    "frozen_layers",
     "growing_size",
     "info_nce",
     "lean_loss",

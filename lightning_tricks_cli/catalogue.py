@@ -167,9 +167,9 @@ CATALOGUE = (
         "a pass over the gradients",
     ),
     Row(
-        ("GradualUnfreeze", "freeze"),
+        ("GradualUnfreeze", "freeze", "LayerFreezing"),
         "callbacks=[lt.GradualUnfreeze(at=[0.2,0.5])]",
-        "unfreezes from head to stem, following the schedule",
+        "unfreezes from head to stem, following the schedule; [stops](docs/networks.md#layers-that-stop) early layers",
     ),
     Row(
         ("LoRA", "merge_adapters", "QAT", "quantize"),
@@ -200,9 +200,14 @@ CATALOGUE = (
         "what training [waits for](docs/data.md#waiting-for-data), how fast it is, what tricks cost",
     ),
     Row(
-        ("Doctor", "drop_bias_before_batchnorm", "add_stochastic_depth"),
+        (
+            *("Doctor", "inspect_training", "drop_bias_before_batchnorm", "add_stochastic_depth", "add_blur_pool"),
+            *("add_squeeze_excite", "init_weights"),
+        ),
         "callbacks=[lt.Doctor()]",
-        "checks with remedies; networks changed before training",
+        "checks with remedies; [networks](docs/networks.md) inspected, and changed before training",
+        "",
+        ("InspectTraining", "TrainingInspection"),
     ),
     Row(
         ("cross_validate", "Ensemble", "soup_and_ensemble", "fit_temperature"),

@@ -4,6 +4,7 @@ from lightning_tricks.advisor.batch_size import BatchSizeResult, find_batch_size
 from lightning_tricks.advisor.choose import Hardware, Suggestion, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import EnvironmentReport, environment_report
+from lightning_tricks.advisor.inspect_training import InspectTraining, TrainingInspection, inspect_training
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_tricks.advisor.profile import TricksProfile, profile_tricks
 
@@ -12,12 +13,15 @@ __all__ = [
     "Doctor",
     "EnvironmentReport",
     "Hardware",
+    "InspectTraining",
     "MemoryEstimate",
     "Suggestion",
+    "TrainingInspection",
     "TricksProfile",
     "environment_report",
     "estimate_memory",
     "find_batch_size",
+    "inspect_training",
     "profile_tricks",
     "suggest_strategy",
 ]

@@ -29,13 +29,13 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, RandomSampler
 from typing_extensions import override
 
-from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.core.checks import check_choice, check_strings, some
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.loaders import available_cores
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
+from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
 
 __all__ = ["Doctor"]
@@ -203,8 +203,8 @@ def forgotten_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str
 
 
 def frozen_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
-    """Find frozen parameters that an optimizer holds, unless a callback is to unfreeze them."""
-    if any(isinstance(callback, GradualUnfreeze | BaseFinetuning) for callback in callbacks_of(trainer, Callback)):
+    """Find frozen parameters that an optimizer holds, unless a callback decides when they train."""
+    if any(isinstance(callback, StagedCallback | BaseFinetuning) for callback in callbacks_of(trainer, Callback)):
         return
     for optimizer in trainer.optimizers:
         held = {id(parameter) for parameter in _held(optimizer)}

@@ -12,6 +12,7 @@ from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
+from lightning_tricks.callbacks.layer_freezing import LayerFreezing, frozen_layers
 from lightning_tricks.callbacks.lean_loss import LeanLoss
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
@@ -52,6 +53,7 @@ __all__ = [
     "HardExampleFilter",
     "HiddenMixup",
     "LRSchedule",
+    "LayerFreezing",
     "LeanLoss",
     "LoRA",
     "Mixup",
@@ -71,6 +73,7 @@ __all__ = [
     "cutmix",
     "cutout",
     "ema_decay",
+    "frozen_layers",
     "growing_size",
     "mixup",
     "ohem_loss",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,8 @@ def schedule_free(optimizer: Any, module: Any) -> Any:
     """Not a schedule, but in its place: another optimizer."""
     return lt.optimizer("schedulefree_sgd", module, 0.05)
 
+
+PICTURES = str(Path(tempfile.gettempdir()) / "lightning_tricks_pictures")
 
 SETTINGS: dict[str, Trick] = {
     "AdaptiveClip": Trick(
@@ -136,6 +140,29 @@ SETTINGS: dict[str, Trick] = {
         callbacks={"on": lambda: [lt.HiddenMixup("layers.1")], "off": lambda: [lt.HiddenMixup("layers.1", alpha=0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "HiddenMixup", "init_args": {"layer": "layers.1"}}]}},
+    ),
+    "InspectTraining": neutral(
+        lambda: lt.InspectTraining(PICTURES, every_n_steps=100, steps=2),
+        {"class_path": "InspectTraining", "init_args": {"folder": PICTURES, "every_n_steps": 100, "steps": 2}},
+        "DeepSpeed",
+    ),
+    "LayerFreezing": Trick(
+        naive=lambda batches, seen: naive.Frozen(),
+        callbacks={
+            "on": lambda: [lt.LayerFreezing(start=3, stop=3, parameters=[r"^layers\.0"])],
+            "off": lambda: [lt.LayerFreezing(0.0, parameters=[r"^layers\.0"])],
+        },
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "LayerFreezing",
+                        "init_args": {"start": 3, "stop": 3, "parameters": [r"^layers\.0"]},
+                    }
+                ]
+            }
+        },
+        refused=("DeepSpeed",),
     ),
     "LoRA": Trick(  # without it where it is off
         naive=lambda batches, seen: naive.LowRank(),

@@ -112,6 +112,7 @@ class Run(NamedTuple):
 
 
 unfreeze = partial(lt.GradualUnfreeze, [2], parameters=[r"^layers\.0"])
+freezing = partial(lt.LayerFreezing, start=2, stop=2, parameters=[r"^layers\.0"])
 backbone = partial(BackboneFinetuning, 1, verbose=False)
 adapters = partial(lt.LoRA, r"layers\.2")
 raw = partial(lt.SWA, validate="raw", at_end="raw")
@@ -199,6 +200,14 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
     "BatchSizeWarmup-accumulate_grad_batches": (
         [Run((partial(lt.BatchSizeWarmup, final=2),), settings={"accumulate_grad_batches": 2})],
         [Run((partial(lt.BatchSizeWarmup, final=2, grow="loader"),), settings={"accumulate_grad_batches": 2})],
+    ),
+    "LayerFreezing-BaseFinetuning": (
+        [Run((freezing, backbone), Backbone), Run((unfreeze, freezing))],
+        [Run((freezing,)), Run((lt.EMA, freezing))],
+    ),
+    "LayerFreezing-ScheduleFree": (
+        [Run((freezing, lt.ScheduleFree)), Run((lt.ScheduleFree, freezing))],
+        [Run((freezing, lt.SWA))],
     ),
     "GradualUnfreeze-BaseFinetuning": (
         [Run((unfreeze, backbone), Backbone)],

@@ -272,6 +272,27 @@ class Unfrozen(Naive):
             p.grad = None
 
 
+class Frozen(Naive):
+    """The first layer stops at step 3; from then on its gradients neither count nor overflow."""
+
+    step = 0
+
+    def descend(self, module: Any, batch: Batch, number: int, share: float) -> None:
+        super().descend(module, batch, number, share)
+        for p in module.layers[0].parameters() if self.step >= 3 else []:
+            p.grad.zero_()
+
+    def stepped(self, module: Any, step: int, ends_epoch: bool) -> None:
+        self.step = step
+
+    def left_out(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.step += 1
+
+    def clip(self, module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for p in module.layers[0].parameters() if step >= 3 else []:
+            p.grad = None
+
+
 class Growing(Naive):
     """One batch makes a step in the first epoch, two in those after it."""
 

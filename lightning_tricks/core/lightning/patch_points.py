@@ -97,21 +97,21 @@ WRAPPED = (
         _STRATEGY,
         "setup",
         "trainer",
-        "GradualUnfreeze",
+        "GradualUnfreeze, LayerFreezing",
         "after configure_model, before the module is wrapped and the optimizers are made",
     ),
     WrappedMethod(
         _STRATEGY,
         "setup_optimizers",
         "trainer",
-        "GradualUnfreeze",
-        "parameters that are frozen at first are trainable while configure_optimizers runs",
+        "GradualUnfreeze, LayerFreezing",
+        "parameters that are frozen at first, or were in a checkpoint, are trainable while configure_optimizers runs",
     ),
     WrappedMethod(
         _STRATEGY,
         "load_checkpoint",
         "checkpoint_path, weights_only",
-        "GradualUnfreeze, LoRA",
+        "GradualUnfreeze, LayerFreezing, LoRA",
         "torch skips the optimizer state of frozen parameters, so shards are loaded again; a checkpoint of adapters is"
         " compared with the module before its weights are loaded",
     ),
@@ -272,7 +272,12 @@ PRIVATE = (
     ),
     PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets", "whether the optimizer steps after this batch"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
-    PrivateName(_MODULE, "_current_fx_name", "batch tricks", "whether a loop moves its batch to the device now"),
+    PrivateName(
+        _MODULE,
+        "_current_fx_name",
+        "batch tricks, add_blur_pool, add_squeeze_excite, init_weights",
+        "whether a loop moves its batch to the device now, or a hook runs before the optimizers are made",
+    ),
     PrivateName(_MODULE, "_on_before_batch_transfer", "SWA", "the hook of the module or of the data module"),
     PrivateName(
         _DATA,
@@ -312,7 +317,9 @@ PRIVATE = (
     ),
     PrivateName(_STRATEGY, "_precision_plugin", "presets", "the setter's own attribute: a preset brings its precision"),
     PrivateName(_DDP, "_ddp_kwargs", "conflicts", "whether static_graph=True was passed"),
-    PrivateName(_DDP, "_ddp_comm_state", "guards, GradualUnfreeze", "whether a communication hook keeps state"),
+    PrivateName(
+        _DDP, "_ddp_comm_state", "guards, GradualUnfreeze, LayerFreezing", "whether a communication hook keeps state"
+    ),
     PrivateName(_DDP, "_setup_model", "DDPPreset", "Strategy.setup wraps the module by it"),
     PrivateName(_MODEL_PARALLEL, "_data_parallel_size", "FSDP2Preset", '"auto" would be the number of nodes'),
     PrivateName(_MODEL_PARALLEL, "_process_group_backend", "FSDP2Preset", "gloo beside nccl, for host memory"),

@@ -31,7 +31,7 @@ class Snapshot:
         self._weights = [(weight, _host(weight)) for weight in module.parameters()]
         self._buffers = Buffers(module, "cpu")
         self._optimizers = [
-            ({weight: _host_all(state) for weight, state in optimizer.state.items()}, _settings(optimizer))
+            ({weight: (state, _host_all(state)) for weight, state in optimizer.state.items()}, _settings(optimizer))
             for optimizer in trainer.optimizers
         ]
         self._averages = [
@@ -53,8 +53,8 @@ class Snapshot:
         for optimizer, (states, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             for weight in [weight for weight in optimizer.state if weight not in states]:
                 del optimizer.state[weight]
-            for weight, state in states.items():
-                _put(optimizer.state[weight], state)
+            for weight, (state, values) in states.items():
+                _put(optimizer.state.setdefault(weight, state), values)  # a layer that has stopped since has none
             for group, settings in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
                 group.update(settings)
         for restore_averages in self._averages:

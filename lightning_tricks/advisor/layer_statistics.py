@@ -1,0 +1,131 @@
+"""Statistics of the layers of a network in some steps of training, by hooks that are there only meanwhile."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_tricks.core.weights.tensors import local_part
+
+_WITH_UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # a row of the weight is a unit
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """The statistics of a layer, a module with parameters of its own that train; None for what it does not have.
+
+    Args:
+        name: Name of the module.
+        gradient: Euclidean norm of the gradient before clipping, the median over the steps.
+        update: Ratio of update to weights, ``||w' - w|| / max(||w||, ||w'||)``, the median over the steps.
+        dead: Fraction of units (rows of the weight of a linear layer or a convolution) whose gradient was exactly 0 in
+            every step, so that they did not train: behind a ReLU, units that never fired.
+        activation: Root mean square of the outputs in the training steps, on this rank.
+    """
+
+    name: str
+    gradient: float | None
+    update: float | None
+    dead: float | None
+    activation: float | None
+
+
+class Look:
+    """Hooks that are there while somebody looks: statistics of layers, added up on the device.
+
+    Args:
+        module: The module that trains.
+        optimizers: Its optimizers.
+        first: Optimizer steps so far.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: list[Optimizer], first: int) -> None:
+        self.first = first
+        self._layers = {
+            name or type(module).__name__: layer
+            for name, layer in module.named_modules()
+            if any(weight.requires_grad for weight in layer.parameters(recurse=False))
+        }
+        self._norms: dict[nn.Parameter, list[Tensor]] = {}  # of gradient, update, weights before and after
+        self._alive: dict[nn.Parameter, Tensor] = {}  # units with a gradient in any step
+        self._squares: dict[nn.Module, list[Tensor]] = {}  # means over the outputs
+        # Weights, norm of the gradient and units with a gradient, before the step.
+        self._before: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._hooks = ExitStack()
+        for layer in self._layers.values():
+            self._hooks.callback(layer.register_forward_hook(self._output).remove)
+        for optimizer in optimizers:
+            self._hooks.callback(optimizer.register_step_post_hook(self._stepped).remove)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
+        self._before.clear()
+
+    @torch.no_grad()
+    def gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Keep what an optimizer is about to step with; a GradScaler may still leave out the step."""
+        for weight in parameters:
+            gradient = _full(weight.grad)
+            alive = gradient.flatten(1).ne(0).any(1) if gradient.ndim > 1 else None
+            self._before[weight] = weight.detach().clone(), _norm(gradient), alive
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:
+            if weight not in self._before:
+                continue
+            before, gradient, alive = self._before.pop(weight)
+            after = weight.detach()
+            norms = [gradient, *(_norm(_full(tensor)) for tensor in (after - before, before, after))]
+            self._norms.setdefault(weight, []).append(torch.stack(norms))
+            if alive is not None:
+                self._alive[weight] = self._alive[weight] | alive if weight in self._alive else alive
+
+    @torch.no_grad()
+    def _output(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        if layer.training and isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+            local = local_part(output)
+            self._squares.setdefault(layer, []).append(_norm(local) ** 2 / local.numel())
+
+    def layers(self) -> tuple[LayerStatistics, ...]:
+        """The statistics of the steps so far."""
+        return tuple(self._of(*named) for named in self._layers.items())
+
+    def _of(self, name: str, layer: nn.Module) -> LayerStatistics:
+        own = list(layer.parameters(recurse=False))
+        norms = [torch.stack(self._norms[weight]).tolist() for weight in own if weight in self._norms]
+        steps = [[math.hypot(*kind) for kind in zip(*step, strict=True)] for step in zip(*norms, strict=False)]
+        alive = self._alive.get(own[0]) if isinstance(layer, _WITH_UNITS) else None
+        squares = self._squares.get(layer)
+        return LayerStatistics(
+            name,
+            gradient=_median([gradient for gradient, *_ in steps]),
+            update=_median([update / max(sizes) if any(sizes) else 0.0 for _, update, *sizes in steps]),
+            dead=None if alive is None else 1 - alive.float().mean().item(),
+            activation=torch.stack(squares).mean().sqrt().item() if squares else None,
+        )
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """A tensor with the shards of all ranks, which take part."""
+    assert tensor is not None, "there is a gradient"
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _median(values: list[float]) -> float | None:
+    if any(not math.isfinite(value) for value in values):
+        return math.nan
+    return median(values) if values else None

@@ -1,0 +1,83 @@
+"""Squeeze-and-excitation for a network that was built without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_tricks.core.adapters.libraries import library
+from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.lightning.before_training import require_before_training
+from lightning_tricks.core.selection import Patterns, check_patterns, select_modules
+
+__all__ = ["add_squeeze_excite"]
+
+
+def add_squeeze_excite(model: nn.Module, *, modules: Patterns, ratio: int = 16) -> list[str]:
+    r"""Squeeze-and-excitation: each channel of a layer's output is weighted by the means of all its channels.
+
+    ``y`` is ``y * sigmoid(W2 relu(W1 mean(y)))``, where W1 has ``ratio`` times fewer outputs than ``y`` has channels:
+    timm's ``SqueezeExcite``, which becomes the submodule ``squeeze_excite`` of the layer. The names of all other
+    parameters stay as they are, so weights of the plain network load with ``strict=False``, and the new ones train
+    from their initial values, which halve the outputs. A copy or a pickle keeps the change. Call this before the
+    optimizer is made. ``Trainer(sync_batchnorm=True)`` replaces BatchNorm layers without their hooks: name
+    convolutions there.
+
+    Args:
+        model: The model, or the LightningModule.
+        modules: The layers, as regular expressions searched in modules' names, or names of classes; one or a sequence.
+            A layer is a convolution or a norm with outputs (B, C, H, W), usually the last one of a residual branch:
+            for torchvision's ResNet-18 ``r"layer\d\.\d\.bn2$"``.
+        ratio: Reduction from the channels to the hidden units, at least 1; timm rounds their number to a multiple of 8.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ModuleNotFoundError: If timm is missing, with the extra to install.
+        TypeError: If ``ratio`` is not an integer.
+        ValueError: For a ratio out of range, a pattern that selects nothing, a layer whose number of channels is not
+            known, or one that has it already.
+        MisconfigurationException: If it is called in a fit that has made its optimizers.
+
+    Example:
+        >>> from torchvision.models import resnet18
+        >>> model = resnet18()
+        >>> add_squeeze_excite(model, modules=r"layer\d\.\d\.bn2$")[:2]
+        ['layer1.0.bn2', 'layer1.1.bn2']
+        >>> model.layer1[0].bn2.squeeze_excite.fc1.weight.shape
+        torch.Size([8, 64, 1, 1])
+
+    References:
+        Hu et al., Squeeze-and-Excitation Networks, arXiv 1709.01507.
+    """
+    check_count("ratio", ratio)
+    check_patterns("modules", modules)
+    require_before_training(model, "add_squeeze_excite")
+    layers: Any = library("timm.layers", "add_squeeze_excite", "vision")
+    found = select_modules(model, modules)
+    added: dict[str, nn.Module] = {}
+    for name, layer in found.items():
+        channels, weight = (
+            getattr(layer, "out_channels", getattr(layer, "num_features", None)),
+            next(layer.parameters(recurse=False), None),
+        )
+        if hasattr(layer, "squeeze_excite"):
+            raise ValueError(f"modules must not have squeeze-and-excitation yet, {name} has: call it once.")
+        if not isinstance(channels, int):
+            raise ValueError(
+                f"modules must be convolutions or norms, whose channels are known, {modules!r} selects {name}, a"
+                f" {type(layer).__name__}: end the pattern with $."
+            )
+        made = layers.SqueezeExcite(channels, rd_ratio=1 / ratio)
+        added[name] = made if weight is None else made.to(weight.device, weight.dtype)
+    for name, layer in found.items():
+        layer.add_module("squeeze_excite", added[name])
+        layer.register_forward_hook(excite_outputs)
+    return list(found)
+
+
+def excite_outputs(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """Hook behind a layer: the channels of its output are weighted."""
+    return module.squeeze_excite(output)
