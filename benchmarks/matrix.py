@@ -52,16 +52,16 @@ def cells() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def markdown() -> str:
-    """The table of the README: rows whose cells are equal share one."""
+    """The short table: rows whose cells are equal share one."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row, of in cells().items():
         groups.setdefault(tuple(SIGNS[of[regime]["cell"]] for regime in HEADS), []).append(f"`{row}`")
     ordered = sorted(groups.items(), key=lambda group: (sum(sign != "✓" for sign in group[0]), group[1]))
-    return _table([(", ".join(rows), list(signs)) for signs, rows in ordered]) + "\n\n" + LEGEND + "\n"
+    return _table([(", ".join(rows), list(signs)) for signs, rows in ordered])
 
 
 def page() -> str:
-    """docs/compatibility.md: a row each, and what a refusal says."""
+    """docs/compatibility.md: the short table, a row each, and what a refusal says."""
     notes: list[str] = []
     rows = []
     for row, of in cells().items():
@@ -75,7 +75,9 @@ def page() -> str:
     versions = ", ".join(f"{name} {number}" for name, number in json.loads(JSON.read_text())["versions"].items())
     numbered = "\n".join(f"{number}. {why}" for number, why in enumerate(notes, 1))
     head = f"{TITLE}\n\nWritten by `make matrix`, from tests in `tests/conformance` that passed with {versions}."
-    return "\n\n".join([head, LEGEND, COLUMNS, _table(rows), "## Notes", numbered]) + "\n"
+    return (
+        "\n\n".join([head, LEGEND, COLUMNS, markdown(), "## Each by itself", _table(rows), "## Notes", numbered]) + "\n"
+    )
 
 
 def _table(rows: list[tuple[str, list[str]]]) -> str:

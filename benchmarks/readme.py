@@ -1,4 +1,4 @@
-"""The tables of README.md, made from the catalogue, the committed figures and the compatibility matrix.
+"""The tables of README.md, made from the catalogue and the committed figures.
 
 ``make tables`` runs it, and writes the tables of ``benchmarks/README.md`` and docs/compatibility.md as well.
 """
@@ -29,7 +29,7 @@ ALL = "SAM + EMA + flat_cos"
 
 def tables() -> dict[str, str]:
     """Each table by its name."""
-    return {"tricks": tricks(), "matrix": matrix.markdown()}
+    return {"tricks": tricks()}
 
 
 def tricks() -> str:
@@ -46,7 +46,7 @@ def gains(row: Row, task: str) -> str:
     """The points of the tricks of a row that were measured."""
     tricks = {each["trick"].split(",")[0]: each["trick"] for each in reversed(result("quality")["rows"])}
     told = {name: points(tricks[name], task) for name in row.names if name in tricks}
-    return "; ".join((f"`{name}` " if len(row.names) > 2 else "") + text for name, text in told.items() if text)
+    return "; ".join((f"`{name}` " if len(row.names) > 1 else "") + text for name, text in told.items() if text)
 
 
 def points(trick: str, task: str) -> str:

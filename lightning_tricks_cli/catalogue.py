@@ -52,10 +52,11 @@ CATALOGUE = (
         ("Sharpness",),
     ),
     Row(
-        ("Mixup", "CutMix", "mixup", "cutmix"),
+        ("Mixup", "CutMix"),
         "callbacks=[lt.Mixup(alpha=0.2,stop=0.9)]",
         "mixes samples and losses, whatever the loss is",
         "a copy of the inputs",
+        ("mixup", "cutmix"),
     ),
     Row(("HiddenMixup",), 'callbacks=[lt.HiddenMixup("model.classifier")]', "mixes representations, for text"),
     Row(
@@ -65,23 +66,25 @@ CATALOGUE = (
         "less time",
     ),
     Row(
-        ("BatchTransform", "CutOut", "ColOut", "cutout", "colout"),
+        ("BatchTransform", "CutOut", "ColOut"),
         "callbacks=[lt.BatchTransform(lt.CutOut())]",
         "any transform of samples, such as RandAugment, on the device",
         "a loop over samples",
+        ("cutout", "colout"),
     ),
     Row(
-        ("HardExampleFilter", "ohem_loss"),
+        ("HardExampleFilter",),
         "callbacks=[lt.HardExampleFilter(keep=0.5,score_scale=0.5)]",
         "trains on the samples with the largest losses",
         "a scoring pass, half a backward pass",
+        ("ohem_loss",),
     ),
     Row(
         ("LeanLoss", "lean_loss", "clip_loss", "info_nce", "GradCacheMixin", "min_snr_weight"),
         'callbacks=[lt.LeanLoss("model")]',
         "[large vocabularies](docs/losses.md), large [contrastive](docs/contrastive.md) batches",
     ),
-    Row(("MoEBalance", "balance_experts_"), "callbacks=[lt.MoEBalance(rate=1e-3)]", "balances experts"),
+    Row(("MoEBalance",), "callbacks=[lt.MoEBalance(rate=1e-3)]", "balances experts", "", ("balance_experts_",)),
     Row(("flat_cos",), "return lt.flat_cos(optimizer, self)", "warm-up, flat, then half a cosine to the floor"),
     Row(
         (
@@ -161,10 +164,11 @@ CATALOGUE = (
         "a check of the gradients",
     ),
     Row(
-        ("AdaptiveClip", "AutoClip", "adaptive_clip_"),
+        ("AdaptiveClip", "AutoClip"),
         "callbacks=[lt.AutoClip(percentile=10)]",
         "clips by unit; by the history of norms",
         "a pass over the gradients",
+        ("adaptive_clip_",),
     ),
     Row(
         ("GradualUnfreeze", "freeze", "LayerFreezing"),
