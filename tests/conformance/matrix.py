@@ -26,7 +26,7 @@ REGIMES = {
     "second": "second Trainer",
     "yaml": "LightningCLI YAML",
 }
-PRESETS = ("single_*", "ddp_*", "fsdp2_*", "zero*")  # families: rows of their own
+PRESETS = ("single_*", "ddp_*", "fsdp2_*", "hsdp_*", "zero*")  # families: rows of their own
 ROWS = (*SETTINGS, *PRESETS)
 FOUND = ("right", "refused", "none")
 

@@ -28,8 +28,15 @@ from tests.conformance.test_resume import Resumable
 from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, quiet, trainer, weights
 from tests.ranks import run_ranks
 
-FAMILIES = {"single_*": "single_bf16", "ddp_*": "ddp_bf16", "fsdp2_*": "fsdp2_bf16", "zero*": "zero3_bf16"}
-OWN = {"ddp_*": "DDP", "fsdp2_*": "FSDP2", "zero*": "DeepSpeed"}
+FAMILIES = {
+    "single_*": "single_bf16",
+    "ddp_*": "ddp_bf16",
+    "fsdp2_*": "fsdp2_bf16",
+    "hsdp_*": "hsdp_bf16",
+    "zero*": "zero3_bf16",
+}
+PROCESSES = {"single_*": 1, "hsdp_*": 4}  # of two nodes, where there are four; two processes of one node elsewhere
+OWN = {"ddp_*": "DDP", "fsdp2_*": "FSDP2", "hsdp_*": "FSDP2", "zero*": "DeepSpeed"}
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # of a regime
 FIT: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -38,7 +45,7 @@ FIT: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 3},
     "clip": {"gradient_clip_val": 0.1},
 }
-REFUSED = ("fsdp2_bf16", "fp16")
+REFUSED = [("fsdp2_bf16", "fp16"), ("hsdp_bf16", "fp16")]
 ALIKE: dict[str, Any] = {"use_distributed_sampler": False}
 
 
@@ -51,8 +58,14 @@ def ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def halves() -> Resumable:
-    """This rank's half of every 16 samples of 80: five batches."""
+def machines() -> dict[str, int]:
+    """The devices and nodes of the Trainer."""
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return {"devices": devices, "num_nodes": ranks() // devices}
+
+
+def share() -> Resumable:
+    """This rank's share of every 16 samples of 80: five batches."""
     size = 16 // ranks()
     begin = size * int(os.environ.get("RANK", 0))
     return Resumable(Subset(data(80), [16 * batch + n for batch in range(5) for n in range(begin, begin + size)]), size)
@@ -61,16 +74,14 @@ def halves() -> Resumable:
 def trained(name: str, precision: str = "32-true", net: Any = PlainNet, **settings: Any) -> dict[str, Tensor]:
     """The end weights of a fit with a preset."""
     gather, given = Whole(), settings_of(name, precision)
-    devices = ranks()
     callbacks = [*settings.pop("callbacks", []), gather]
-    fit(build(net), train=halves(), callbacks=callbacks, devices=devices, **{**given, **ALIKE, **settings})
+    fit(build(net), train=share(), callbacks=callbacks, **{**machines(), **given, **ALIKE, **settings})
     return gather.weights
 
 
 def configured(name: str, folder: Path) -> dict[str, Tensor]:
     """The same by a configuration file."""
-    devices = ranks()
-    settings = {**quiet, **ALIKE, "devices": devices, "strategy": name, "callbacks": []}
+    settings = {**quiet, **ALIKE, **machines(), "strategy": name, "callbacks": []}
     path = folder / f"{os.environ.get('RANK', 0)}.yaml"
     path.write_text(
         json.dumps({"trainer": settings, "model": {"class_path": "tests.nets.PlainNet"}, "seed_everything": 3})
@@ -79,7 +90,7 @@ def configured(name: str, folder: Path) -> dict[str, Tensor]:
     cli, gather = LightningCLI(save_config_callback=None, run=False), Whole()
     cli.trainer.callbacks.append(gather)
     pl.seed_everything(7, verbose=False)
-    cli.trainer.fit(cli.model, halves(), loader(24))
+    cli.trainer.fit(cli.model, share(), loader(24))
     return gather.weights
 
 
@@ -91,7 +102,7 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
         get_accelerator().is_fp16_supported = lambda: True  # CPUs without AMX compute in fp16 as well, slowly
     found: dict[str, Any] = {}
     for regime, settings in FIT.items():
-        if (name, regime) == REFUSED:
+        if (name, regime) in REFUSED:
             with pytest.raises((ValueError, MisconfigurationException), match="16-mixed") as caught:
                 trainer(strategy=name, precision="16-mixed")
             found[regime] = str(caught.value)
@@ -124,11 +135,11 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow  # accumulation, clipping and resume of each preset are among the fast ones, in test_presets
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callable[..., None]) -> None:
-    name, processes = FAMILIES[family], 1 if family == "single_*" else 2
-    told = run_ranks(everything, name, tmp_path, nprocs=processes, timeout=600)
+    name, processes = FAMILIES[family], PROCESSES.get(family, 2)
+    told = run_ranks(everything, name, tmp_path, nprocs=processes, nodes=max(1, processes // 2), timeout=600)
     for regime, value in told[0].items():
         if isinstance(value, str):
-            assert "fsdp2_bf16" in value
+            assert name in value
             cell(family, regime, "refused", value)
             continue
         alone = build(PlainNet)
