@@ -1,0 +1,135 @@
+"""Transformers whose layers are split among processes: written by hand, and by transformers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+import lightning_tricks as lt
+from tests.nets import PlainNet, build, data, fit, loader
+
+HAND = {"embedding": "rowwise", "[qkv]$|up": "colwise", "o$|down": "rowwise", "head": "colwise_gather_output"}
+SEQUENCE = {
+    "embedding|position": "rowwise_sequence",
+    "LayerNorm": "sequence_parallel",
+    "[qkv]$|up": "sequence_colwise",
+    "o$|down": "rowwise_sequence",
+    "head": "sequence_colwise_gather_output",
+}
+
+
+class Attention(nn.Module):
+    """With the number of heads left open, as it is another one on a process that has some of them."""
+
+    head_dim = 4
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Words(PlainNet):
+    """Takes eight numbers as eight tokens; a frozen norm, a weight of its own, AdamW."""
+
+    def __init__(self, lr: float = 0.01, *, depth: int = 2) -> None:
+        super().__init__(lr)
+        del self.layers
+        self.embedding, self.position = nn.Embedding(12, 16), nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList([Block(16) for _ in range(depth)])
+        self.norm = nn.LayerNorm(16).requires_grad_(False)
+        self.head = nn.Linear(16, 12, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = _tokens(x)
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]).expand_as(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).mean(1) * self.scale
+
+    def configure_optimizers(self) -> Any:
+        # the gradient of the keys' bias is zero but for rounding, of which Adam makes whole steps with a small eps
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr, eps=1e-3)
+
+
+class Tied(Words):
+    """The head has the weight of the embedding."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.head.weight = self.embedding.weight
+
+
+class Pretrained(Words):
+    """A small model of transformers, with two heads of keys for four of queries."""
+
+    family, tied = "Llama", False
+
+    def __init__(self, lr: float = 0.01) -> None:
+        import transformers
+
+        pl.LightningModule.__init__(self)
+        self.lr = lr
+        config = getattr(transformers, f"{self.family}Config")(
+            vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=4, max_position_embeddings=16, tie_word_embeddings=self.tied,
+        )  # fmt: skip
+        self.model = getattr(transformers, f"{self.family}ForCausalLM")(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(_tokens(x)).logits.mean(1)
+
+
+class Qwen(Pretrained):
+    """With norms of single heads."""
+
+    family, tied = "Qwen3", True
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return (2 * x + 6).long().clamp(0, 11)
+
+
+def batches(tensor_parallel: int) -> Any:
+    """The part of ``loader(48, 16)`` of this process and those that compute with it."""
+    groups = int(os.environ["WORLD_SIZE"]) // tensor_parallel
+    group, size = int(os.environ["RANK"]) // tensor_parallel, 16 // groups
+    mine = [16 * step + size * group + number for step in range(3) for number in range(size)]
+    return DataLoader(Subset(data(48), mine), batch_size=size)
+
+
+def together(kind: type[PlainNet], arguments: dict[str, Any], **settings: Any) -> tuple[Any, pl.Trainer]:
+    """Fit a module on all processes, of which two compute each batch."""
+    given = {"tensor_parallel": 2, "precision": "32-true", **arguments}
+    preset = lt.preset("tp_bf16", **given)
+    size = given["tensor_parallel"] if isinstance(given["tensor_parallel"], int) else 2
+    own = {"train": batches(size), "devices": int(os.environ["LOCAL_WORLD_SIZE"]), "use_distributed_sampler": False}
+    module = build(kind)
+    return module, fit(module, **{**own, **preset, **settings})
+
+
+def alone(kind: type[PlainNet], **settings: Any) -> tuple[Any, pl.Trainer]:
+    """Fit a module in one process, on the batches of all."""
+    module = build(kind)
+    return module, fit(module, **{"train": loader(48, 16), **settings})
