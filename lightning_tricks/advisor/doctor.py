@@ -33,7 +33,7 @@ from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.core.checks import check_choice, check_strings, some
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
-from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, is_fitting
+from lightning_tricks.core.lightning.trainer import callbacks_of, data_parallel, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
 
@@ -320,8 +320,8 @@ class Doctor(Trick):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        if SAME_SAMPLES in self._watched and ranks == trainer.world_size and same_on_all_ranks(trainer, batch):
+        _, ranks = data_parallel(trainer)
+        if SAME_SAMPLES in self._watched and ranks > 1 and same_on_all_ranks(trainer, batch):
             text = (
                 f"the first batch of all {ranks} ranks has the same samples, so that {ranks} devices do the work of"
                 " one. Leave use_distributed_sampler as it is, or have the batch_sampler or the dataset give each rank"

@@ -227,6 +227,8 @@ def _require_whole_weights(row: Row, made: Optimizer) -> None:
     weights = {weight for group in made.param_groups for weight in group["params"]}
     if not row.fsdp2 and any(isinstance(weight, DTensor) for weight in weights):
         raise _wrong_on_shards(row, "FSDP2")
+    if not row.tensor_parallel and len({weight.device_mesh for weight in weights if isinstance(weight, DTensor)}) > 1:
+        raise _wrong_on_shards(row, "tensor parallelism")
 
     def require_own(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if weights.isdisjoint(weight for group in optimizer.param_groups for weight in group["params"]):

@@ -108,6 +108,13 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
     return full[tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True))]
 
 
+def is_split(tensor: Tensor) -> bool:
+    """Whether tensor parallelism has split a tensor, so that processes with the same samples have parts of it."""
+    if not isinstance(tensor, DTensor) or "tensor_parallel" not in (tensor.device_mesh.mesh_dim_names or ()):
+        return False
+    return not tensor.placements[-1].is_replicate()
+
+
 def _copies(tensor: Tensor) -> int:
     """The number of ranks that hold the same part of a tensor."""
     parts = 1

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
+from lightning_tricks.core.weights.fsdp2 import is_split
 from lightning_tricks.core.weights.tensors import trainable
 
 DIFFERENCE = 0.05  # Relative; kernels that add in no fixed order differ by less, a sum that is missing by more.
@@ -35,7 +36,7 @@ class Agreement:
 
     def begin(self, module: nn.Module) -> None:
         """Compare the gradients of all parameters again."""
-        self._unchecked = {name for name, parameter in module.named_parameters() if not self._is_split(parameter)}
+        self._unchecked = {name for name, parameter in module.named_parameters() if not is_split(parameter)}
 
     def share_random_numbers(self, device: torch.device) -> None:
         """Continue with the random numbers of the first process of the group, also in workers that start later."""
@@ -107,12 +108,6 @@ class Agreement:
 
     def _first_of_group(self) -> int:
         return dist.get_global_rank(self._mesh.get_group(), 0)
-
-    def _is_split(self, parameter: Tensor) -> bool:
-        """Whether the processes of a group have different parts of a parameter."""
-        if not isinstance(parameter, DTensor) or "tensor_parallel" not in (parameter.device_mesh.mesh_dim_names or ()):
-            return False
-        return not parameter.placements[-1].is_replicate()
 
 
 def _local(tensor: Any) -> Tensor:

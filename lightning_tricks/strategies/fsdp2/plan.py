@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,10 @@ from lightning_tricks.core.selection import outermost, select_modules
 Plan = Mapping[str, str | ParallelStyle]
 
 _WHOLE, _SEQUENCE = Replicate(), Shard(1)
-STYLES: Mapping[str, partial[ParallelStyle]] = {
-    "colwise": partial(ColwiseParallel),
+STYLES: Mapping[str, Callable[..., ParallelStyle]] = {
+    "colwise": ColwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=_WHOLE),
-    "rowwise": partial(RowwiseParallel),
+    "rowwise": RowwiseParallel,
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=_WHOLE),
     "sequence_parallel": partial(SequenceParallel, use_local_output=True),
     "sequence_colwise": partial(ColwiseParallel, input_layouts=_SEQUENCE),
@@ -116,7 +116,24 @@ def split(layers: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, style, src_data_rank=None)
         for name, parameter in unsplit.items():
             part = made.setdefault(parameter, layer.get_parameter(name))
-            layer.register_parameter(name, part.requires_grad_(parameter.requires_grad))
+            part.requires_grad_(parameter.requires_grad)  # Which SequenceParallel forgets.
+            layer.register_parameter(name, part)
+
+
+def require_split_among(size: int, module: nn.Module) -> None:
+    """Raise if the module was split in an earlier run, among another number of processes.
+
+    Raises:
+        MisconfigurationException: If it was.
+    """
+    meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+    sizes = [mesh["tensor_parallel"].size() for mesh in meshes if "tensor_parallel" in (mesh.mesh_dim_names or ())]
+    before = max(sizes, default=1)
+    if before != size:
+        raise MisconfigurationException(
+            f"{type(module).__name__} is still split among {before} processes from an earlier run, got"
+            f" tensor_parallel={size}. Create a new module and load its weights from a checkpoint."
+        )
 
 
 def _require_even(dim: int, size: int, layer: nn.Module, arguments: Any, output: Tensor) -> None:
@@ -132,8 +149,14 @@ def _require_even(dim: int, size: int, layer: nn.Module, arguments: Any, output:
 
 
 def _of_patterns(module: nn.Module, plan: Plan) -> Iterator[tuple[str, str | ParallelStyle]]:
+    adapted = adapted_layers(module)
     for pattern, style in plan.items():
         selected = select_modules(module, pattern, "plan")
+        if any(name in adapted for name in selected):
+            raise MisconfigurationException(
+                f"plan: {pattern!r} selects a layer with an adapter of LoRA, which would not be split with it. Adapt"
+                " other layers, or take fsdp2_bf16."
+            )
         splits = style in STYLES or isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel)
         layers = [name for name, child in selected.items() if any(True for _ in child.parameters(recurse=False))]
         if splits and not layers:

@@ -37,7 +37,7 @@ from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.fsdp2.agreement import Agreement
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
 from lightning_tricks.strategies.fsdp2.files import full_state, load_module, load_optimizer
-from lightning_tricks.strategies.fsdp2.plan import Plan, check_plan, planned_layers, split
+from lightning_tricks.strategies.fsdp2.plan import Plan, check_plan, planned_layers, require_split_among, split
 from lightning_tricks.strategies.fsdp2.prepare import prepare, require_untied
 from lightning_tricks.strategies.fsdp2.root import Root
 
@@ -209,7 +209,11 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         groups = sharding_groups(module, self.modules)
         require_untied(module)
         parts = self.device_mesh["tensor_parallel"]
-        planned = {} if self.plan is None and parts.size() == 1 else planned_layers(module, self.plan, parts.size())
+        planned = {}
+        if isinstance(module, FSDPModule):  # From an earlier run.
+            require_split_among(parts.size(), module)
+        elif self.plan is not None or parts.size() > 1:
+            planned = planned_layers(module, self.plan, parts.size())
         if self.activation_checkpointing:
             checkpoint_blocks(module, self.modules, self._undo)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
@@ -284,11 +288,10 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
     def _clip_by_norm(self, _: Any, optimizer: Optimizer, clip_val: float) -> None:
         """Clip gradients by their norm; torch's own takes those of one mesh only."""
         weights = FSDP2(self._module)
-        clipped = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-        gradients = [weights.local(p.grad) for p in clipped]
-        if clip_val > 0 and clipped:
-            norm = weights.norm(gradients, of=clipped)
-            torch._foreach_mul_(gradients, (clip_val / (norm + 1e-6)).clamp(max=1.0))
+        found = [(p, p.grad) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
+        if parts := [part for _, gradient in found if (part := weights.local(gradient)) is not None]:
+            norm = weights.norm(parts, of=[parameter for parameter, _ in found])
+            torch._foreach_mul_(parts, (clip_val / (norm + 1e-6)).clamp(max=1.0))
 
     # -- processes with other samples ---------------------------------------------------------------------------------
 

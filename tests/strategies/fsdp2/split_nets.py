@@ -31,10 +31,13 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.q, self.v, self.o = (nn.Linear(width, width) for _ in range(3))
+        self.k = nn.Linear(width, width, bias=False)  # The gradient of a bias here is zero but for rounding.
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x))
+        )
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -69,8 +72,7 @@ class Words(PlainNet):
         return self.head(self.norm(x)).mean(1) * self.scale
 
     def configure_optimizers(self) -> Any:
-        # the gradient of the keys' bias is zero but for rounding, of which Adam makes whole steps with a small eps
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr, eps=1e-3)
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr, eps=1e-4)
 
 
 class Tied(Words):
