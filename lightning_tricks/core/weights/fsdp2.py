@@ -62,6 +62,11 @@ class FSDP2(LocalWeights):
                 parameter.grad = gradient
 
     @override
+    def copies(self, names: Sequence[str]) -> list[int]:
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return [_copies(own[name]) for name in names]
+
+    @override
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
         if not of:
             return torch.zeros(())  # the list is empty on all ranks

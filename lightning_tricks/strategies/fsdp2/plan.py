@@ -45,7 +45,7 @@ _TRANSFORMERS = {  # Other names in plans of transformers; of "replicate" nothin
     "embedding_colwise": "colwise_gather_output",
     "embedding_rowwise": "rowwise",
 }
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
+_HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
 
 
 def check_plan(plan: Plan) -> None:

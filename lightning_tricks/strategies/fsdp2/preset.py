@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, Literal, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, distributed
@@ -296,22 +298,32 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
     # -- processes with other samples ---------------------------------------------------------------------------------
 
     @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        # Lightning would seed loader workers by the rank of the process.
+        seeds = self._agreement is not None and os.environ.get("PL_SEED_WORKERS", "0") != "0"
+        if seeds and getattr(dataloader, "worker_init_fn", "none") is None:
+            rank = self.distributed_sampler_kwargs["rank"]
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+        return super().process_dataloader(dataloader)
+
+    @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return super().reduce(tensor, self._of_samples(group), reduce_op)
+        return super().reduce(tensor, group or self._samples, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, self._of_samples(group), sync_grads)
+        everyone = group is None or group is distributed.group.WORLD  # LightningModule.all_gather passes the latter.
+        return super().all_gather(tensor, self._samples if everyone else group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), distributed.group.WORLD, "sum")
         return bool(votes == self.world_size) if all else bool(votes)
 
-    def _of_samples(self, group: Any) -> Any:
-        """The group of processes with other samples, where no other is asked for; by default it is all."""
-        everyone = group is None or group is distributed.group.WORLD
-        return group if self._agreement is None or not everyone else self.device_mesh["data_parallel"].get_group()
+    @property
+    def _samples(self) -> Any:
+        """The group of processes with other samples, if there are others with the same."""
+        return None if self._agreement is None else self.device_mesh["data_parallel"].get_group()
 
     @property
     def root(self) -> Root:

@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader, Subset
 import lightning_tricks as lt
 from tests.nets import PlainNet, build, data, fit, loader
 
-HAND = {"embedding": "rowwise", "[qkv]$|up": "colwise", "o$|down": "rowwise", "head": "colwise_gather_output"}
+ATTENTION = {"[qkv]$": "colwise", "q_norm": "replicated_with_grad_allreduce", "o$": "rowwise"}
+HEAD = {"embedding": "rowwise", "head": "colwise_gather_output"}
+HAND = {**ATTENTION, **HEAD, "up": "colwise", "down": "rowwise"}
 SEQUENCE = {
     "embedding|position": "rowwise_sequence",
-    "LayerNorm": "sequence_parallel",
+    r"^norm|\d.norm": "sequence_parallel",
+    "q_norm": "replicated_with_grad_allreduce",
     "[qkv]$|up": "sequence_colwise",
     "o$|down": "rowwise_sequence",
     "head": "sequence_colwise_gather_output",
@@ -34,18 +37,20 @@ class Attention(nn.Module):
         self.q, self.v, self.o = (nn.Linear(width, width) for _ in range(3))
         self.k = nn.Linear(width, width, bias=False)  # The gradient of a bias here is zero but for rounding.
 
+        self.q_norm = nn.LayerNorm(self.head_dim)
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q(x), self.k(x), self.v(x))
-        )
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (self.q_norm(q), k, v)))
+        return self.o(heads.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(width), Attention(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        hidden = 2 * width - 2  # Whose halves are not even on two processes.
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
@@ -72,7 +77,9 @@ class Words(PlainNet):
         return self.head(self.norm(x)).mean(1) * self.scale
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr, eps=1e-4)
+        return torch.optim.AdamW(
+            [p for p in self.parameters() if p.requires_grad], lr=self.lr, eps=1e-4
+        )  # Small gradients are rounded otherwise where sums are.
 
 
 class Tied(Words):
@@ -122,13 +129,12 @@ def batches(tensor_parallel: int) -> Any:
 
 
 def together(kind: type[PlainNet], arguments: dict[str, Any], **settings: Any) -> tuple[Any, pl.Trainer]:
-    """Fit a module on all processes, of which two compute each batch."""
+    """Fit a module on all processes, of which two compute each batch unless the arguments say otherwise."""
     given = {"tensor_parallel": 2, "precision": "32-true", **arguments}
-    preset = lt.preset("tp_bf16", **given)
-    size = given["tensor_parallel"] if isinstance(given["tensor_parallel"], int) else 2
-    own = {"train": batches(size), "devices": int(os.environ["LOCAL_WORLD_SIZE"]), "use_distributed_sampler": False}
+    own = {"train": batches(given["tensor_parallel"]), "use_distributed_sampler": False}
     module = build(kind)
-    return module, fit(module, **{**own, **preset, **settings})
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    return module, fit(module, **{**own, "devices": devices, **lt.preset("tp_bf16", **given), **settings})
 
 
 def alone(kind: type[PlainNet], **settings: Any) -> tuple[Any, pl.Trainer]:
