@@ -18,6 +18,7 @@ from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
 from lightning_tricks.core.selection import Patterns, check_patterns, select_parameters
+from lightning_tricks.core.weights.fsdp2 import is_split
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.hidden import is_hidden
 from lightning_tricks.optimizers.lookahead import lookahead
@@ -99,6 +100,8 @@ def optimizer(
     made.register_load_state_dict_pre_hook(partial(_require_same, name))
     if not isinstance(module, pl.LightningModule):
         _require_whole_weights(row, made)
+    if not row.tensor_parallel and any(is_split(weight) for group in made.param_groups for weight in group["params"]):
+        raise _wrong_on_shards(row, "tensor parallelism")
     return lookahead(row.load("timm.optim.Lookahead"), made, **slow) if row.is_lookahead else made
 
 
@@ -227,8 +230,6 @@ def _require_whole_weights(row: Row, made: Optimizer) -> None:
     weights = {weight for group in made.param_groups for weight in group["params"]}
     if not row.fsdp2 and any(isinstance(weight, DTensor) for weight in weights):
         raise _wrong_on_shards(row, "FSDP2")
-    if not row.tensor_parallel and len({weight.device_mesh for weight in weights if isinstance(weight, DTensor)}) > 1:
-        raise _wrong_on_shards(row, "tensor parallelism")
 
     def require_own(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if weights.isdisjoint(weight for group in optimizer.param_groups for weight in group["params"]):

@@ -18,7 +18,8 @@ from lightning_tricks.core.replay.random_numbers import random_state, set_random
 from lightning_tricks.core.weights.fsdp2 import is_split
 from lightning_tricks.core.weights.tensors import trainable
 
-DIFFERENCE = 0.05  # Relative; kernels that add in no fixed order differ by less, a sum that is missing by more.
+# Relative differences: kernels that add in no fixed order make smaller ones, a part that is missing a larger one.
+OF_LOSSES, OF_GRADIENTS = 1e-3, 1e-2
 
 
 class Agreement:
@@ -32,7 +33,8 @@ class Agreement:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh["tensor_parallel"]
-        self._unchecked: set[str] | None = None  # Parameters that have not had a gradient in this fit.
+        self._unchecked: set[str] = set()  # Parameters that have not had a gradient in this fit.
+        self._compares_loss = False
 
     def begin(self, module: nn.Module) -> None:
         """Compare the gradients of all parameters again."""
@@ -56,32 +58,32 @@ class Agreement:
         if self._differ(digest.hexdigest()):
             raise MisconfigurationException(
                 "tensor_parallel computes one batch on several processes, got different ones: a sampler or a dataset"
-                " counts all processes, or a loader worker draws other random numbers in each. Take rank and number of"
+                " counts all processes, or draws random numbers that one of them has used up. Take rank and number of"
                 " replicas from trainer.distributed_sampler_kwargs, or leave the sampler to the Trainer."
             )
+        self._compares_loss = True
 
     @torch.no_grad()
-    def require_same_gradients(self, loss: Tensor, module: nn.Module) -> None:
-        """Raise unless the loss and the gradients of weights that are not split are the same in a group.
+    def require_same_step(self, loss: Tensor, module: nn.Module) -> None:
+        """Raise unless a group has the same loss, in the first step of an epoch, and gradients of unsplit weights.
 
         Args:
-            loss: The loss that a backward pass ended for.
-            module: The module, whose gradients are compared at the first backward pass that they come from.
+            loss: The loss of the backward pass that has ended.
+            module: The module; the gradients of a parameter are compared when it has them for the first time.
 
         Raises:
-            MisconfigurationException: If they are not.
+            MisconfigurationException: If it has not.
         """
-        if not self._unchecked:
-            return
         named = {name: p for name, p in trainable(module).items() if name in self._unchecked and p.grad is not None}
-        if not named:
+        if not named and not self._compares_loss:
             return
         self._unchecked -= named.keys()
         local = {name: _local(parameter.grad) for name, parameter in named.items()}
-        largest = max(float(gradient.norm()) for gradient in local.values())
-        wrong = [name for name, gradient in local.items() if self._strays(gradient, 1e-6 * largest)]
-        if self._strays(_local(loss), 0.0):
+        noise = 1e-6 * max((float(gradient.norm()) for gradient in local.values()), default=0.0)
+        wrong = [name for name, gradient in local.items() if self._strays(gradient, OF_GRADIENTS, noise)]
+        if self._compares_loss and self._strays(_local(loss), OF_LOSSES):
             wrong = ["the loss"]
+        self._compares_loss = False
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, wrong)
         if names := list(dict.fromkeys(name for others in found for name in others)):
@@ -92,13 +94,13 @@ class Agreement:
                 ' "sequence_parallel", and a head whose outputs are not split any further "colwise_gather_output".'
             )
 
-    def _strays(self, tensor: Tensor, noise: float) -> bool:
+    def _strays(self, tensor: Tensor, tolerance: float, noise: float = 0.0) -> bool:
         """Whether a process has another tensor than the mean of its group; all of the group take part."""
         mean = tensor.float().clone()
         dist.all_reduce(mean, group=self._mesh.get_group())
         mean /= self._mesh.size()
         distance = float((tensor - mean).norm())
-        return distance > noise and not distance <= DIFFERENCE * float(mean.norm())
+        return distance > noise and distance > tolerance * float(mean.norm())
 
     def _differ(self, mine: str) -> bool:
         """Whether processes of any group have another value than the first of it; all processes take part."""

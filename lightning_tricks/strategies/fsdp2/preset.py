@@ -261,6 +261,11 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
             self._agreement.begin(self._module)
 
     @override
+    def on_validation_end(self) -> None:
+        if self._agreement is not None:  # Before the loader workers of the next epoch are seeded.
+            self._agreement.share_random_numbers(self.root_device)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._agreement is not None and batch_idx == 0:
             self._agreement.share_random_numbers(self.root_device)
@@ -274,7 +279,7 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._agreement is not None:
-            self._agreement.require_same_gradients(closure_loss, self._module)
+            self._agreement.require_same_step(closure_loss, self._module)
         if self._module.automatic_optimization:
             self.root.end_step()
         else:

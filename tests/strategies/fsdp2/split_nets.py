@@ -122,7 +122,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 def batches(tensor_parallel: int) -> Any:
     """The part of ``loader(48, 16)`` of this process and those that compute with it."""
-    groups = int(os.environ["WORLD_SIZE"]) // tensor_parallel
+    groups = max(1, int(os.environ["WORLD_SIZE"]) // tensor_parallel)
     group, size = int(os.environ["RANK"]) // tensor_parallel, 16 // groups
     mine = [16 * step + size * group + number for step in range(3) for number in range(size)]
     return DataLoader(Subset(data(48), mine), batch_size=size)

@@ -22,6 +22,8 @@ from tests.ranks import run_ranks
 from tests.strategies.fsdp2.split_nets import ATTENTION, HAND, HEAD, Words, alone, batches, together
 from tests.strategies.sharded import Save, evaluated, whole
 
+pytestmark = pytest.mark.slow  # test_tensor_parallel.py has a quick form
+
 PLANNED = {"plan": HAND}
 LAYOUTS: dict[str, dict[str, Any]] = {  # of four processes
     "2 x 2": PLANNED,
@@ -129,7 +131,6 @@ def test_a_folder_becomes_one_file_of_the_plain_module(two: tuple[Path, list[dic
     assert_equal(weights(module), two[1][0]["saved"])
 
 
-@pytest.mark.slow
 def test_four_processes_resume_as_two(four: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     module, _ = alone(Words, max_epochs=3)
     folder, ranks = four
@@ -142,7 +143,6 @@ def test_four_processes_resume_as_two(four: tuple[Path, list[dict[str, Any]]], t
     assert_equal(torch.load(folder / "files" / "end")["state_dict"], ranks[0]["file"]["saved"])
 
 
-@pytest.mark.slow
 def test_other_layouts_resume_from_both_kinds_of_checkpoints(four: tuple[Path, list[dict[str, Any]]]) -> None:
     for rank in four[1]:
         for name in LAYOUTS:

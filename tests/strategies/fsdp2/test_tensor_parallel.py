@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import random
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_close, build, weights
-from tests.ranks import Cases, run_cases
+from lightning_tricks.checkpoints.consolidate import consolidate
+from tests.nets import PlainNet, assert_close, assert_equal, build, data, loader, trainer, weights
+from tests.ranks import Cases, run_cases, run_ranks
 from tests.strategies.fsdp2.split_nets import (
     ATTENTION,
     HAND,
@@ -24,9 +33,10 @@ from tests.strategies.fsdp2.split_nets import (
     Tied,
     Words,
     alone,
+    batches,
     together,
 )
-from tests.strategies.sharded import local_bytes, whole
+from tests.strategies.sharded import Save, local_bytes, whole
 
 CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}
 PLANNED = {"plan": HAND}
@@ -117,9 +127,132 @@ def ended(case: str) -> dict[str, Any]:
     return {"weights": whole(module), "bytes": [local_bytes(tensors) for tensors in (module.parameters(), states)]}
 
 
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Seven(Words):
+    """Has seven tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :7])
+
+
+class Lamb(Words):
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("lamb", self, lr=0.01)
+
+
+def without(name: str, plan: dict[str, str] = HAND) -> dict[str, Any]:
+    return {"plan": {pattern: style for pattern, style in plan.items() if not pattern.startswith(name)}}
+
+
+def every_rank() -> Any:
+    return {"train": batches(1)}
+
+
+REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, Any]], str]] = {  # and the message
+    "no gather": (Words, {"plan": {**HAND, "head": "colwise"}}, dict, "plan leaves the loss different"),
+    "norm of heads": (Words, without("q_norm"), dict, "blocks.0.attention.q_norm.weight, blocks.0.attention.q_norm"),
+    "norm of tokens": (Words, without("^norm", SEQUENCE), dict, "plan leaves .*blocks.0.norm.weight"),
+    "batches": (Words, PLANNED, every_rank, "computes one batch on several processes, got different ones"),
+    "tokens": (Seven, {"plan": SEQUENCE}, dict, "got 7 tokens in dimension 1 of the output of Embedding"),
+    "three": (Words, {**PLANNED, "tensor_parallel": 3}, dict, "tensor_parallel=3 for 2 processes"),
+    "lamb": (Lamb, PLANNED, dict, "'lamb'.* does not train right on .* tensor parallelism"),
+    "QAT": (
+        Words,
+        PLANNED,
+        tricks(lt.QAT),
+        "QAT.* and FSDP2Preset.tensor_parallel=2.*: weights and inputs are rounded",
+    ),
+    "AdaptiveClip": (Words, PLANNED, tricks(lt.AdaptiveClip), "AdaptiveClip.* and FSDP2Preset.tensor_parallel=2"),
+    "LoRA": (Words, PLANNED, tricks(lambda: lt.LoRA("[qv]$")), "selects a layer with an adapter of LoRA"),
+    "Compile": (Words, PLANNED, tricks(lambda: lt.Compile(backend="aot_eager")), "Compile: embedding has an nn.Embed"),
+}
+
+
+def refused(case: str) -> str:
+    kind, arguments, settings, _ = REFUSED[case]
+    try:
+        run = together(kind, arguments, **settings())[1]
+    except (MisconfigurationException, ValueError) as error:
+        return str(error)
+    return f"trained {run.global_step} steps"
+
+
+# -- random numbers, collectives and checkpoints ---------------------------------------------------------------------
+
+
+class Drops(Words):
+    """Drops entries, draws from Python and NumPy, and logs a sum over all samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3) * random.uniform(0.9, 1.1) * float(np.random.uniform(0.9, 1.1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("samples", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.gathered = self.all_gather(batch[1]).numel()
+        self.agreed = self.trainer.strategy.reduce_boolean_decision(True)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            torch.rand(1)  # as for a picture, which the next epoch must not notice
+
+
+class Noise(Dataset[tuple[Tensor, ...]]):
+    """Samples with noise of the process that reads them."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        x, y = data(48)[number]
+        return x + torch.randn(8), y
+
+
+def unseeded(num_workers: int = 0) -> dict[str, Any]:
+    """A fit whose processes have seeds of their own, from which those of a group must not differ."""
+    module = build(Drops)
+    preset = lt.preset("tp_bf16", tensor_parallel=2, precision="32-true", **PLANNED)
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    run = trainer(devices=devices, use_distributed_sampler=False, **preset)
+    pl.seed_everything(100 + int(os.environ["RANK"]), workers=True, verbose=False)
+    try:
+        run.fit(module, DataLoader(Noise(), 8, num_workers=num_workers), loader(24))
+    finally:
+        del os.environ["PL_SEED_WORKERS"]
+    seen = {"logged": float(run.callback_metrics["samples"]), "gathered": module.gathered, "agreed": module.agreed}
+    return {**seen, "weights": whole(module), "own": torch.rand(1).item()}
+
+
+def saved(folder: str) -> dict[str, Tensor]:
+    first, _ = together(Words, PLANNED, callbacks=[Save(f"{folder}/first")], max_epochs=2)
+    again, _ = together(Words, PLANNED, ckpt_path=f"{folder}/first", max_epochs=2)
+    assert_equal(whole(again), whole(first))
+    return whole(first)
+
+
+LATE = ("lamb", "LoRA", "Compile")  # need libraries that take long to import
+
+
+def quick(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {case: ended(case) for case in QUICK}
+    return {
+        **found,
+        "refused": {case: refused(case) for case in REFUSED if case not in LATE},
+        "unseeded": unseeded(),
+        "saved": saved(folder),
+    }
+
+
 @pytest.fixture(scope="module")
-def two() -> Cases:
-    return run_cases(ended, QUICK)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(quick, str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +260,68 @@ def four() -> Cases:
     return run_cases(ended, CASES, nprocs=4, timeout=900)
 
 
-@pytest.mark.parametrize(
-    ("case", "ranks"),
-    [(case, "two") for case in QUICK] + [pytest.param(case, "four", marks=pytest.mark.slow) for case in CASES],
-)
-def test_the_weights_are_those_of_one_process(request: pytest.FixtureRequest, case: str, ranks: str) -> None:
+@pytest.mark.parametrize("case", QUICK)
+def test_two_processes_train_what_one_does(two: list[dict[str, Any]], case: str) -> None:
     kind, _, settings = CASES[case]
     module, _ = alone(kind, **settings())
-    for rank in request.getfixturevalue(ranks)[case]:
+    for rank in two:
+        assert_close(rank[case]["weights"], weights(module), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_four_processes_train_what_one_does(four: Cases, case: str) -> None:
+    kind, _, settings = CASES[case]
+    module, _ = alone(kind, **settings())
+    for rank in four[case]:
         assert_close(rank["weights"], weights(module), 1e-5)
 
 
-def test_a_process_holds_its_part(two: Cases) -> None:
+@pytest.mark.parametrize("case", [case for case in REFUSED if case not in LATE])
+def test_what_cannot_be_right_is_refused_by_name(two: list[dict[str, Any]], case: str) -> None:
+    for rank in two:
+        assert re.search(REFUSED[case][-1], rank["refused"][case]), rank["refused"][case]
+
+
+@pytest.mark.slow
+def test_what_libraries_do_wrong_is_refused_by_name() -> None:
+    told = run_cases(refused, LATE)
+    for case in LATE:
+        for message in told[case]:
+            assert re.search(REFUSED[case][-1], message), message
+
+
+def test_random_numbers_of_a_group_are_the_same(two: list[dict[str, Any]]) -> None:
+    first, second = (rank["unseeded"] for rank in two)
+    assert_equal(first["weights"], second["weights"])
+
+
+@pytest.mark.slow
+def test_random_numbers_of_loader_workers_are_the_same() -> None:
+    first, second = run_ranks(unseeded, 1)
+    assert_equal(first["weights"], second["weights"])
+
+
+def test_sums_and_gathers_count_a_batch_once(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert (rank["unseeded"]["logged"], rank["unseeded"]["gathered"], rank["unseeded"]["agreed"]) == (16, 8, True)
+
+
+def test_a_resumed_fit_is_exact_and_a_folder_becomes_one_file(two: list[dict[str, Any]], folder: Path) -> None:
+    module, _ = alone(Words)
+    assert_close(two[0]["saved"], weights(module), 1e-5)
+    consolidate(folder / "first", folder / "one.pt")
+    first, _ = alone(Words, max_epochs=1)
+    assert_close(torch.load(folder / "one.pt"), weights(first), 1e-5)
+
+
+def test_a_process_holds_its_part(two: list[dict[str, Any]]) -> None:
     module = build(Words)
     parts = (".q.", ".k.", ".v.", "o.weight", "up", "down.weight", "embedding", "head")
     split = sum(p.nbytes for name, p in module.named_parameters() if any(part in name for part in parts))
     held, trained = (sum(p.nbytes for p in module.parameters() if p.requires_grad >= flag) for flag in (False, True))
-    for rank in two["clipped"]:
-        assert rank["bytes"] == [held - split // 2, 2 * (trained - split // 2)]  # AdamW has two states a weight
+    for rank in two:
+        assert rank["clipped"]["bytes"] == [
+            held - split // 2,
+            2 * (trained - split // 2),
+        ]  # AdamW has two states a weight
