@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,8 +119,6 @@ QUICK = ("clipped", "sequence")
 
 def ended(case: str) -> dict[str, Any]:
     kind, arguments, settings = CASES[case]
-    # torch's compiler looks at the gradients of gathered weights.
-    warnings.filterwarnings("ignore", r"The .grad attribute of a Tensor that is not a leaf Tensor")
     module, run = together(kind, arguments, **settings())
     states = [t for state in run.optimizers[0].state.values() for t in state.values() if t.ndim]
     return {"weights": whole(module), "bytes": [local_bytes(tensors) for tensors in (module.parameters(), states)]}
@@ -269,6 +266,7 @@ def test_two_processes_train_what_one_does(two: list[dict[str, Any]], case: str)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
 @pytest.mark.parametrize("case", CASES)
 def test_four_processes_train_what_one_does(four: Cases, case: str) -> None:
     kind, _, settings = CASES[case]
