@@ -33,7 +33,7 @@ from lightning_tricks.core.checks import check_choice, check_strings, some
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.loaders import available_cores
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
-from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, is_fitting
+from lightning_tricks.core.lightning.trainer import callbacks_of, data_parallel, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.modules.bias_before_batchnorm import biases_before_batchnorm
@@ -333,8 +333,8 @@ class Doctor(Trick):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        if SAME_SAMPLES not in self._watched or ranks != trainer.world_size:
+        _, ranks = data_parallel(trainer)
+        if SAME_SAMPLES not in self._watched or ranks == 1:
             return
         remedy = (
             "Leave use_distributed_sampler as it is, or have the sampler or the dataset give each rank"

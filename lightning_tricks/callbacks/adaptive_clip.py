@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
 from lightning_tricks.core.selection import check_patterns, select_parameters
+from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.gradients import GradientCallback
 from lightning_tricks.core.weights.local import LocalWeights
 
@@ -107,6 +108,14 @@ class AdaptiveClip(GradientCallback):
     References:
         Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, arXiv 2102.06171.
     """
+
+    conflicts = (
+        Conflict(
+            ("tensor_parallel",),
+            "a unit is a row of a weight, of which a process may have a part",
+            "Take AutoClip or gradient_clip_val, or fsdp2_bf16",
+        ),
+    )
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from lightning_tricks.core.replay.random_numbers import random_state, set_random
 from lightning_tricks.core.replay.rerun import tensors_in
 from lightning_tricks.core.selection import check_patterns, select_blocks
 from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.fsdp2 import is_split
 
 __all__ = ["Compile"]
 
@@ -112,6 +113,11 @@ class Compile(Trick):
         runs: dict[str, Callable[..., Any]] = {}
         # The wrappers and hooks that other callbacks add in on_fit_start are compiled, too.
         for name, module in self._found(pl_module).items():
+            if any(isinstance(child, nn.Embedding) and is_split(child.weight) for child in module.modules()):
+                raise MisconfigurationException(
+                    f"Compile: {name or 'forward'} has an nn.Embedding that tensor_parallel splits, which torch.compile"
+                    " cannot trace. Name other modules, such as the class of the repeated blocks."
+                )
             kind = repr(module) if _is_plain(module) else name
             if kind not in runs:
                 run = FunctionType(_run.__code__.replace(co_name=name or "forward"), globals())

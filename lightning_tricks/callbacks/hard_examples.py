@@ -17,7 +17,7 @@ from lightning_tricks.core.batches.paths import Names, other_samples, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.batches.scoring import per_sample_losses, shrunk
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
-from lightning_tricks.core.lightning.trainer import extremes, is_fitting, log_every_n_steps
+from lightning_tricks.core.lightning.trainer import data_parallel, extremes, is_fitting, log_every_n_steps
 from lightning_tricks.core.mixed_targets.loss_plan import Choose
 from lightning_tricks.core.replay.rerun import is_replaying, run_number
 from lightning_tricks.core.trick import Conflict
@@ -225,8 +225,9 @@ class HardExampleFilter(BatchCallback):
     def _keep_of_all(self, trainer: pl.Trainer, losses: Tensor, count: int, largest: int) -> tuple[Tensor, float]:
         """This rank's samples among the hardest of all ranks; a rank without any keeps one, with factor 0."""
         everyone = trainer.strategy.all_gather(F.pad(losses, (0, largest - len(losses)), value=-torch.inf)).flatten()
-        best = hardest(everyone, count * trainer.world_size)
-        kept = best[best // largest == trainer.global_rank] % largest
+        rank, ranks = data_parallel(trainer)
+        best = hardest(everyone, count * ranks)
+        kept = best[best // largest == rank] % largest
         self._kept = len(kept) / len(losses), everyone[best].min()
         return (kept, len(kept) / count) if len(kept) else (losses.argmax().reshape(1), 0.0)
 

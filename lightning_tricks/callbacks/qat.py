@@ -88,6 +88,11 @@ class QAT(Trick):
             "Merge the adapters first (merge_adapters), and train the merged network with QAT, or take"
             ' LoRA(base="int8")',
         ),
+        Conflict(
+            ("tensor_parallel",),
+            "weights and inputs are rounded by their largest values, and each process sees its part of them",
+            "Take fsdp2_bf16",
+        ),
     )
     changes_network = True
     durations = ("start",)

@@ -18,7 +18,13 @@ from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import refuse_steps_past_hooks
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps, steps_of
-from lightning_tricks.core.lightning.trainer import callbacks_of, detects_anomaly, has_static_graph, is_fitting
+from lightning_tricks.core.lightning.trainer import (
+    callbacks_of,
+    data_parallel,
+    detects_anomaly,
+    has_static_graph,
+    is_fitting,
+)
 from lightning_tricks.core.report import Row, active_tricks, curve_row, described, settings, spelled_rows
 
 
@@ -239,9 +245,11 @@ def _callbacks(trainer: pl.Trainer) -> Iterator[_Part]:
 
 def _trainer_settings(trainer: pl.Trainer) -> Iterator[_Part]:
     strategy, batches = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
+    parts = trainer.world_size // data_parallel(trainer)[1]  # Processes that compute one batch together.
     found: Mapping[str, tuple[bool, str]] = {
         "accumulate_grad_batches": (batches != 1, f"Trainer(accumulate_grad_batches={batches})"),
         "detect_anomaly": (detects_anomaly(trainer), "Trainer(detect_anomaly=True)"),
+        "tensor_parallel": (parts > 1, f"{strategy}(tensor_parallel={parts})"),
         "static_graph": (has_static_graph(trainer), f"{strategy}(static_graph=True)"),
     }
     for name, (is_set, text) in found.items():

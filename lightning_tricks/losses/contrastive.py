@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range, check_type
+from lightning_tricks.core.ranks import sample_group
 
 __all__ = ["clip_loss", "info_nce"]
 
@@ -117,7 +118,7 @@ class _Ranks:
 
     def __init__(self, gather: bool | dist.ProcessGroup) -> None:
         there = gather is not False and dist.is_available() and dist.is_initialized()
-        group = dist.group.WORLD if gather is True else gather
+        group = sample_group() if gather is True else gather
         self.group: Any = group if there and dist.get_world_size(group) > 1 else None  # type: ignore[arg-type]
 
     def gathered(self, *embeddings: Tensor) -> tuple[tuple[Tensor, ...], int]:

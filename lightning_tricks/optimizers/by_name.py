@@ -18,6 +18,7 @@ from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
 from lightning_tricks.core.selection import Patterns, check_patterns, select_parameters
+from lightning_tricks.core.weights.fsdp2 import is_split
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.hidden import is_hidden
 from lightning_tricks.optimizers.lookahead import lookahead
@@ -99,6 +100,8 @@ def optimizer(
     made.register_load_state_dict_pre_hook(partial(_require_same, name))
     if not isinstance(module, pl.LightningModule):
         _require_whole_weights(row, made)
+    if not row.tensor_parallel and any(is_split(weight) for group in made.param_groups for weight in group["params"]):
+        raise _wrong_on_shards(row, "tensor parallelism")
     return lookahead(row.load("timm.optim.Lookahead"), made, **slow) if row.is_lookahead else made
 
 

@@ -29,6 +29,7 @@ class Row:
         by_shape: Whether the bytes depend on the weights' shapes.
         zero: Whether two ranks under DeepSpeed ZeRO equal one process, which cuts weights anywhere.
         fsdp2: Whether two ranks under FSDP2 equal one process.
+        tensor_parallel: Whether two ranks equal one process where they also split layers.
         lookahead: Whether slow weights may be put around it.
         instead: What to take where it is refused.
     """
@@ -40,6 +41,7 @@ class Row:
     by_shape: bool = False
     zero: bool = True
     fsdp2: bool = True
+    tensor_parallel: bool = True
     lookahead: bool = True
     instead: str = "adamw"
 
@@ -122,7 +124,7 @@ _ROWS = (
     Row("adan", "timm.optim.Adan", 16, "vision transformers from scratch"),
     Row("laprop", "timm.optim.LaProp", 8, "Adam with momentum after the normalization"),
     Row("adopt", "timm.optim.Adopt", 8, "Adam that converges for every beta2"),
-    Row("lamb", "timm.optim.Lamb", 8, "very large batches", zero=False),
+    Row("lamb", "timm.optim.Lamb", 8, "very large batches", zero=False, tensor_parallel=False),
     Row("mars", "timm.optim.Mars", 12, "language models; variance-reduced gradients", zero=False, fsdp2=False),
     Row(
         "muon",

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import check_choice, check_count, check_decays, check_duration, check_range
 from lightning_tricks.core.lightning.steps import EpochPlan
-from lightning_tricks.core.lightning.trainer import callbacks_of
+from lightning_tricks.core.lightning.trainer import callbacks_of, data_parallel
 from lightning_tricks.schedules.scheduler import set_lr
 
 __all__ = ["effective_batch_size", "scale_adam", "scale_lr"]
@@ -177,8 +177,7 @@ def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
             f"accumulation must be the same in all epochs for one batch size, got factors {sorted(accumulated)} of"
             " GradientAccumulationScheduler: multiply by the factor of the epoch that you mean."
         )
-    sampler = trainer.distributed_sampler_kwargs
-    return per_device * (sampler["num_replicas"] if sampler else 1) * accumulated.pop()
+    return per_device * data_parallel(trainer)[1] * accumulated.pop()
 
 
 def _ratio(batch_size: int, base_batch_size: int) -> float:

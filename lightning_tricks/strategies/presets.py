@@ -60,6 +60,12 @@ _TABLE = {
             "fsdp2_bf16 for several nodes on slow links: shards within a node, copies across nodes",
             {"replicas": "nodes"},
         ),
+        _Row(
+            "tp_bf16",
+            FSDP2Preset,
+            "fsdp2_bf16 for one sample that is too long for a device, on fast links: splits layers within a node",
+            {"tensor_parallel": "node"},
+        ),
         _Row("zero1_bf16", ZeROPreset, "the model fits, its optimizer states do not: shards those", {"stage": 1}),
         _Row("zero2_bf16", ZeROPreset, "zero1_bf16 with sharded gradients", {"stage": 2}),
         _Row("zero2_fp16", ZeROPreset, "zero2_bf16 for devices without bf16", {"stage": 2, **_FP16}),

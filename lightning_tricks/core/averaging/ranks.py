@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_tricks.core.averaging.averages import Averages
@@ -23,15 +26,20 @@ def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
 def relative_distance(trainer: pl.Trainer, averages: Averages) -> float:
     """``||weights - averages|| / ||weights||`` over the shards of all ranks; all ranks take part."""
     parts, tensors = averages.parts(), list(averages.tensors.values())
-    squares = sum((_squares(parts[bucket], tensors[bucket]) for bucket in buckets(tensors)), torch.zeros(2))
+    copies = averages.weights.copies(list(averages.tensors))
+    slices = buckets(tensors)
+    squares = sum((_squares(parts[here], tensors[here], copies[here]) for here in slices), torch.zeros(2))
     if averages.weights.sharded:
-        squares = trainer.strategy.reduce(squares.to(trainer.strategy.root_device), reduce_op="sum")
+        squares = squares.to(trainer.strategy.root_device)
+        dist.all_reduce(squares)
     between, size = squares.sqrt().tolist()
     return between / size if size else 0.0
 
 
 @torch.no_grad()
-def _squares(parts: list[Tensor], averages: list[Tensor]) -> Tensor:
-    """The squared norms of ``weights - averages`` and of the weights, of shape (2,)."""
+def _squares(parts: list[Tensor], averages: list[Tensor], copies: list[int]) -> Tensor:
+    """This rank's share of the squared norms of ``weights - averages`` and of the weights, of shape (2,)."""
     near = [part.to(average.device, average.dtype) for part, average in zip(parts, averages, strict=True)]
-    return torch.stack([global_norm(torch._foreach_sub(near, averages)), global_norm(near)]) ** 2
+    roots = [math.sqrt(number) for number in copies]
+    between = torch._foreach_div(torch._foreach_sub(near, averages), roots)
+    return torch.stack([global_norm(between), global_norm(torch._foreach_div(near, roots))]) ** 2

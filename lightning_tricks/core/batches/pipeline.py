@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_tricks.core.batches.paths import Path, get, put, spelled
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.trainer import transfers_batch
+from lightning_tricks.core.lightning.trainer import data_parallel, transfers_batch
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.target import mixed_target
 from lightning_tricks.core.mixed_targets.unmixed import Unmixed, unmixed_part
@@ -76,7 +76,7 @@ class BatchPipeline:
     """Runs behind the strategy's transfer of batches to the device, for all batch callbacks of a Trainer.
 
     The random numbers of a batch depend on a seed (that of ``seed_everything``), the number of the batch in this
-    training and the rank.
+    training and the rank among the processes with other samples.
     """
 
     def __init__(self, trainer: pl.Trainer, callbacks: Sequence[BatchCallback]) -> None:
@@ -116,8 +116,8 @@ class BatchPipeline:
         return context.finished()
 
     def _numbers(self, trainer: pl.Trainer, number: int) -> random.Random:
-        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        key = f"{self.seed} {number * ranks['num_replicas'] + ranks['rank']}"
+        rank, ranks = data_parallel(trainer)
+        key = f"{self.seed} {number * ranks + rank}"
         return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
 
     def finish(self, trainer: pl.Trainer) -> None:

@@ -87,6 +87,13 @@ WRAPPED = (
         "no hook runs around an optimizer step, and none can leave it out",
     ),
     WrappedMethod(
+        "lightning.pytorch.plugins.precision.Precision",
+        "clip_grad_by_norm",
+        "optimizer, clip_val",
+        "FSDP2Preset",
+        "torch's norm takes gradients of one mesh, and under tensor parallelism there are two",
+    ),
+    WrappedMethod(
         _STRATEGY,
         "process_dataloader",
         "dataloader",

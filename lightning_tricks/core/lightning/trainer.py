@@ -55,6 +55,12 @@ def launches_processes(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
+def data_parallel(trainer: pl.Trainer) -> tuple[int, int]:
+    """The rank of this process among those that train on different samples, and their number."""
+    ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    return ranks["rank"], ranks["num_replicas"]
+
+
 def saves_folder(trainer: pl.Trainer) -> bool:
     """Whether a checkpoint is a folder to which every rank writes its shards."""
     strategy = trainer.strategy

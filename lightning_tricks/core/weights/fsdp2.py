@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_tricks.core.weights.local import LocalWeights
@@ -62,6 +62,11 @@ class FSDP2(LocalWeights):
                 parameter.grad = gradient
 
     @override
+    def copies(self, names: Sequence[str]) -> list[int]:
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return [_copies(own[name]) for name in names]
+
+    @override
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
         if not of:
             return torch.zeros(())  # the list is empty on all ranks
@@ -99,14 +104,26 @@ class FSDP2(LocalWeights):
 
     @staticmethod
     def _shard_like(full: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return full
-        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
+        return local_part(full, like).to(like.device, copy=True) if isinstance(like, DTensor) else full
+
+
+def local_part(full: Tensor, like: DTensor) -> Tensor:
+    """This rank's part, a view, of a full tensor that is sharded like another one."""
+    (part,) = like.__create_chunk_list__()
+    return full[tuple(slice(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True))]
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether tensor parallelism has split a tensor, so that processes with the same samples have parts of it."""
+    if not isinstance(tensor, DTensor) or "tensor_parallel" not in (tensor.device_mesh.mesh_dim_names or ()):
+        return False
+    return not tensor.placements[-1].is_replicate()
 
 
 def _copies(tensor: Tensor) -> int:
     """The number of ranks that hold the same part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return dist.get_world_size()
-    sizes = [tensor.device_mesh.size(n) for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    return math.prod(sizes)
+    parts = 1
+    if isinstance(tensor, DTensor):
+        sharded = (n for n, placement in enumerate(tensor.placements) if not placement.is_replicate())
+        parts = math.prod(tensor.device_mesh.size(n) for n in sharded)
+    return dist.get_world_size() // parts

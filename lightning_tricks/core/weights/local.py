@@ -61,6 +61,10 @@ class LocalWeights:
         """This rank's parts of the gradients, None where the loss does not depend on a weight; ``.grad`` stays."""
         return torch.autograd.grad(loss, weights, allow_unused=True)
 
+    def copies(self, names: Sequence[str]) -> list[int]:
+        """The numbers of ranks that hold the same part as this rank of parameters and buffers."""
+        return [1] * len(names)
+
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
         """The Euclidean norm over the parts of all ranks; ``of`` are the tensors that the parts belong to."""
         return global_norm(parts) if parts else torch.zeros(())

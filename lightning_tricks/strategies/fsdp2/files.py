@@ -9,8 +9,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 from torch.optim import Optimizer
+
+from lightning_tricks.core.weights.fsdp2 import local_part
 
 
 def full_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) ->
     sharded = dict(state)
     for name, full in state.items():
         if _is_shard_of(shard := shards.get(name), full):
-            _copy_shard(shard, full)
+            shard.to_local().copy_(local_part(full, shard))
             sharded[name] = shard
     module.load_state_dict(sharded, strict=strict)
 
@@ -61,21 +62,9 @@ def _shard(full: Tensor, parameter: Tensor | None) -> Tensor:
     if not _is_shard_of(parameter, full):
         return full
     shard = cast(DTensor, torch.empty_like(parameter, dtype=full.dtype))
-    _copy_shard(shard, full)
+    shard.to_local().copy_(local_part(full, shard))
     return shard
 
 
 def _is_shard_of(shard: Any, full: Any) -> TypeGuard[DTensor]:
     return isinstance(shard, DTensor) and shard.shape == full.shape
-
-
-def _copy_shard(shard: DTensor, full: Tensor) -> None:
-    """Copy this rank's part of a full tensor, which may be mapped from a file, into its shard."""
-    coordinate = shard.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank outside of the mesh has no module"
-    for dimension, placement in enumerate(shard.placements):
-        if isinstance(placement, Shard):
-            chunks = full.chunk(shard.device_mesh.size(dimension), placement.dim)
-            number = coordinate[dimension]
-            full = chunks[number] if number < len(chunks) else full.narrow(placement.dim, 0, 0)
-    shard.to_local().copy_(full)

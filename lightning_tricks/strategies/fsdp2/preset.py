@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -11,9 +12,10 @@ from typing import Any, Literal, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,12 +29,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_count, check_type
+from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.ranks import samples_differ_in
 from lightning_tricks.core.selection import check_patterns
+from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
+from lightning_tricks.strategies.fsdp2.agreement import Agreement
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
 from lightning_tricks.strategies.fsdp2.files import full_state, load_module, load_optimizer
+from lightning_tricks.strategies.fsdp2.plan import Plan, check_plan, planned_layers, require_split_among, split
 from lightning_tricks.strategies.fsdp2.prepare import prepare, require_untied
 from lightning_tricks.strategies.fsdp2.root import Root
 
@@ -41,7 +48,7 @@ __all__ = ["FSDP2Preset"]
 
 @final
 class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
-    """FSDP2 for an ordinary LightningModule: the presets ``fsdp2_*`` and ``hsdp_bf16``.
+    """FSDP2 for an ordinary LightningModule: the presets ``fsdp2_*``, ``hsdp_bf16`` and ``tp_bf16``.
 
     Each process keeps a shard of every weight, its gradient and its optimizer state, all in fp32. The weights of a
     block are gathered when it runs and freed afterwards, in the forward and the backward pass. The weights of the
@@ -59,6 +66,12 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         replicas: The number of copies of the model, which divides the number of processes, or "nodes" for one copy a
             node (hybrid sharding, HSDP). The processes of a copy, which are neighbours, hold one shard of it each:
             weights are gathered among them, and gradients are reduced among the copies, too.
+        tensor_parallel: The number of neighbouring processes that compute one batch together, each with its part of the
+            layers in ``plan``; it divides the number of processes, or is "node" for those of a node. The parts are
+            sharded among the other processes, which have other samples.
+        plan: How layers are split, by patterns as in ``modules``: "colwise" (a part of the outputs), "rowwise" (a part
+            of the inputs, and the sum of the outputs) or another style, see ``docs/strategies.md``, or an object of
+            ``torch.distributed.tensor.parallel``. By default the plan of the transformers model in the module.
         save_distributed_checkpoint: Whether a checkpoint is a folder of shards; otherwise it is one file, which any
             strategy can load.
         process_group_backend: The backend of ``torch.distributed``; by default the accelerator's.
@@ -66,9 +79,12 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        MisconfigurationException: At setup, for several optimizers, ``activation_checkpointing`` without blocks,
-            modules wrapped by FSDP1, or weights on the meta device that are tied or cannot be initialized; with torch
-            before 2.13, also for a module with an interrupted step.
+        ValueError: For ``tensor_parallel`` with ``replicas``, a plan with nothing to split, and a style that there is
+            not.
+        MisconfigurationException: At setup, for numbers that do not divide the number of processes, a layer that cannot
+            be split, several optimizers, ``activation_checkpointing`` without blocks, modules wrapped by FSDP1, or
+            weights on the meta device that are tied or cannot be initialized; with torch before 2.13, also for a module
+            with an interrupted step. In the first step, for processes that should compute the same and do not.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -86,6 +102,8 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         modules: str | Sequence[str] | None = None,
         activation_checkpointing: bool = False,
         replicas: int | Literal["nodes"] = 1,
+        tensor_parallel: int | Literal["node"] = 1,
+        plan: Plan | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
@@ -94,6 +112,17 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         check_bool("activation_checkpointing", activation_checkpointing)
         if replicas != "nodes":
             check_count("replicas", replicas)
+        if tensor_parallel != "node":
+            check_count("tensor_parallel", tensor_parallel)
+        if replicas != 1 and tensor_parallel != 1:
+            raise ValueError(
+                f"tensor_parallel splits one copy of the model, got tensor_parallel={tensor_parallel!r} and"
+                f" replicas={replicas!r}: leave one of them out."
+            )
+        if plan is not None:
+            check_plan(plan)
+            if tensor_parallel == 1:
+                raise ValueError("plan splits layers among tensor_parallel processes, got tensor_parallel=1: set it.")
         check_bool("save_distributed_checkpoint", save_distributed_checkpoint)
         if modules is not None:
             check_patterns("modules", modules)
@@ -103,9 +132,12 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         self.modules = modules
         self.activation_checkpointing = activation_checkpointing
         self.replicas = replicas
+        self.tensor_parallel = tensor_parallel
+        self.plan = plan
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self._root: Root | None = None
         self._mesh: DeviceMesh | None = None
+        self._agreement: Agreement | None = None  # Of tensor-parallel groups, if they have several processes.
         self._loads_file = False
         super().__init__(
             precision=precision,
@@ -126,7 +158,14 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
                 f"strategy={self.strategy_name!r} shares the processes out among copies of the model, got"
                 f" replicas={self.replicas} for {processes} processes: choose a number of copies that divides theirs."
             )
-        self._data_parallel_size = processes  # "auto" would be the number of nodes.
+        parts = self.num_processes if self.tensor_parallel == "node" else self.tensor_parallel
+        if processes % parts:
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} splits layers among groups of processes, got"
+                f" tensor_parallel={self.tensor_parallel} for {processes} processes: choose a number that divides"
+                " theirs."
+            )
+        self._data_parallel_size, self._tensor_parallel_size = processes // parts, parts
         if self.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Gradient norms are reduced in host memory.
         super().setup_environment()
@@ -134,6 +173,9 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         if replicas > 1:
             shape, names = (replicas, processes // replicas), ("replicate", "shard")
             self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        if parts > 1:
+            self._agreement = Agreement(self.device_mesh)
+            self._undo.callback(samples_differ_in(self._mesh.get_group()))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -143,6 +185,9 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
                 f"strategy={self.strategy_name!r} shards with fully_shard, got modules wrapped in"
                 " FullyShardedDataParallel. Remove that wrapper."
             )
+        if self._agreement is not None:
+            self._agreement.share_random_numbers(self.root_device)
+            self._undo.callback(wrap_method(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm))
         self._shard(module)
         self._root = Root(module)
         # Lightning's strategy requires a configure_model hook that shards. The user's own hook has already run.
@@ -165,10 +210,19 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         offload = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda") if self.offload else OffloadPolicy()
         groups = sharding_groups(module, self.modules)
         require_untied(module)
+        parts = self.device_mesh["tensor_parallel"]
+        planned = {}
+        if isinstance(module, FSDPModule):  # From an earlier run.
+            require_split_among(parts.size(), module)
+        elif self.plan is not None or parts.size() > 1:
+            planned = planned_layers(module, self.plan, parts.size())
         if self.activation_checkpointing:
             checkpoint_blocks(module, self.modules, self._undo)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
             prepare(group, self.root_device)
+            if self._agreement is not None:
+                inside = [layer for layer in group.modules() if layer in planned]
+                split({layer: planned.pop(layer) for layer in inside}, parts)
             fully_shard(group, mesh=self._mesh, offload_policy=offload)
 
     @override
@@ -202,12 +256,30 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         return self.root.run(partial(super().predict_step, *args, **kwargs))
 
     @override
+    def on_train_start(self) -> None:
+        if self._agreement is not None:
+            self._agreement.begin(self._module)
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._agreement is not None:  # Before the loader workers of the next epoch are seeded.
+            self._agreement.share_random_numbers(self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._agreement is not None and batch_idx == 0:
+            self._agreement.share_random_numbers(self.root_device)
+            self._agreement.require_same_batch(batch)
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if not self._module.automatic_optimization:
             self.root.expect_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
+        if self._agreement is not None:
+            self._agreement.require_same_step(closure_loss, self._module)
         if self._module.automatic_optimization:
             self.root.end_step()
         else:
@@ -219,6 +291,44 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         if not self._module.automatic_optimization:
             self.root.unshard()
         return output
+
+    def _clip_by_norm(self, _: Any, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip gradients by their norm; torch's own takes those of one mesh only."""
+        weights = FSDP2(self._module)
+        found = [(p, p.grad) for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
+        if parts := [part for _, gradient in found if (part := weights.local(gradient)) is not None]:
+            norm = weights.norm(parts, of=[parameter for parameter, _ in found])
+            torch._foreach_mul_(parts, (clip_val / (norm + 1e-6)).clamp(max=1.0))
+
+    # -- processes with other samples ---------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        # Lightning would seed loader workers by the rank of the process.
+        seeds = self._agreement is not None and os.environ.get("PL_SEED_WORKERS", "0") != "0"
+        if seeds and getattr(dataloader, "worker_init_fn", "none") is None:
+            rank = self.distributed_sampler_kwargs["rank"]
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(tensor, group or self._samples, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        everyone = group is None or group is distributed.group.WORLD  # LightningModule.all_gather passes the latter.
+        return super().all_gather(tensor, self._samples if everyone else group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), distributed.group.WORLD, "sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @property
+    def _samples(self) -> Any:
+        """The group of processes with other samples, if there are others with the same."""
+        return None if self._agreement is None else self.device_mesh["data_parallel"].get_group()
 
     @property
     def root(self) -> Root:

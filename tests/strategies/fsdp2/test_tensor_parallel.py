@@ -1,0 +1,325 @@
+"""Layers that are split among processes, and sharded among the others, against one process on all of their batches."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_tricks as lt
+from lightning_tricks.checkpoints.consolidate import consolidate
+from tests.nets import PlainNet, assert_close, assert_equal, build, data, loader, trainer, weights
+from tests.ranks import Cases, run_cases, run_ranks
+from tests.strategies.fsdp2.split_nets import (
+    ATTENTION,
+    HAND,
+    SEQUENCE,
+    Pretrained,
+    Qwen,
+    Tied,
+    Words,
+    alone,
+    batches,
+    together,
+)
+from tests.strategies.sharded import Save, local_bytes, whole
+
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}
+PLANNED = {"plan": HAND}
+
+
+class SAMWords(lt.SAMMixin, Words):
+    sam = lt.SAM(0.05)
+
+
+class ManualWords(Words):
+    """Clips by hand between two steps."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        for sign in (1, -1):
+            self.manual_backward(F.cross_entropy(self(sign * x), y))
+            if batch_idx % 2:
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Pairs(Words):
+    """Compares the samples of all processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self(batch[0])
+        return lt.functional.info_nce(z, z.roll(1, 1) + batch[1][:, None])
+
+
+class Experts(Words):
+    """Counts how often a router chooses each of three experts."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.register_buffer("expert_bias", torch.zeros(3))
+        self.register_buffer("tokens_per_expert", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.tokens_per_expert += (3 * batch[0].sigmoid()).long().clamp(max=2).flatten().bincount(minlength=3)
+        return super().training_step(batch, batch_idx)
+
+
+def tricks(*make: Callable[[], Callback]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"callbacks": [one() for one in make]}
+
+
+Case = tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, Any]]]
+CASES: dict[str, Case] = {  # module, of the preset, of the Trainer
+    "clipped": (Words, PLANNED, lambda: CLIPPED),
+    "sequence": (Words, {"plan": SEQUENCE}, dict),
+    "tied": (Tied, PLANNED, lambda: CLIPPED),
+    "llama": (Pretrained, {}, dict),
+    "qwen": (Qwen, {}, dict),
+    "attention alone": (Words, {"plan": ATTENTION}, lambda: CLIPPED),
+    "offload": (Words, {**PLANNED, "offload": True}, lambda: CLIPPED),
+    "other groups": (Words, {**PLANNED, "modules": ["Attention", "^head"]}, dict),
+    "recomputed": (Words, {**PLANNED, "activation_checkpointing": True}, dict),
+    "recomputed sequence": (Words, {"plan": SEQUENCE, "activation_checkpointing": True}, dict),
+    "manual": (ManualWords, PLANNED, dict),
+    "sam": (SAMWords, PLANNED, lambda: CLIPPED),
+    "SAMCallback": (Words, PLANNED, tricks(lambda: lt.SAMCallback(0.05))),
+    "ActivationCheckpointing": (Words, PLANNED, tricks(lt.ActivationCheckpointing)),
+    "AutoClip": (Words, PLANNED, tricks(lambda: lt.AutoClip(10))),
+    "Compile": (Words, PLANNED, tricks(lambda: lt.Compile("Block", backend="aot_eager"))),
+    "EMA": (Words, PLANNED, tricks(lambda: lt.EMA(0.9))),
+    "HardExampleFilter": (Words, PLANNED, tricks(lambda: lt.HardExampleFilter(mode="loss", across_ranks=True))),
+    "MoEBalance": (Experts, PLANNED, tricks(lambda: lt.MoEBalance(0.1))),
+    "RewindOnSpike": (Words, PLANNED, tricks(lt.RewindOnSpike)),
+    "SWA": (Words, PLANNED, tricks(lambda: lt.SWA(0.5))),
+    "SkipNonFinite": (Words, PLANNED, tricks(lt.SkipNonFinite)),
+    "info_nce": (Pairs, PLANNED, dict),
+}
+QUICK = ("clipped", "sequence")
+
+
+def ended(case: str) -> dict[str, Any]:
+    kind, arguments, settings = CASES[case]
+    module, run = together(kind, arguments, **settings())
+    states = [t for state in run.optimizers[0].state.values() for t in state.values() if t.ndim]
+    return {"weights": whole(module), "bytes": [local_bytes(tensors) for tensors in (module.parameters(), states)]}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Seven(Words):
+    """Has seven tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :7])
+
+
+class Lamb(Words):
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("lamb", self, lr=0.01)
+
+
+def without(name: str, plan: dict[str, str] = HAND) -> dict[str, Any]:
+    return {"plan": {pattern: style for pattern, style in plan.items() if not pattern.startswith(name)}}
+
+
+def every_rank() -> Any:
+    return {"train": batches(1)}
+
+
+REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, Any]], str]] = {  # and the message
+    "no gather": (Words, {"plan": {**HAND, "head": "colwise"}}, dict, "plan leaves the loss different"),
+    "norm of heads": (Words, without("q_norm"), dict, "blocks.0.attention.q_norm.weight, blocks.0.attention.q_norm"),
+    "norm of tokens": (Words, without("^norm", SEQUENCE), dict, "plan leaves .*blocks.0.norm.weight"),
+    "batches": (Words, PLANNED, every_rank, "computes one batch on several processes, got different ones"),
+    "tokens": (Seven, {"plan": SEQUENCE}, dict, "got 7 tokens in dimension 1 of the output of Embedding"),
+    "three": (Words, {**PLANNED, "tensor_parallel": 3}, dict, "tensor_parallel=3 for 2 processes"),
+    "lamb": (Lamb, PLANNED, dict, "'lamb'.* does not train right on .* tensor parallelism"),
+    "QAT": (
+        Words,
+        PLANNED,
+        tricks(lt.QAT),
+        "QAT.* and FSDP2Preset.tensor_parallel=2.*: weights and inputs are rounded",
+    ),
+    "AdaptiveClip": (Words, PLANNED, tricks(lt.AdaptiveClip), "AdaptiveClip.* and FSDP2Preset.tensor_parallel=2"),
+    "LoRA": (Words, PLANNED, tricks(lambda: lt.LoRA("[qv]$")), "selects a layer with an adapter of LoRA"),
+    "Compile": (Words, PLANNED, tricks(lambda: lt.Compile(backend="aot_eager")), "Compile: embedding has an nn.Embed"),
+}
+
+
+def refused(case: str) -> str:
+    kind, arguments, settings, _ = REFUSED[case]
+    try:
+        run = together(kind, arguments, **settings())[1]
+    except (MisconfigurationException, ValueError) as error:
+        return str(error)
+    return f"trained {run.global_step} steps"
+
+
+# -- random numbers, collectives and checkpoints ---------------------------------------------------------------------
+
+
+class Drops(Words):
+    """Drops entries, draws from Python and NumPy, and logs a sum over all samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3) * random.uniform(0.9, 1.1) * float(np.random.uniform(0.9, 1.1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("samples", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.gathered = self.all_gather(batch[1]).numel()
+        self.agreed = self.trainer.strategy.reduce_boolean_decision(True)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            torch.rand(1)  # as for a picture, which the next epoch must not notice
+
+
+class Noise(Dataset[tuple[Tensor, ...]]):
+    """Samples with noise of the process that reads them."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        x, y = data(48)[number]
+        return x + torch.randn(8), y
+
+
+def unseeded(num_workers: int = 0) -> dict[str, Any]:
+    """A fit whose processes have seeds of their own, from which those of a group must not differ."""
+    module = build(Drops)
+    preset = lt.preset("tp_bf16", tensor_parallel=2, precision="32-true", **PLANNED)
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    run = trainer(devices=devices, use_distributed_sampler=False, **preset)
+    pl.seed_everything(100 + int(os.environ["RANK"]), workers=True, verbose=False)
+    try:
+        run.fit(module, DataLoader(Noise(), 8, num_workers=num_workers), loader(24))
+    finally:
+        del os.environ["PL_SEED_WORKERS"]
+    seen = {"logged": float(run.callback_metrics["samples"]), "gathered": module.gathered, "agreed": module.agreed}
+    return {**seen, "weights": whole(module), "own": torch.rand(1).item()}
+
+
+def saved(folder: str) -> dict[str, Tensor]:
+    first, _ = together(Words, PLANNED, callbacks=[Save(f"{folder}/first")], max_epochs=2)
+    again, _ = together(Words, PLANNED, ckpt_path=f"{folder}/first", max_epochs=2)
+    assert_equal(whole(again), whole(first))
+    return whole(first)
+
+
+LATE = ("lamb", "LoRA", "Compile")  # need libraries that take long to import
+
+
+def quick(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {case: ended(case) for case in QUICK}
+    return {
+        **found,
+        "refused": {case: refused(case) for case in REFUSED if case not in LATE},
+        "unseeded": unseeded(),
+        "saved": saved(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(quick, str(folder))
+
+
+@pytest.fixture(scope="module")
+def four() -> Cases:
+    return run_cases(ended, CASES, nprocs=4, timeout=900)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_two_processes_train_what_one_does(two: list[dict[str, Any]], case: str) -> None:
+    kind, _, settings = CASES[case]
+    module, _ = alone(kind, **settings())
+    for rank in two:
+        assert_close(rank[case]["weights"], weights(module), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
+@pytest.mark.parametrize("case", CASES)
+def test_four_processes_train_what_one_does(four: Cases, case: str) -> None:
+    kind, _, settings = CASES[case]
+    module, _ = alone(kind, **settings())
+    for rank in four[case]:
+        assert_close(rank["weights"], weights(module), 1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if case not in LATE])
+def test_what_cannot_be_right_is_refused_by_name(two: list[dict[str, Any]], case: str) -> None:
+    for rank in two:
+        assert re.search(REFUSED[case][-1], rank["refused"][case]), rank["refused"][case]
+
+
+@pytest.mark.slow
+def test_what_libraries_do_wrong_is_refused_by_name() -> None:
+    told = run_cases(refused, LATE)
+    for case in LATE:
+        for message in told[case]:
+            assert re.search(REFUSED[case][-1], message), message
+
+
+def test_random_numbers_of_a_group_are_the_same(two: list[dict[str, Any]]) -> None:
+    first, second = (rank["unseeded"] for rank in two)
+    assert_equal(first["weights"], second["weights"])
+
+
+@pytest.mark.slow
+def test_random_numbers_of_loader_workers_are_the_same() -> None:
+    first, second = run_ranks(unseeded, 1)
+    assert_equal(first["weights"], second["weights"])
+
+
+def test_sums_and_gathers_count_a_batch_once(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert (rank["unseeded"]["logged"], rank["unseeded"]["gathered"], rank["unseeded"]["agreed"]) == (16, 8, True)
+
+
+def test_a_resumed_fit_is_exact_and_a_folder_becomes_one_file(two: list[dict[str, Any]], folder: Path) -> None:
+    module, _ = alone(Words)
+    assert_close(two[0]["saved"], weights(module), 1e-5)
+    consolidate(folder / "first", folder / "one.pt")
+    first, _ = alone(Words, max_epochs=1)
+    assert_close(torch.load(folder / "one.pt"), weights(first), 1e-5)
+
+
+def test_a_process_holds_its_part(two: list[dict[str, Any]]) -> None:
+    module = build(Words)
+    parts = (".q.", ".k.", ".v.", "o.weight", "up", "down.weight", "embedding", "head")
+    split = sum(p.nbytes for name, p in module.named_parameters() if any(part in name for part in parts))
+    held, trained = (sum(p.nbytes for p in module.parameters() if p.requires_grad >= flag) for flag in (False, True))
+    for rank in two:
+        assert rank["clipped"]["bytes"] == [
+            held - split // 2,
+            2 * (trained - split // 2),
+        ]  # AdamW has two states a weight
