@@ -14,6 +14,7 @@ from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix
 from lightning_tricks.callbacks.ema import EMA
+from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
@@ -92,6 +93,7 @@ __all__ = [
     "DDPPreset",
     "Doctor",
     "FSDP2Preset",
+    "Float8",
     "GradCacheMixin",
     "GradualUnfreeze",
     "HardExampleFilter",

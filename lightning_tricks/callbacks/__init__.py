@@ -8,6 +8,7 @@ from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
+from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
@@ -36,6 +37,7 @@ __all__ = [
     "ChannelsLast",
     "Compile",
     "CutMix",
+    "Float8",
     "GradualUnfreeze",
     "HardExampleFilter",
     "HiddenMixup",
