@@ -166,9 +166,10 @@ CATALOGUE = (
         "another forward pass",
     ),
     Row(
-        ("Compile",),
+        ("Compile", "Float8"),
         "callbacks=[lt.Compile()]",
-        "compiled modules, eager where that fails; faster layouts",
+        "compiled modules, eager where that fails; products in [8 bits](docs/quantization.md#training-in-float8); faster"
+        " layouts",
         "a compilation first",
         ("ChannelsLast", "speed_preset"),
     ),
