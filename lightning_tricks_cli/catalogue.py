@@ -168,7 +168,7 @@ CATALOGUE = (
     Row(
         ("Compile", "Float8"),
         "callbacks=[lt.Compile()]",
-        "compiled modules, eager where that fails; products in [8 bits](docs/quantization.md#training-in-float8); faster"
+        "compiled modules, eager where that fails; [8-bit](docs/quantization.md#training-in-float8) products; faster"
         " layouts",
         "a compilation first",
         ("ChannelsLast", "speed_preset"),

@@ -206,7 +206,9 @@ def test_mistakes_are_named() -> None:
 
 @pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", "8.9"), ("rowwise", "9.0")])
 def test_hardware_without_float8_is_refused(recipe: Recipe, capability: str) -> None:
-    with pytest.raises(MisconfigurationException, match=rf"CUDA device of .*{capability} or more, got cpu.*emulate=True"):
+    with pytest.raises(
+        MisconfigurationException, match=rf"CUDA device of .*{capability} or more, got cpu.*emulate=True"
+    ):
         trained(lt.Float8(recipe=recipe))
 
 
@@ -298,6 +300,7 @@ def two_ranks() -> Cases:
     return run_cases(on_ranks, list(STRATEGIES))
 
 
+@pytest.mark.slow  # the quick ones are in tests/conformance/test_ranks.py
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_equal_one_process(strategy: str, two_ranks: Cases) -> None:
     """A rank scales by its own batch: one process has the same products if it accumulates the batches of both."""
