@@ -36,6 +36,7 @@ FIRST = (
         "cli",
         "strategies",
         "multi_node",
+        "scaling",
         "compatibility",
         "your_library",
         "clients",

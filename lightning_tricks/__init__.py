@@ -17,6 +17,7 @@ from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix
 from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA
+from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
@@ -120,6 +121,7 @@ __all__ = [
     "Doctor",
     "Ensemble",
     "FSDP2Preset",
+    "Float8",
     "GradCacheMixin",
     "GradualUnfreeze",
     "HardExampleFilter",

@@ -187,9 +187,10 @@ CATALOGUE = (
         "another forward pass",
     ),
     Row(
-        ("Compile",),
+        ("Compile", "Float8"),
         "callbacks=[lt.Compile()]",
-        "compiled modules, eager where that fails; faster layouts",
+        "compiled modules, eager where that fails; [8-bit](docs/quantization.md#training-in-float8) products; faster"
+        " layouts",
         "a compilation first",
         ("ChannelsLast", "speed_preset"),
     ),

@@ -92,6 +92,10 @@ class Hardware:
 
 DEVICE = "on each device"
 UNLIMITED = 1e18  # bytes
+SPLIT = (
+    "split it among devices (tensor parallelism), or into tiles that ZeRO-3 gathers one after the other"
+    " (deepspeed.zero.TiledLinear, with the settings in docs/scaling.md)"
+)
 
 
 def shortage(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> dict[str, float]:
@@ -163,10 +167,7 @@ def advice(
             " fifth to a third more time."
         )
     if estimate.largest_layer > hardware.device_memory / 4:
-        texts.append(
-            f"The largest layer takes {readable(estimate.largest_layer)} by itself: split it (memory-centric tiling,"
-            " deepspeed.zero.TiledLinear)."
-        )
+        texts.append(f"The largest layer takes {readable(estimate.largest_layer)} by itself: {SPLIT}.")
     if estimate.nvme:
         texts.append("Pass the folder on the disk: Trainer(**preset('zero3_nvme_bf16', nvme_path=...)).")
     if estimate.strategy.startswith("zero"):
@@ -471,8 +472,5 @@ def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: floa
     if nearest.activations > hardware.device_memory / 4:
         remedy += ", or use activation checkpointing"
     if nearest.largest_layer > hardware.device_memory / 4:
-        remedy += (
-            f". The largest layer alone takes {readable(nearest.largest_layer)}: split it (memory-centric tiling,"
-            " deepspeed.zero.TiledLinear, or tensor parallelism with ModelParallelStrategy)"
-        )
+        remedy += f". The largest layer alone takes {readable(nearest.largest_layer)}: {SPLIT}"
     return f"Nothing fits. Nearest is {nearest.strategy}, for which {missing} is missing. {remedy}."

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import lightning_tricks as lt
+from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import NaiveBalance
 from tests.callbacks.test_qat import NaiveQAT
 from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, terminator
@@ -94,6 +95,17 @@ SETTINGS: dict[str, Trick] = {
         naive=lambda batches, seen: naive.EMA(),
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
+    ),
+    "Float8": Trick(  # without it where it is off; its scales are those of each batch
+        naive=lambda batches, seen: NaiveFloat8(),
+        callbacks={"on": lambda: [lt.Float8(emulate=True)], "off": list},
+        wide=True,
+        by_batches=True,
+        yaml={
+            "trainer": {"callbacks": [{"class_path": "Float8", "init_args": {"emulate": True}}]},
+            "model": {"class_path": "tests.conformance.yaml_nets.WideNet"},
+        },
+        refused=("DeepSpeed",),
     ),
     "GradCacheMixin": Trick(
         naive=lambda batches, seen: NaiveChunks(2),

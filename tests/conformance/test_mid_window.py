@@ -46,5 +46,6 @@ REFUSING = [name for name, trick in SETTINGS.items() if "accumulate" in trick.re
 def test_at_the_no_op_limit_it_is_resumed_as_without_the_trick(name: str, tmp_path: Path, stock: Any) -> None:
     trick = SETTINGS[name]
     compare = assert_close if trick.convolutions else assert_equal
-    needs = {"images": trick.images, "grows": trick.grows, "convolutions": trick.convolutions, "experts": trick.experts}
+    flags = ("images", "grows", "convolutions", "experts", "wide")
+    needs = {flag: getattr(trick, flag) for flag in flags}
     compare(resumed(trick, tmp_path / "a.ckpt"), stock(**needs))

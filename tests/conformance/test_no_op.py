@@ -36,7 +36,7 @@ def without(name: str, base: type[Net], regime: str) -> dict[str, Tensor]:
 
 def plain(name: str, base: type[Net], regime: str = "fp32") -> dict[str, Tensor]:
     trick = SETTINGS[name]
-    own = trick.convolutions or trick.experts or trick.images or trick.grows
+    own = trick.convolutions or trick.experts or trick.images or trick.grows or trick.wide
     return without(name if own else "EMA", base, regime)  # one fit for all that need nothing
 
 

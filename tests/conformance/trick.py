@@ -35,6 +35,7 @@ class Trick:
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         convolutions: Whether it needs convolutions.
         experts: Whether it needs a mixture of experts.
+        wide: Whether it needs a layer with 16 inputs and outputs.
         chunk: The samples in a chunk of GradCacheMixin, by the same key.
         yaml: What a user adds to a LightningCLI configuration for it; None for a function, which YAML does not call.
         neutral: Whether trained weights are those without it: it saves memory or time, or only looks.
@@ -55,6 +56,7 @@ class Trick:
     by_batches: bool = False
     convolutions: bool = False
     experts: bool = False
+    wide: bool = False
     chunk: dict[str, int] | None = None
     yaml: dict[str, Any] | None = None
     neutral: bool = False
@@ -70,6 +72,8 @@ class Trick:
             return type(base)("Net", (base,), {"__init__": lambda module: convolve(base, module)})
         if self.experts:
             return type(base)("Net", (base,), {"__init__": lambda module: with_experts(base, module)})
+        if self.wide:
+            return type(base)("Net", (base,), {"__init__": lambda module: widen(base, module)})
         forward = filled if self.grows else lambda x: x.flatten(1)
         if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
             body = {
@@ -147,6 +151,13 @@ def convolve(base: type[Net], module: Net) -> None:
     norms = [nn.BatchNorm2d(8)] if any(isinstance(layer, nn.BatchNorm1d) for layer in module.layers) else []
     first = [nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 3, padding=1)]
     module.layers = nn.Sequential(*first, *norms, nn.Tanh(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def widen(base: type[Net], module: Net) -> None:
+    """Have another layer before the last."""
+    base.__init__(module)
+    *layers, last = module.layers
+    module.layers = nn.Sequential(*layers, nn.Linear(16, 16), nn.Tanh(), last)
 
 
 def neutral(

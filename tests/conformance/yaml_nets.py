@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.callbacks.test_moe_balance import with_experts
-from tests.conformance.trick import convolve, filled, in_chunks, spoil_first_batch, spoil_last_epoch
+from tests.conformance.trick import convolve, filled, in_chunks, spoil_first_batch, spoil_last_epoch, widen
 from tests.nets import NormNet
 
 
@@ -73,6 +73,13 @@ class ConvNet(NormNet):
 
     def __init__(self, lr: float = 0.1) -> None:
         convolve(NormNet, self)
+
+
+class WideNet(NormNet):
+    """Has a layer with 16 inputs and outputs."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        widen(NormNet, self)
 
 
 class SpoiledNet(NormNet):

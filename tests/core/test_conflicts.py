@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks.core.trick import Conflict
+from tests.callbacks.test_float8 import Wide
 from tests.callbacks.test_moe_balance import with_experts
 from tests.nets import PlainNet, assert_close, build, fit, loader, weights
 
@@ -114,6 +115,7 @@ class Run(NamedTuple):
 unfreeze = partial(lt.GradualUnfreeze, [2], parameters=[r"^layers\.0"])
 freezing = partial(lt.LayerFreezing, start=2, stop=2, parameters=[r"^layers\.0"])
 backbone = partial(BackboneFinetuning, 1, verbose=False)
+float8 = partial(lt.Float8, emulate=True)
 adapters = partial(lt.LoRA, r"layers\.2")
 raw = partial(lt.SWA, validate="raw", at_end="raw")
 lightnings_swa = partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
@@ -269,6 +271,15 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.QAT, partial(lt.LoRA, "layers.0"))), Run((partial(lt.LoRA, "layers.0"), lt.QAT))],
         [Run((partial(lt.LoRA, "layers.0"), lt.EMA))],
     ),
+    "Float8-Float8": (
+        [Run((float8, partial(float8, recipe="rowwise")), Wide)],
+        [Run((partial(float8, "layers.2"), partial(float8, "layers.4")), Wide)],
+    ),
+    "Float8-QAT": (
+        [Run((float8, lt.QAT), Wide), Run((partial(float8, "layers.2"), lt.QAT), Wide)],
+        [Run((partial(float8, "layers.2"), partial(lt.QAT, modules="layers.0")), Wide)],
+    ),
+    "Float8-LoRA": ([Run((float8, adapters), Wide)], [Run((float8,), Wide)]),
     "Compile-Compile": (
         [Run((partial(lt.Compile, "layers", backend="eager"), partial(lt.Compile, "layers", backend="aot_eager")))],
         [Run((partial(lt.Compile, "layers.0", backend="eager"), partial(lt.Compile, "layers.2", backend="eager")))],

@@ -109,7 +109,8 @@ def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, che
         made += 1
 
     pl.seed_everything(spec.seed, verbose=False)
-    module = replace(trick, images=False, convolutions=False, experts=False).module(module_of(spec), "off")()
+    bare = replace(trick, images=False, convolutions=False, experts=False, wide=False)
+    module = bare.module(module_of(spec), "off")()
     before = {name: weight.detach().clone() for name, weight in module.named_parameters() if not is_lazy(weight)}
     users = [CALLBACKS[name]() for name in spec.callbacks]
     settings = {"enable_checkpointing": "checkpoint" in spec.callbacks, **settings}

@@ -46,7 +46,7 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
     }
     if not linear:
-        raise ValueError(f"{type(module).__name__} has no nn.Linear layers to quantize.")
+        raise ValueError(f"{type(module).__name__} has no nn.Linear layers.")
     chosen: set[nn.Module] = set(linear.values()) if modules is None else set()
     for pattern in () if modules is None else listed(modules):
         found = select_modules(module, pattern)

@@ -229,7 +229,7 @@ WRAPPED = (
         "torch.nn.Module",
         "forward",
         "input",
-        "ActivationCheckpointing, Compile, LeanLoss, QAT, fsdp2 presets",
+        "ActivationCheckpointing, Compile, Float8, LeanLoss, QAT, fsdp2 presets",
         "a wrapping module would change names in the state_dict",
     ),
     WrappedMethod(

@@ -1,0 +1,40 @@
+"""docs/scaling.md: its figures are those of estimate_memory and of the committed measurements."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import lightning_tricks as lt
+from tests.test_docs import DOCS, ROOT
+
+PAGE = (DOCS / "scaling.md").read_text()
+
+
+def test_the_bytes_of_seven_billion_weights_are_estimated() -> None:
+    rows = re.findall(r"^\| `(\w+)`.*? \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.MULTILINE)
+    assert len(rows) == 8
+    for name, device, host in rows:
+        found = lt.estimate_memory(7_000_000_000, strategy=name, devices=8)
+        assert (device, host) == (f"{found.total / 1e9:.1f}", f"{found.host / 1e9:.1f}"), name
+
+
+def measured(file: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["rows"]
+
+
+def test_what_was_measured_is_in_the_committed_results() -> None:
+    page = " ".join(PAGE.split())
+    speed = {(row["case"], row["what"]): row for row in measured("speed")}
+    kept, step = (f"checkpointing, {what}, vit_tiny_patch16_224" for what in ("kept for backward", "step"))
+    after, before = (speed[kept, what]["median"] for what in ("full", "plain"))
+    longer = speed[step, "full"]["median"] / speed[step, "plain"]["median"]
+    assert f"keeps {after:.1f} instead of {before:.1f} MiB and takes {longer:.2f} times as long" in page
+    lean = {row["what"]: row["median"] for row in measured("lean_loss") if row["case"] == "peak memory, head and loss"}
+    assert f"take {lean['lightning_tricks']:.0f} instead of {lean['with logits']:.0f} MiB" in page
+    totals = [row for row in measured("memory") if row["case"].startswith("total")]
+    worst = max(abs(row["over_floor"] - 1) for row in totals)
+    assert len(totals) > 10
+    assert worst < 0.003
+    assert "within 0.3% of what was allocated" in page
