@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.lightning.before_training import require_before_training
+from lightning_tricks.core.output_hooks import hook_output
 from lightning_tricks.core.selection import Patterns, check_patterns, select_modules
 
 __all__ = ["add_squeeze_excite"]
@@ -21,8 +22,7 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns, ratio: int = 16) 
     timm's ``SqueezeExcite``, which becomes the submodule ``squeeze_excite`` of the layer. The names of all other
     parameters stay as they are, so weights of the plain network load with ``strict=False``, and the new ones train
     from their initial values, which halve the outputs. A copy or a pickle keeps the change. Call this before the
-    optimizer is made. ``Trainer(sync_batchnorm=True)`` replaces BatchNorm layers without their hooks: name
-    convolutions there.
+    optimizer is made.
 
     Args:
         model: The model, or the LightningModule.
@@ -74,7 +74,7 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns, ratio: int = 16) 
         added[name] = made if weight is None else made.to(weight.device, weight.dtype)
     for name, layer in found.items():
         layer.add_module("squeeze_excite", added[name])
-        layer.register_forward_hook(excite_outputs)
+        hook_output(model, name, excite_outputs)
     return list(found)
 
 

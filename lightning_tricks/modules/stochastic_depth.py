@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.output_hooks import hook_output
 from lightning_tricks.core.selection import Patterns, check_patterns, select_modules
 
 __all__ = ["add_stochastic_depth"]
@@ -75,8 +76,8 @@ def add_stochastic_depth(model: nn.Module, rate: float, *, modules: Patterns) ->
             raise ValueError(f"modules must not have stochastic depth yet, {name} has: call add_stochastic_depth once.")
     blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
     rates = {name: rate * (blocks.index(name.rpartition(".")[0]) + 1) / len(blocks) for name in found}
-    for name, module in found.items():
-        module.register_forward_hook(StochasticDepth(rates[name]))
+    for name in found:
+        hook_output(model, name, StochasticDepth(rates[name]))
     return rates
 
 

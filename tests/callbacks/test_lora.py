@@ -358,6 +358,12 @@ class Attention(PlainNet):
         self.lazy = nn.LazyLinear(4)
 
 
+class Dropped(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        lt.add_stochastic_depth(self, 0.5, modules="layers.0")
+
+
 class Meta(PlainNet):
     def __init__(self) -> None:
         super().__init__()
@@ -390,6 +396,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[Callback], str]] = [
     (Attention, {"modules": "table"}, [], "max_norm"),
     (Attention, {"modules": "normed"}, [], "parametrization"),
     (Attention, {"modules": "lazy"}, [], "shape yet"),
+    (Dropped, {}, [], "has forward hooks .* and the adapter runs past them"),
     (MadeEarly, {}, [], "configure_optimizers makes lack layers.0.lora_A"),
     (Unfreezes, {}, [], "requires_grad of layers.0.base_layer"),
     (PlainNet, {}, [lt.GradualUnfreeze([1], parameters=["layers.0"])], "unfreezes weights that the other keeps"),

@@ -228,6 +228,8 @@ def _obstacle(layer: Any, places: Mapping[int, int]) -> str:
         return "whose weight is computed from others (a parametrization): remove that, or name other layers."
     if is_lazy(weight):
         return "which does not know its shape yet: run one batch through it before."
+    if layer._forward_hooks or layer._forward_pre_hooks:  # torch has no public list of hooks
+        return "which has forward hooks (as of add_blur_pool), and the adapter runs past them: name other layers."
     if max(places[id(weight)], places[id(layer)]) > 1:
         return (
             "which is used in more than one place, or its weight is, and the adapter in one alone: name other layers."
