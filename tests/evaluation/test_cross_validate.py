@@ -305,7 +305,7 @@ def test_a_module_that_cannot_predict_is_refused_before_the_first_step(tmp_path:
     def refused(fold: int, folder: Path) -> pl.Trainer:
         return make_trainer(fold, folder, callbacks=[Fails(1)])
 
-    with pytest.raises(MisconfigurationException, match="got the default, .* define predict_step"):
+    with pytest.raises(MisconfigurationException, match=r"got the default, .* define predict_step"):
         run(tmp_path, make_module=lambda fold: NoStep(), make_trainer=refused)
 
     class TakesPair(NoStep):

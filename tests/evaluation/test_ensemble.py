@@ -180,7 +180,7 @@ def test_outputs_without_a_mean_are_refused(kind: str, error: type[Exception], m
         net(DATA.tensors[0])
 
 
-def saved(kind: type[pl.LightningModule], folder: Path, **networks: Any) -> list[Path]:
+def saved(kind: type[pl.LightningModule], folder: Path, /, **networks: Any) -> list[Path]:
     files = []
     for name in "ab":
         alone = trainer()
