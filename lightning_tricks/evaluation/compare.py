@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from math import isfinite
@@ -15,13 +15,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 from urllib.parse import quote
-from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
@@ -29,8 +28,9 @@ from lightning_tricks.core.adapters.base import weights_checksum
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.report import progress
-from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.evaluation.comparison import Comparison, Mode, Run
+from lightning_tricks.evaluation.fresh import Fresh, caller_unchanged, parts_of_module, parts_of_trainer
+from lightning_tricks.evaluation.plan import require_plan, this_rank, write_json
 
 __all__ = ["Comparison", "compare"]
 
@@ -79,9 +79,11 @@ def compare(
         The runs, with their table (``print``), ``plot()`` and ``to_dict()``.
 
     Raises:
-        ValueError: For fewer than two arms or seeds, a module, Trainer, callback or loader that an arm gives twice, a
-            Trainer that was used, a metric that is not logged, or a folder with runs of other settings.
+        ValueError: For fewer than two arms or seeds, a metric that is not logged, or a folder with runs of other
+            settings.
         TypeError: If an arm does not give a Trainer and a module.
+        MisconfigurationException: For a module, Trainer, callback or loader that an arm gives twice, and a Trainer that
+            was used.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -109,20 +111,19 @@ def compare(
     check_choice("mode", mode, ("max", "min"))
     check_choice("checkpoint", checkpoint, ("last", "best"))
     check_bool("equal_time", equal_time)
-    chosen = _seeds(seeds)
-    runs = _Runs(Path(folder), chosen, checkpoint)
-    settings = {name: runs.prepare(name, arm) for name, arm in arms.items()}
-    baseline = next(iter(arms))
-    if equal_time and not settings[baseline]["length"]:
-        raise ValueError(f"equal_time=True needs max_epochs or max_steps in {baseline!r}, whose length it changes.")
-    made = runs.make(arms, baseline)
-    _require_metric(metric, made)
-    result = Comparison(metric, mode, chosen, made, notes=_other_starts(settings))
-    if equal_time:
-        equal, longer = at_equal_time(result, arms[baseline], settings[baseline]["length"])
-        for name, arm in longer.items():
-            runs.prepare(name, arm)
-        result = Comparison(metric, mode, chosen, {**made, **runs.make(longer, baseline)}, equal, result.notes)
+    chosen, baseline = _seeds(seeds), next(iter(arms))
+    runs = _Runs(Path(folder), chosen, checkpoint, metric)
+    with caller_unchanged():
+        settings = {name: runs.prepare(name, arm) for name, arm in arms.items()}
+        if equal_time and not settings[baseline]["length"]:
+            raise ValueError(f"equal_time=True needs max_epochs or max_steps in {baseline!r}, whose length it changes.")
+        made = runs.make(arms, baseline)
+        result = Comparison(metric, mode, chosen, made, notes=_notes(settings))
+        if equal_time:
+            equal, longer = at_equal_time(result, arms[baseline], settings[baseline]["length"])
+            for name, arm in longer.items():
+                runs.prepare(name, arm)
+            result = Comparison(metric, mode, chosen, {**made, **runs.make(longer, baseline)}, equal, result.notes)
     return result
 
 
@@ -145,9 +146,9 @@ class _Runs:
     ``seed0.json``, beside the folder ``seed0`` of what the run itself has written.
     """
 
-    def __init__(self, folder: Path, seeds: Sequence[int], checkpoint: Checkpoint) -> None:
-        self._folder, self._seeds, self._checkpoint = folder, seeds, checkpoint
-        self._given: dict[int, Any] = {}
+    def __init__(self, folder: Path, seeds: Sequence[int], checkpoint: Checkpoint, metric: str) -> None:
+        self._folder, self._seeds, self._checkpoint, self._metric = folder, seeds, checkpoint, metric
+        self._given = Fresh()
 
     def prepare(self, name: str, arm: Arm) -> dict[str, Any]:
         """Make the arm's objects once, without a fit, and keep their settings or compare them with those kept."""
@@ -168,19 +169,14 @@ class _Runs:
             "length": {limit: value for limit, value in limits.items() if value not in (None, -1)},
             "initial weights": _checksum(module),
             **{
-                f"{type(each).__name__} {number}": _settings(each)
-                for number, each in enumerate([module, *data, *trainer.callbacks])
+                f"{type(each).__name__} {number}": _settings(each, self._of(name))
+                for number, each in enumerate([module, *_parts(data), *trainer.callbacks])
             },
         }
-        plan = json.loads(json.dumps(plan))  # as it is read
-        path = self._of(name) / "plan.json"
-        if path.exists():
-            _require_same(path.parent, json.loads(path.read_text()), plan)
-        elif not _rank():
-            if path.parent.exists() and any(path.parent.iterdir()):
-                raise ValueError(f"{path.parent} has files of something else: choose another folder.")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, plan)
+        file = self._of(name) / "plan.json"
+        if not this_rank() and not file.exists() and file.parent.exists() and any(file.parent.iterdir()):
+            raise ValueError(f"{file.parent} has files of something else: choose another folder.")
+        require_plan(file, plan)
         return plan
 
     def make(self, arms: Mapping[str, Arm], baseline: str) -> dict[str, list[Run]]:
@@ -190,12 +186,18 @@ class _Runs:
         for seed, name in progress(jobs, "compare"):
             path = self._of(name) / f"seed{seed}.json"
             done = json.loads(path.read_text()) if path.exists() else None
-            runs[name].append(done or self._run(name, arms[name], seed, path, may_fail=name != baseline))
+            run = done or self._run(name, arms[name], seed, path, may_fail=name != baseline)
+            if self._metric not in (found := run.get("metrics", [self._metric])):
+                raise ValueError(
+                    f"the arm {name!r} logs no metric={self._metric!r} in validation or test, but {sorted(found)}:"
+                    " take one of them; the finished runs are kept."
+                )
+            runs[name].append(run)
         return runs
 
     def _run(self, name: str, arm: Arm, seed: int, path: Path, *, may_fail: bool) -> Run:
         own = path.with_suffix("")
-        if not _rank():
+        if not this_rank():
             shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
             own.mkdir()
         gc.collect()  # a module and its Trainer know each other: those of the last run still hold their memory
@@ -213,7 +215,7 @@ class _Runs:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
         run = trainer.strategy.broadcast({**run, "epochs": trainer.current_epoch, "steps": trainer.global_step})
         if trainer.is_global_zero:
-            _write(path, run)
+            write_json(path, run)
         return run
 
     def _new(self, name: str, arm: Arm, seed: int) -> tuple[Any, ...]:
@@ -227,21 +229,17 @@ class _Runs:
             require_same_lightning(thing, "compare")
             if not isinstance(thing, kind):
                 raise TypeError(f"the arm {name!r} must give (trainer, module, ...), got {type(thing).__name__}.")
-        if trainer.state.fn is not None:
-            raise ValueError(f"the arm {name!r} gives a Trainer that was used before: make a new one in the function.")
-        for thing in [trainer, module, *module.parameters(), *data, *trainer.callbacks]:
-            before = self._given.get(id(thing))
-            if before is not None and before() is thing:
-                what = "weights" if isinstance(thing, torch.Tensor) else f"the same {type(thing).__name__}"
-                raise ValueError(
-                    f"the arm {name!r} gives {what} a second time, which would carry one run over into the next:"
-                    " make it in the function."
-                )
-            self._given[id(thing)] = ref(thing)
+        loaders = [(f"the {type(part).__name__}", part) for part in _parts(data)]
+        self._given.require(f"the arm {name!r}", parts_of_trainer(trainer) + parts_of_module(module) + loaders)
         return made
 
     def _of(self, name: str) -> Path:
         return self._folder / quote(name, safe=" ,+=()")
+
+
+def _parts(data: Sequence[Any]) -> list[Any]:
+    """The DataModule or the loaders among the arguments of ``trainer.fit``."""
+    return [part for part in CombinedLoader(data).flattened if hasattr(part, "__weakref__")]
 
 
 class _EpochSeeds(Callback):
@@ -260,7 +258,7 @@ def _measured(trainer: pl.Trainer, module: Any, data: Sequence[Any], checkpoint:
     """All metrics of validation and test."""
     source = data[0] if data and isinstance(data[0], pl.LightningDataModule) else module
     own = [] if source is module else [source]
-    loaders = {"validate": own or data[1:2], "test": own}
+    loaders = {"validate": own or [each for each in data[1:2] if each is not None], "test": own}
     found: dict[str, float] = {}
     for stage, step in (("validate", "validation_step"), ("test", "test_step")):
         loader = "val_dataloader" if stage == "validate" else "test_dataloader"
@@ -272,23 +270,8 @@ def _measured(trainer: pl.Trainer, module: Any, data: Sequence[Any], checkpoint:
     return found
 
 
-def _require_metric(metric: str, made: Mapping[str, Iterable[Run]]) -> None:
-    for name, runs in made.items():
-        for run in runs:
-            if "metrics" in run and metric not in run["metrics"]:
-                raise ValueError(
-                    f"the arm {name!r} logs no metric={metric!r} in validation or test, but {sorted(run['metrics'])}:"
-                    " take one of them; the finished runs are kept."
-                )
-
-
 def at_equal_time(result: Comparison, arm: Arm, limits: Mapping[str, int]) -> tuple[dict[str, str], dict[str, Arm]]:
     """For each arm of another time the name of a baseline that takes as long, and how those are made."""
-    limits = {limit: value for limit, value in limits.items() if value not in (None, -1)}
-    if not limits:
-        raise ValueError(
-            "equal_time=True changes the length of the baseline's training: give it max_epochs or max_steps."
-        )
     equal: dict[str, str] = {}
     longer: dict[str, Arm] = {}
     for name in result.runs:
@@ -310,12 +293,14 @@ def _fit_of_length(arm: Arm, lengths: Mapping[str, int], folder: Path) -> tuple[
     return trainer, *rest
 
 
-def _other_starts(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    first = next(iter(settings.values()))["initial weights"]
-    others = [name for name, each in settings.items() if each["initial weights"] != first]
-    if not others:
-        return []
-    return [f"Other initial weights than the baseline's, since the network is another: {', '.join(others)}."]
+def _notes(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    baseline = next(iter(settings.values()))
+    best = baseline["checkpoint"] == "best"
+    notes = ["Measured with the weights that ModelCheckpoint calls best."] if best else []
+    others = [name for name, each in settings.items() if each["initial weights"] != baseline["initial weights"]]
+    if others:
+        notes += [f"Other initial weights than the baseline's, since the network is another: {', '.join(others)}."]
+    return notes
 
 
 def _checksum(module: pl.LightningModule) -> str:
@@ -324,33 +309,14 @@ def _checksum(module: pl.LightningModule) -> str:
     return weights_checksum({name: value for name, value in state.items() if not (value.is_meta or is_lazy(value))})
 
 
-def _settings(thing: object) -> dict[str, str]:
-    """The public attributes that say how something was made, as text."""
+def _settings(thing: object, folder: Path) -> dict[str, str]:
+    """The public attributes that say how something was made, as text; the folder of the runs may be moved."""
     found = {**vars(thing), **getattr(thing, "hparams", {})}
-    return {name: repr(value) for name, value in found.items() if not name.startswith("_") and _is_plain(value)}
+    plain = {name: repr(value) for name, value in found.items() if not name.startswith("_") and _is_plain(value)}
+    return {name: text.replace(str(folder.resolve()), "") for name, text in plain.items()}
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return len(value) <= 20 and all(map(_is_plain, value))
     return isinstance(value, str | int | float | None) or (is_dataclass(value) and " at 0x" not in repr(value))
-
-
-def _require_same(folder: Path, kept: Mapping[str, Any], now: Mapping[str, Any], inside: str = "") -> None:
-    for key in {**kept, **now}:
-        before, after = kept.get(key), now.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            _require_same(folder, before, after, f"{inside}{key}: ")
-        elif before != after:
-            raise ValueError(f"{folder} has runs with {inside}{key} = {before}, got {after}: choose another folder.")
-
-
-def _rank() -> int:
-    """The rank of this process, also before there is a Trainer."""
-    rank: int = getattr(rank_zero_only, "rank", 0)
-    return rank
-
-
-def _write(path: Path, what: Any) -> None:
-    with atomic_write(path) as file:
-        file.write_text(json.dumps(what, indent=1) + "\n")

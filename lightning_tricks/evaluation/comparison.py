@@ -41,7 +41,7 @@ class Comparison:
                mean ± std   over plain (95% interval)           time
         plain  0.81 ± 0.01                                      1.00
         EMA    0.87 ± 0.01  +0.06 (+0.0352 to +0.0848)  better  1.00
-        acc at the end of training, 3 seeds; more is better.
+        acc, 3 seeds; more is better.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Comparison:
 
     def _sentences(self) -> list[str]:
         better = "more" if self.mode == "max" else "less"
-        found = [f"{self.metric} at the end of training, {len(self.seeds)} seeds; {better} is better."]
+        found = [f"{self.metric}, {len(self.seeds)} seeds; {better} is better."]
         if len(self.runs) > 2:
             found.append(
                 f"{len(self.runs) - 1} arms: an interval is that of one comparison, and not corrected for their number."

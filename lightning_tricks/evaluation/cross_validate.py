@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -16,10 +15,10 @@ import torch
 from lightning_tricks.core.checks import check_bool, check_count, check_type
 from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.report import table
-from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
-from lightning_tricks.evaluation.fold_runs import FoldRuns, this_rank
-from lightning_tricks.evaluation.folds import Fold, fingerprint, make_folds, require_plan
+from lightning_tricks.evaluation.fold_runs import FoldRuns
+from lightning_tricks.evaluation.folds import Fold, fingerprint, make_folds
+from lightning_tricks.evaluation.plan import require_plan, write_json
 from lightning_tricks.evaluation.predictions import out_of_fold
 from lightning_tricks.evaluation.statistics import Interval, mean_and_interval
 
@@ -124,8 +123,7 @@ class CrossValidation:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_dict`` to a file, atomically."""
-        with atomic_write(Path(path)) as temporary:
-            temporary.write_text(json.dumps(self.to_dict(), indent=1))
+        write_json(Path(path), self.to_dict())
 
 
 def _finite(row: dict[str, float]) -> dict[str, float | None]:
@@ -168,7 +166,8 @@ def cross_validate(
         groups: Group of each sample (n,), for splitters that keep groups together.
         loader: Function of a subset and of whether it is for training that makes its DataLoader. None for batches of
             32, or the settings of the data module's own loaders.
-        folder: Folder for plan, results and the folds' own files; the same to go on.
+        folder: Folder for plan, results and the folds' own files; the same to go on, another one for another module or
+            Trainer, which finished folds do not know.
         seed: Seed of the first fold, and of an int's splits.
         predict: Whether to predict the samples by ``predict_step``.
         workers: Number of folds at a time, each in a process of its own; ``make_trainer`` chooses their devices. The
@@ -179,8 +178,8 @@ def cross_validate(
 
     Raises:
         TypeError: For arguments of the wrong type, and functions that do not pickle with ``workers``.
-        ValueError: For a folder with other folds, a splitter whose folds overlap or are empty, a validation loader in
-            another order, and predictions that cannot be put together.
+        ValueError: For a folder with other folds or data, a splitter whose folds overlap or are empty, a validation
+            loader in another order, and predictions that cannot be put together.
         MisconfigurationException: For a module, parameters, a Trainer or its callbacks that were used before, a Trainer
             that does not predict all samples, and metrics that differ between ranks.
 
@@ -215,11 +214,11 @@ def cross_validate(
         "seed": seed,
         "targets": fingerprint(targets),
         "groups": fingerprint(groups),
-        "folds": [fingerprint([*fold.train, -1, *fold.validation]) for fold in folds],
+        "folds": f"{len(folds)}, checksum {fingerprint([[*fold.train, -1, *fold.validation] for fold in folds])}",
         "predict": predict,
+        "checksum of the first batch": data.checksum(folds[0]),
     }
-    path.mkdir(parents=True, exist_ok=True)
-    require_plan(path / "folds.json", plan, write=this_rank() == 0)
+    require_plan(path / "folds.json", plan)
     run = FoldRuns(make_module, make_trainer, data, folds, path, seed, predict)
     run.all(workers)
     done = [torch.load(run.result(k), weights_only=True) for k in range(len(folds))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -109,10 +110,11 @@ class Ensemble(pl.LightningModule):
             paths: The checkpoints, two or more.
             kind: Their class, which ``load_from_checkpoint`` makes with the hyperparameters of each.
             mean: "probabilities", or "logits", also for outputs that are none.
-            output: Name of the submodule whose outputs are averaged, which must have all parameters; "" for the module
-                itself, whose steps must call ``self(...)`` then.
+            output: Name of the submodule whose outputs are averaged, tensors or what has ``logits`` as the models of
+                transformers return it; it must have all parameters. "" for the module itself, whose steps must call
+                ``self(...)`` then.
             dim: Dimension of the classes; None for logits (B, C).
-            **settings: Arguments of the class that the checkpoints lack.
+            **settings: Arguments of the class that the checkpoints lack, of which each member gets a copy.
 
         Returns:
             The ensemble, in eval mode on the CPU.
@@ -129,7 +131,8 @@ class Ensemble(pl.LightningModule):
         for file in files:
             load(file)
         members = [
-            kind.load_from_checkpoint(file, map_location="cpu", weights_only=True, **settings).eval() for file in files
+            kind.load_from_checkpoint(file, map_location="cpu", weights_only=True, **copy.deepcopy(settings)).eval()
+            for file in files
         ]
         first, *others = members
         prefix = f"{output}." if output else ""
@@ -190,15 +193,18 @@ class _Mean:
     def __init__(self, others: list[nn.Module], mean: Mean, dim: int | None) -> None:
         self.others, self.mean, self.dim, self.calls = others, mean, dim, 0
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self.calls += 1
-        outputs = [output, *(other(*args, **kwargs) for other in self.others)]
+        outputs = [
+            getattr(each, "logits", each) for each in (output, *(other(*args, **kwargs) for other in self.others))
+        ]
         if not all(isinstance(each, Tensor) for each in outputs):
             raise MisconfigurationException(
                 f"Ensemble averages tensors, got {type(output).__name__} from {type(module).__name__}: return logits"
                 " from forward, or pass output=, the name of the submodule that does."
             )
-        return mean_logits(outputs, self.mean, self.dim)
+        logits = mean_logits(outputs, self.mean, self.dim)
+        return logits if isinstance(output, Tensor) else type(output)(logits=logits)  # without a loss: it is no mean
 
 
 @cache

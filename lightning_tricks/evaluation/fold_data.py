@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from lightning_tricks.evaluation.folds import Fold
+from lightning_tricks.evaluation.folds import Fold, fingerprint
+from lightning_tricks.evaluation.fresh import caller_unchanged
 
 MakeLoader = Callable[[Any, bool], Any]  # from a subset, and whether it is for training, to a DataLoader
 
@@ -80,6 +82,15 @@ class FoldData:
         data.train_dataloader = partial(_given, train)
         data.val_dataloader = data.predict_dataloader = partial(_given, validation)
         return {"datamodule": data}
+
+    def checksum(self, fold: Fold) -> str | None:
+        """Of the first batch of a fold's validation, to tell data sets apart; None if it is another one every time."""
+        found = []
+        for _ in range(2):
+            with caller_unchanged():
+                pl.seed_everything(0, workers=True, verbose=False)
+                found.append(re.sub(r" at 0x\w+", "", repr(next(iter(self.validation_loader(fold))))))
+        return fingerprint(found) if found[0] == found[1] else None
 
     def validation_loader(self, fold: Fold) -> Any:
         """The validation loader of a fold, which has its samples in their order."""

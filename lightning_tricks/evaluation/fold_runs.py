@@ -6,21 +6,18 @@ import json
 import os
 import pickle
 import shutil
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
@@ -31,12 +28,9 @@ from lightning_tricks.core.report import progress
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.evaluation.fold_data import FoldData
 from lightning_tricks.evaluation.folds import Fold
+from lightning_tricks.evaluation.fresh import Fresh, caller_unchanged, parts_of_module, parts_of_trainer
+from lightning_tricks.evaluation.plan import this_rank, write_json
 from lightning_tricks.evaluation.predictions import in_order, joined, require_mean
-
-
-def this_rank() -> int:
-    """The rank of this process, also before a Trainer has started the others."""
-    return getattr(rank_zero_only, "rank", 0)
 
 
 class FoldRuns:
@@ -64,7 +58,7 @@ class FoldRuns:
     ) -> None:
         self.make_module, self.make_trainer, self.data, self.folds = make_module, make_trainer, data, folds
         self.folder, self.seed, self.predict = folder, seed, predict
-        self._used = _Used()
+        self._given = Fresh()
         every = [sample for fold in folds for sample in fold.validation]
         self._repeats = len(set(every)) < len(every)
 
@@ -77,7 +71,7 @@ class FoldRuns:
         left = [number for number in range(len(self.folds)) if not self.result(number).exists()]
         if workers == 1 or len(left) < 2:
             for number in progress(left, "cross-validation"):
-                with _caller_unchanged():
+                with caller_unchanged():
                     self.one(number)
             return
         if "LOCAL_RANK" in os.environ:
@@ -102,7 +96,7 @@ class FoldRuns:
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_used": _Used()}  # objects of this process, to which no other has references
+        return {**vars(self), "_given": Fresh()}  # objects of this process, to which no other has references
 
     def _in_worker(self, number: int) -> None:
         self.one(number, alone=True)
@@ -124,10 +118,13 @@ class FoldRuns:
         trainer = self.make_trainer(number, folder)
         require_same_lightning(trainer, "cross_validate")
         check_type("what make_trainer returns", trainer, pl.Trainer)
+        self._given.require("make_module", parts_of_module(module))
+        self._given.require("make_trainer", parts_of_trainer(trainer))
         _check(trainer, module, self.predict, alone)
-        self._used.check(module, trainer)
         loaders = self.data.of(self.folds[number])
-        trainer.callbacks.append(writer := _Writer(folder))  # type: ignore[attr-defined]
+        outside = loaders["val_dataloaders"] if "val_dataloaders" in loaders else loaders["datamodule"].val_dataloader()
+        tried = outside if self.predict and not is_overridden("predict_step", module) else None
+        trainer.callbacks.append(writer := _Writer(folder, tried))  # type: ignore[attr-defined]
         trainer.fit(module, **loaders)
         trainer.strategy.barrier()
         best, *_ = writer.checkpoints()
@@ -176,38 +173,8 @@ class FoldRuns:
         return in_order(outputs, positions)
 
 
-class _Used:
-    """Modules, Trainers and their parts that folds have had; references that keep nothing alive."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, weakref.ref[Any]] = {}
-
-    def check(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-        """Raise if a part was used before."""
-        parts: dict[str, Any] = {f"the module {type(module).__name__}": module}
-        parts |= {f"the parameter {name}": each for name, each in module.named_parameters()}
-        parts |= {f"the buffer {name}": each for name, each in module.named_buffers()}
-        self._require_new(parts, "make_module", "has been trained: make it inside, or return copy.deepcopy(...)")
-        parts = {type(part).__name__: part for part in (trainer, trainer.strategy, trainer.precision_plugin)}
-        parts |= {f"the callback {type(each).__name__}": each for each in callbacks_of(trainer, Callback)}
-        self._require_new(parts, "make_trainer", "has a state: make it inside")
-
-    def _require_new(self, parts: dict[str, Any], maker: str, why: str) -> None:
-        for name, part in parts.items():
-            seen = self._seen.get(id(part))
-            if seen is not None and seen() is part:
-                raise MisconfigurationException(
-                    f"{maker} must make everything new for every fold, got {name} of another fold again, which {why}."
-                )
-            self._seen[id(part)] = weakref.ref(part)
-
-
 def _check(trainer: pl.Trainer, module: pl.LightningModule, predict: bool, alone: bool) -> None:
     """Raise unless a Trainer can validate and predict a fold."""
-    if trainer.state.fn is not None:
-        raise MisconfigurationException(
-            "make_trainer must make a new Trainer for every fold, got one that was used before: its epochs are over."
-        )
     if trainer.limit_val_batches == 0 or not is_overridden("validation_step", module):
         raise MisconfigurationException(
             "cross_validate needs a module with validation_step and a Trainer that validates, got"
@@ -225,35 +192,40 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule, predict: bool, alone
         )
 
 
-@contextmanager
-def _caller_unchanged() -> Iterator[None]:
-    """Put random numbers and the seeds that Lightning keeps in the environment back at the end."""
-    names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-    before = {name: os.environ.get(name) for name in names}
-    with isolate_rng(include_cuda=torch.cuda.is_initialized()):
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-
-
 class _Writer(BasePredictionWriter):
     """Writes the paths of the checkpoints and the predictions of each rank, for processes that a strategy starts end.
 
     Args:
         folder: Folder of the fold.
+        tried: Loader of which a batch is predicted before the first step, by a module without a step of its own for it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tried: Any = None) -> None:
         super().__init__("epoch")
-        self.folder = folder
+        self.folder, self.tried = folder, tried
 
     def checkpoints(self) -> list[str]:
         """The checkpoints that the fit has left, the best first."""
         return json.loads((self.folder / "checkpoints.json").read_text())
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.tried is None:
+            return
+        modes = {each: each.training for each in pl_module.modules()}
+        try:
+            with torch.no_grad(), isolate_rng(include_cuda=torch.cuda.is_initialized()):
+                batch = trainer.strategy.batch_to_device(next(iter(self.tried)), dataloader_idx=0)
+                pl_module.eval()
+                trainer.strategy.predict_step(batch, 0)
+        except Exception as error:
+            raise MisconfigurationException(
+                f"predict=True needs predict_step in {type(pl_module).__name__}, got the default, which gives forward"
+                f" the batch as it is ({type(error).__name__}: {error}): define predict_step, or pass predict=False."
+            ) from error
+        finally:
+            for each, mode in modes.items():
+                each.training = mode
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -266,7 +238,7 @@ class _Writer(BasePredictionWriter):
             trainer.save_checkpoint(best[0], weights_only=True)
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "checkpoints.json").write_text(json.dumps(best))
+            write_json(self.folder / "checkpoints.json", best)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

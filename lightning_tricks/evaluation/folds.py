@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.core.safe_load.atomic_file import atomic_write
 
 
 class Fold(NamedTuple):
@@ -98,38 +94,3 @@ def fingerprint(values: Any) -> str | None:
         return None
     plain = values.tolist() if hasattr(values, "tolist") else [v.item() if hasattr(v, "item") else v for v in values]
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
-
-
-def require_plan(file: Path, plan: dict[str, Any], *, write: bool) -> None:
-    """Raise unless a plan file has this plan; write it if there is none.
-
-    Args:
-        file: The JSON file.
-        plan: All that the folds and their results depend on, by the names for error messages.
-        write: Whether this process writes the file.
-
-    Raises:
-        ValueError: If the file has another plan; the message names what differs.
-    """
-    if not file.exists():
-        if write:
-            with atomic_write(file) as temporary:
-                temporary.write_text(json.dumps(plan, indent=1))
-        return
-    try:
-        found = dict(json.loads(file.read_text()))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: choose another folder.") from error
-    if differ := [name for name in plan if found.get(name) != plan[name]]:
-        told = [f"{name} was {_short(found.get(name))}, now {_short(plan[name])}" for name in differ]
-        raise ValueError(
-            f"{file} was made with other folds: {'; '.join(told)}. Choose another folder, or pass the same again."
-        )
-
-
-def _short(value: Any) -> str:
-    return (
-        f"{len(value)} with other samples"
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else repr(value)
-    )

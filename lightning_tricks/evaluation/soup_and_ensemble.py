@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 from collections.abc import Callable
@@ -112,7 +113,9 @@ def soup_and_ensemble(
             members, soup = result.members[number], Path(folder) / f"soup{number}.ckpt"
             average_checkpoints(members, soup)
             for name, file in {"best": members[0], "soup": soup}.items():
-                module = kind.load_from_checkpoint(file, map_location="cpu", weights_only=True, **settings)
+                module = kind.load_from_checkpoint(
+                    file, map_location="cpu", weights_only=True, **copy.deepcopy(settings)
+                )
                 found[name].append(_validated(module, make_trainer(number, Path(folder)), data.of(fold)))
             module = Ensemble.from_checkpoints(members, kind, mean=mean, output=output, dim=dim, **settings)
             found["ensemble"].append(_validated(module, make_trainer(number, Path(folder)), data.of(fold)))

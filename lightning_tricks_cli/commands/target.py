@@ -53,7 +53,7 @@ def with_flags(text: str, options: argparse.Namespace) -> str:
     def in_words_of_the_command(found: re.Match[str]) -> str:
         if not found[1]:
             return found[0]
-        value = "" if found[2] == "True" else found[2]
+        value = "" if found[3] == "True" else found[3]
         return f"--{found[1].replace('_', '-')} {value}".rstrip()
 
-    return re.sub(rf"\w\([^()]*\)|\b({'|'.join(vars(options))})='?([\w.]*)'?", in_words_of_the_command, text)
+    return re.sub(rf"\w\([^()]*\)|\b({'|'.join(vars(options))})=(['\"]?)([\w.]*)\2", in_words_of_the_command, text)

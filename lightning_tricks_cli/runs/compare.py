@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
 from lightning_tricks.evaluation import Comparison, compare
-from lightning_tricks_cli.runs.find_lr import read_config
+from lightning_tricks.evaluation.plan import this_rank
+from lightning_tricks_cli.runs.find_lr import read_config, settings_of
 from lightning_tricks_cli.runs.picture import check_picture, picture
 
 BASE = "base"
-OF_A_RUN = ("config", "trainer.default_root_dir")  # the names of files
 
 
 def compare_of(
@@ -61,7 +59,7 @@ def compare_of(
         raise ArgumentError(None, f"two changes have the same name: got --with {added}, --without {removed}.")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # the same lines for every run
     result = compare(arms, **settings)
-    if getattr(rank_zero_only, "rank", 0):
+    if this_rank():
         return result
     if plot is not None:
         with picture(plot) as axes:
@@ -97,8 +95,7 @@ class Configured:
         own = (f"default_root_dir={folder}", "enable_progress_bar=false", "enable_model_summary=false")
         trainer = [f"--trainer.{setting}" for setting in own]
         cli = read_config(self._configs, *self._arguments, *trainer, "--seed_everything=false")
-        read = {"without": self._removed, **dict(cli.config.items())}
-        self.settings = {key: str(value) for key, value in read.items() if key not in OF_A_RUN}
+        self.settings = {"without": str(self._removed), **settings_of(cli)}
         if self._removed is not None:
             names = [type(callback).__name__ for callback in cli.trainer.callbacks]
             if self._removed not in names:

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.evaluation import CrossValidation, cross_validate
-from lightning_tricks.evaluation.fold_runs import this_rank
-from lightning_tricks_cli.runs.find_lr import read_config
+from lightning_tricks.evaluation.plan import require_plan, this_rank
+from lightning_tricks_cli.runs.find_lr import read_config, settings_of
 
 
 def cross_validate_config(
@@ -50,13 +50,14 @@ def cross_validate_config(
     """
     if predictions is not None and not predictions.absolute().parent.is_dir():
         raise FileNotFoundError(f"There is no folder {predictions.parent}: create it first.")
-    data = read_config(configs).datamodule
-    if data is None:
+    cli = read_config(configs)
+    if cli.datamodule is None:
         raise ValueError("cross-validate needs a LightningDataModule, got a configuration without data: add its class.")
+    require_plan(folder / "config.json", settings_of(cli))
     fit = _Fits(configs, seed, folder)
     result = cross_validate(
         fit.module,
-        data,
+        cli.datamodule,
         fit.trainer,
         splitter=folds,
         folder=folder,

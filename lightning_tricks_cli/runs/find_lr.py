@@ -75,6 +75,12 @@ def read_config(configs: Sequence[Path], *arguments: str) -> Any:
         raise ArgumentError(None, f"{', '.join(map(str, configs))}: {error}") from error
 
 
+def settings_of(cli: Any) -> dict[str, str]:
+    """The configuration of a LightningCLI as text, without the names of files."""
+    of_files = ("config", "trainer.default_root_dir")
+    return {key: str(value) for key, value in cli.config.items() if key not in of_files}
+
+
 class _FitReader(Reader):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -158,6 +158,19 @@ def test_a_run_that_fails_is_no_figure(quality: ModuleType) -> None:
         quality.run_of({"error": "MemoryError: no memory"})
 
 
+def test_what_five_seeds_tell_is_said_as_it_was_measured(report: ModuleType, committed: dict[str, Any]) -> None:
+    script = importlib.import_module("five_seeds")
+    made = json.loads((BENCHMARKS / "results" / "five_seeds.json").read_text())
+    assert made["rows"] == script.rows(made["runs"])
+    assert rows(committed)["digits, noisy labels", "plain"]["strength"] == script.LR
+    told = " ".join((BENCHMARKS.parent / "docs" / "compare.md").read_text().split())
+    quality = rows(committed)["digits, noisy labels", "EMA"]["over_plain"]
+    for row in [*made["rows"][:3], quality]:
+        assert f"{row['points']:+.1f}" in told
+        assert f"({row['low']:+.1f} to {row['high']:+.1f})" in told
+    assert made["rows"][3]["points"] < quality["low"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trick", ["EMA", "plain, 1/4 of the epochs"])
 def test_a_comparison_reproduces_the_figures_within_their_intervals(

@@ -62,7 +62,11 @@ def test_the_radius_is_the_one_that_validates_best(script: dict[str, Any], commi
 
 def test_the_choice_does_not_look_at_the_test(script: dict[str, Any]) -> None:
     runs = {0.1: (0.8, 0.9), 0.2: (0.9, 0.5), 0.3: (0.9, 0.8)}
-    grid = [script["cell"](rho, [{"val": val, "test": test, "seconds": 1.0}]) for rho, (val, test) in runs.items()]
+
+    def made(val: float, test: float) -> dict[str, Any]:
+        return {"metrics": {"val_accuracy": val, "test_accuracy": test}, "seconds": 1.0}
+
+    grid = [script["cell"](rho, [made(val, test)]) for rho, (val, test) in runs.items()]
     row = script["chosen"](grid)
     assert (row["rho"], row["test_mean"]) == (0.2, 0.5)
 

@@ -67,7 +67,11 @@ def test_it_prints_the_folds_made_by_hand(folder: Path, capsys: pytest.CaptureFi
     assert run("-c", config, "--folds", "2", "--seed", "3", "--output", "cv") == 0
     assert "mean" in capsys.readouterr().out
     assert run("-c", config, "--folds", "3", "--seed", "3", "--output", "cv") == 1
-    assert "folds was 2 with other samples, now 3" in capsys.readouterr().err
+    assert "folds was '2, " in capsys.readouterr().err
+    model = {"class_path": "lightning_tricks.examples.digits.Digits", "init_args": {"schedule": True}}
+    config = write("config.yaml", trainer=trainer, seed_everything=9, model=model)
+    assert run("-c", config, "--folds", "2", "--seed", "3", "--output", "cv") == 1
+    assert "model.init_args.schedule was 'False', now 'True'" in capsys.readouterr().err
 
 
 def test_predictions_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

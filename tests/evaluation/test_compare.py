@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from scipy import stats
 
 import lightning_tricks as lt
@@ -58,7 +59,10 @@ def by_hand(seed: int, tricks: Callable[[], list[Callback]], epochs: int = 2) ->
 
 
 def test_the_runs_are_those_made_by_hand(tmp_path: Path) -> None:
+    before = torch.get_rng_state(), os.environ.get("PL_GLOBAL_SEED")
     result = lt.compare(ARMS, folder=tmp_path, metric="val_loss", mode="min", seeds=[3, 1])
+    assert torch.equal(torch.get_rng_state(), before[0])  # those of the caller stay
+    assert os.environ.get("PL_GLOBAL_SEED") == before[1]
     plain = [by_hand(seed, list) for seed in (3, 1)]
     average = [by_hand(seed, lambda: [lt.EMA(decay=0.5)]) for seed in (3, 1)]
     assert (result.values("plain"), result.values("EMA")) == (plain, average)
@@ -159,13 +163,13 @@ def test_finished_runs_are_read_for_any_metric_and_beside_new_arms(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": 3}, r"plain has runs with seeds = \[0, 1\], got \[0, 1, 2\]: choose another folder"),
-        ({"seeds": [1, 0]}, r"has runs with seeds"),
+        ({"seeds": 3}, r"plain has results of other settings: seeds was \[0, 1\], now \[0, 1, 2\]\. Choose another"),
+        ({"seeds": [1, 0]}, r"seeds was"),
         ({"checkpoint": "best"}, r'checkpoint="best" needs a ModelCheckpoint with monitor, .* the arm \'plain\''),
-        ({"EMA": lambda f: fit(f, lt.EMA(decay=0.6))}, r"EMA has runs with EMA \d: decay = 0.5, got 0.6"),
-        ({"EMA": lambda f: fit(f, lt.SWA())}, r"EMA has runs with EMA \d = .*, got None"),
-        ({"plain": lambda f: fit(f, max_epochs=3)}, r"plain has runs with length: max_epochs = 2, got 3"),
-        ({"plain": lambda f: fit(f, kind=PlainNet)}, r"plain has runs with initial weights"),
+        ({"EMA": lambda f: fit(f, lt.EMA(decay=0.6))}, r"EMA \d: decay was '0.5', now '0.6'"),
+        ({"EMA": lambda f: fit(f, lt.SWA())}, r"EMA \d was .*, now None; SWA \d was None"),
+        ({"plain": lambda f: fit(f, max_epochs=3)}, r"length: max_epochs was 2, now 3"),
+        ({"plain": lambda f: fit(f, kind=PlainNet)}, r"initial weights was"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused_by_name(
@@ -189,21 +193,21 @@ def given_twice() -> dict[str, Callable[[Path], Fit]]:
             self.layers = network.layers
 
     return {
-        "the same Net": lambda folder: (trainer(), module, loader(), loader()),
-        "the same Trainer": lambda folder: (run, Net(), loader(), loader()),
-        "the same EMA": lambda folder: (trainer(callbacks=[average]), Net(), loader(), loader()),
-        "the same DataLoader": lambda folder: (trainer(), Net(), train, loader()),
-        "weights": lambda folder: (trainer(), Wraps(), loader(), loader()),
+        "the module Net": lambda folder: (trainer(), module, loader(), loader()),
+        "the Trainer": lambda folder: (run, Net(), loader(), loader()),
+        "the EMA": lambda folder: (trainer(callbacks=[average]), Net(), loader(), loader()),
+        "the DataLoader": lambda folder: (trainer(), Net(), train, loader()),
+        r"the parameter layers\.0\.weight": lambda folder: (trainer(), Wraps(), loader(), loader()),
     }
 
 
 @pytest.mark.parametrize("what", given_twice())
 def test_what_an_arm_gives_twice_is_refused_before_a_step(what: str, tmp_path: Path) -> None:
     arms = {"plain": given_twice()[what], "EMA": ema}
-    with pytest.raises(ValueError, match=f"the arm 'plain' gives {what} a second time"):
+    with pytest.raises(MisconfigurationException, match=f"the arm 'plain' must make .* got {what} of another fit"):
         lt.compare(arms, folder=tmp_path, **ASKED)
     shared = given_twice()[what]
-    with pytest.raises(ValueError, match=f"the arm 'two' gives {what} a second time"):
+    with pytest.raises(MisconfigurationException, match=f"the arm 'two' must make .* got {what} of another fit"):
         lt.compare({"one": shared, "two": shared}, folder=tmp_path / "arms", **ASKED)
     assert not list(tmp_path.rglob("seed*.json"))
 
@@ -234,7 +238,7 @@ def used(folder: Path) -> Fit:
             r"'EMA' must give \(trainer, module, \.\.\.\), got Net",
         ),
         ({"plain": fit, "EMA": lambda _: (Net(), trainer())}, {}, TypeError, "must give .* got Net"),
-        ({"plain": used, "EMA": ema}, {}, ValueError, "'plain' gives a Trainer that was used before"),
+        ({"plain": used, "EMA": ema}, {}, MisconfigurationException, "'plain' must make a new Trainer .* used before"),
     ],
 )
 def test_what_cannot_be_right_is_refused(
@@ -378,10 +382,13 @@ def test_the_best_checkpoint_is_measured_where_it_is_asked_for(tmp_path: Path) -
         return fit(folder, *tricks, best, enable_checkpointing=True, max_epochs=3)
 
     arms = {"plain": saving, "EMA": lambda folder: saving(folder, lt.EMA(decay=0.5))}
-    result = lt.compare(arms, folder=tmp_path, checkpoint="best", **ASKED)
+    result = lt.compare(arms, folder=tmp_path / "runs", checkpoint="best", **ASKED)
+    assert "Measured with the weights that ModelCheckpoint calls best." in str(result)
+    (tmp_path / "runs").rename(moved := tmp_path / "moved")
+    assert lt.compare(arms, folder=moved, checkpoint="best", **ASKED).runs == result.runs
     for name in arms:
         for seed, value in enumerate(result.values(name)):
-            (file,) = (tmp_path / name / f"seed{seed}").glob("*.ckpt")
+            (file,) = (moved / name / f"seed{seed}").glob("*.ckpt")
             module = Net.load_from_checkpoint(file)
             assert value == trainer().validate(module, loader(24), verbose=False)[0]["val_loss"]
 
@@ -411,6 +418,28 @@ def test_a_data_module_and_loaders_of_the_module_are_validated_and_tested(tmp_pa
     assert result.runs["own"][0]["metrics"].keys() == {"val_loss", "test_loss"}
     module = NormNet()
     assert trainer().test(module, loader(32), verbose=False)[0]["test_loss"] not in result.values("own")
+
+
+class Several(NormNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["x"], batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+def test_what_fit_takes_may_be_several_loaders_or_none(tmp_path: Path) -> None:
+    def several(folder: Path) -> Fit:
+        return trainer(), Several(), {"x": loader(shuffle=True)}, [loader(24), loader(16)]
+
+    asked = {**ASKED, "metric": "val_loss/dataloader_idx_1"}
+    assert lt.compare({"a": several, "b": several}, folder=tmp_path / "several", **asked).verdict("b")
+    none = {name: lambda folder: (trainer(), OwnData(), None, None) for name in "ab"}
+    assert lt.compare(none, folder=tmp_path / "none", **ASKED).verdict("b") == "not told apart"
+    shared = [loader(24), loader(16)]
+    arms = {name: lambda folder: (trainer(), Several(), {"x": loader()}, shared) for name in "ab"}
+    with pytest.raises(MisconfigurationException, match="got the DataLoader of another fit again"):
+        lt.compare(arms, folder=tmp_path / "shared", **asked)
 
 
 TRICKS: dict[str, Callable[[Path], Fit]] = {

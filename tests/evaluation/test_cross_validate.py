@@ -88,19 +88,20 @@ def test_a_fold_that_failed_is_trained_again_and_finished_ones_are_kept(tmp_path
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"splitter": 4}, "folds was 3 with other samples, now 4"),
+        ({"splitter": 4}, "folds was '3, checksum b80cf947f58be2c8', now '4, "),
         ({"splitter": StratifiedKFold(3), "targets": TARGETS}, "splitter was 'int', now 'StratifiedKFold'"),
         ({"seed": 1}, "seed was 0, now 1"),
         ({"dataset": DATA.tensors[0]}, "data set was 'TensorDataset', now 'Tensor'"),
         ({"dataset": torch.utils.data.Subset(DATA, range(40))}, "samples was 44, now 40"),
         ({"targets": TARGETS}, "targets was None"),
+        ({"dataset": torch.utils.data.TensorDataset(-DATA.tensors[0], TARGETS)}, "checksum of the first batch was"),
         ({"predict": False}, "predict was True, now False"),
     ],
 )
 def test_other_folds_in_the_same_folder_are_refused_by_name(
     changes: dict[str, Any], named: str, tmp_path: Path, finished: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"folds\.json was made with other folds") as refused:
+    with pytest.raises(ValueError, match="has results of other settings") as refused:
         run(finished, **changes)
     assert named in str(refused.value)
 
@@ -222,14 +223,14 @@ def stopping() -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"make_module": lambda fold: ONCE}, "got the module Scored of another fold again"),
-        ({"make_module": lambda fold: Wrapped(NETWORK)}, r"got the parameter layers\.0\.weight of another fold again"),
+        ({"make_module": lambda fold: ONCE}, "got the module Scored of another fit again"),
+        ({"make_module": lambda fold: Wrapped(NETWORK)}, r"got the parameter layers\.0\.weight of another fit again"),
         (
             {"make_module": lambda fold: Wrapped(nn.Sequential(BATCHNORM, nn.Linear(8, 2)))},
-            "got the buffer layers.0.0.running_mean of another fold again",
+            "got the buffer layers.0.0.running_mean of another fit again",
         ),
         ({"make_trainer": reused}, "got one that was used before"),
-        ({"make_trainer": stopping()}, "got the callback EarlyStopping of another fold again"),
+        ({"make_trainer": stopping()}, "got the EarlyStopping of another fit again"),
         ({"make_trainer": partial(one_step, limit_val_batches=0)}, "limit_val_batches=0"),
         ({"make_trainer": partial(one_step, limit_predict_batches=2)}, "limit_predict_batches=2"),
         ({"make_module": lambda fold: pl.LightningModule()}, "needs a module with validation_step"),
@@ -295,6 +296,36 @@ def test_predictions_that_cannot_be_put_together_are_refused(
 
     with pytest.raises(kind if isinstance(kind, type) else (TypeError, ValueError), match=message):
         run(tmp_path, make_module=lambda fold: Strange(), make_trainer=one_step)
+
+
+def test_a_module_that_cannot_predict_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class NoStep(Scored):
+        predict_step = pl.LightningModule.predict_step  # forward gets the pair
+
+    def refused(fold: int, folder: Path) -> pl.Trainer:
+        return make_trainer(fold, folder, callbacks=[Fails(1)])
+
+    with pytest.raises(MisconfigurationException, match=r"got the default, .* define predict_step"):
+        run(tmp_path, make_module=lambda fold: NoStep(), make_trainer=refused)
+
+    class TakesPair(NoStep):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch[0] if isinstance(batch, list) else batch)
+
+    tried = run(tmp_path / "tried", make_module=lambda fold: TakesPair())
+    assert same(tried, run(tmp_path / "own"))  # the trial leaves no trace
+
+
+def test_a_batch_that_is_random_does_not_tell_data_sets_apart(tmp_path: Path) -> None:
+    class Noisy(torch.utils.data.TensorDataset):
+        numbers = random.SystemRandom()
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return x + self.numbers.random(), y
+
+    for _ in range(2):
+        run(tmp_path, dataset=Noisy(*DATA.tensors), make_trainer=one_step, predict=False)
 
 
 # -- the result -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
@@ -171,15 +175,81 @@ class Odd(Scored):
     ],
 )
 def test_outputs_without_a_mean_are_refused(kind: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    net = Ensemble.from_checkpoints(saved(Odd, tmp_path, kind=lambda: kind), Odd)
+    with pytest.raises(error, match=message):
+        net(DATA.tensors[0])
+
+
+def saved(kind: type[pl.LightningModule], folder: Path, /, **networks: Any) -> list[Path]:
     files = []
     for name in "ab":
         alone = trainer()
-        alone.strategy.connect(Odd(kind))
-        alone.save_checkpoint(tmp_path / f"{name}.ckpt", weights_only=True)
-        files.append(tmp_path / f"{name}.ckpt")
-    net = Ensemble.from_checkpoints(files, Odd)
-    with pytest.raises(error, match=message):
-        net(DATA.tensors[0])
+        alone.strategy.connect(kind(**{key: make() for key, make in networks.items()}))
+        alone.save_checkpoint(folder / f"{name}.ckpt", weights_only=True)
+        files.append(folder / f"{name}.ckpt")
+    return files
+
+
+class Given(Scored):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.layers = network
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        output = self(batch[0])
+        self.log("loss", F.cross_entropy(getattr(output, "logits", output), batch[1]))
+
+
+def test_a_network_that_is_an_argument_is_not_shared_by_the_members(tmp_path: Path) -> None:
+    files, own = saved(Given, tmp_path, network=lambda: nn.Linear(8, 2)), nn.Linear(8, 2)
+    before, x = own.weight.clone(), DATA.tensors[0]
+    net = Ensemble.from_checkpoints(files, Given, network=own)
+    members = [Given.load_from_checkpoint(file, network=nn.Linear(8, 2)).eval() for file in files]
+    torch.testing.assert_close(net(x).exp(), sum(member(x).softmax(-1) for member in members) / 2)
+    assert torch.equal(own.weight, before)
+
+
+@dataclass
+class Output:
+    """As the models of transformers return it."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Returns(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return Output(logits, logits.sum())
+
+
+def test_logits_in_a_dataclass_are_averaged_and_a_loss_of_one_member_is_left_out(tmp_path: Path) -> None:
+    files = saved(Given, tmp_path, network=lambda: Returns(8, 2))
+    found = Ensemble.from_checkpoints(files, Given, network=Returns(8, 2))(DATA.tensors[0])
+    expected = Ensemble.from_checkpoints(files, Given, network=nn.Linear(8, 2))(DATA.tensors[0])
+    assert torch.equal(found.logits, expected)
+    assert found.loss is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["torchvision", "timm", "transformers"])
+def test_networks_of_libraries(library: str, tmp_path: Path) -> None:
+    inputs: Tensor = torch.randn(4, 3, 64, 64)
+    if library == "torchvision":
+        make = partial(importlib.import_module("torchvision").models.resnet18, num_classes=2)
+    elif library == "timm":
+        make = partial(importlib.import_module("timm").create_model, "resnet10t", num_classes=2)
+    else:
+        transformers, inputs = importlib.import_module("transformers"), torch.randint(20, (4, 5))
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        make = partial(transformers.BertForSequenceClassification, transformers.BertConfig(vocab_size=20, **sizes))
+    files, classes = saved(Given, tmp_path, network=make), torch.tensor([0, 1, 0, 1])
+    data = DataLoader(TensorDataset(inputs, classes), 2)
+    (found,) = trainer().validate(Ensemble.from_checkpoints(files, Given, network=make()), data, verbose=False)
+    with torch.no_grad():
+        members = [Given.load_from_checkpoint(file, network=make()).eval()(inputs) for file in files]
+    mean = sum(getattr(member, "logits", member).softmax(-1) for member in members) / 2
+    assert found["loss"] == pytest.approx(F.nll_loss(mean.log(), classes).item(), rel=1e-4)
 
 
 def test_wrong_files_are_refused(files: list[Path], tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from sklearn.model_selection import GroupKFold, KFold, LeaveOneOut, PredefinedSplit, StratifiedKFold, TimeSeriesSplit
 
-from lightning_tricks.evaluation.folds import Fold, fingerprint, make_folds, require_plan
+from lightning_tricks.evaluation.folds import fingerprint, make_folds
+from lightning_tricks.evaluation.plan import require_plan
 
 TARGETS = [i % 3 for i in range(20)]
 GROUPS = ["abcde"[i // 4] for i in range(20)]
@@ -81,13 +83,15 @@ def test_equal_values_have_the_same_fingerprint() -> None:
     assert fingerprint(None) is None
 
 
-def test_a_plan_is_written_once_by_one_process(tmp_path: Path) -> None:
-    file = tmp_path / "folds.json"
-    require_plan(file, {"seed": 1}, write=False)
+def test_a_plan_is_written_once_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "new" / "folds.json"
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    require_plan(file, {"seed": 1})
     assert not file.exists()
-    require_plan(file, {"seed": 1, "folds": ["a", "b"]}, write=True)
-    assert json.loads(file.read_text()) == {"seed": 1, "folds": ["a", "b"]}
-    require_plan(file, {"seed": 1, "folds": ["a", "b"]}, write=False)
-    with pytest.raises(ValueError, match="seed was 1, now 2; folds was 2 with other samples, now 2 with other samples"):
-        require_plan(file, {"seed": 2, "folds": ["a", "c"]}, write=True)
-    assert Fold(train=[0], validation=[1]) == ([0], [1])
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    plan: dict[str, Any] = {"seed": 1, "net": {"lr": 0.1, "sizes": (1, 2)}, "left": None}
+    require_plan(file, plan)
+    assert json.loads(file.read_text())["net"] == {"lr": 0.1, "sizes": [1, 2]}
+    require_plan(file, plan)
+    with pytest.raises(ValueError, match=r"settings: seed was 1, now 2; net: lr was 0.1, now None; new was None, now"):
+        require_plan(file, {"seed": 2, "net": {"sizes": [1, 2]}, "new": "it"})

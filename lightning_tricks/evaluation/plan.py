@@ -1,0 +1,58 @@
+"""Plan files: what the results in a folder depend on, so that other results are never put beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
+
+
+def this_rank() -> int:
+    """The rank of this process, also before a Trainer has started the others."""
+    return getattr(rank_zero_only, "rank", 0)
+
+
+def write_json(file: Path, what: Any) -> None:
+    """Write plain data to a file, atomically."""
+    with atomic_write(file) as temporary:
+        temporary.write_text(json.dumps(what, indent=1) + "\n")
+
+
+def require_plan(file: Path, plan: Mapping[str, Any]) -> None:
+    """Raise unless a plan file has this plan; rank 0 writes it if there is none.
+
+    Args:
+        file: The JSON file.
+        plan: All that the results in its folder depend on, by the names for error messages.
+
+    Raises:
+        ValueError: If the file has another plan; the message names what differs.
+    """
+    if not file.exists():
+        if this_rank() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, plan)
+        return
+    try:
+        kept = dict(json.loads(file.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: choose another folder.") from error
+    if differ := [*_differences(kept, json.loads(json.dumps(plan)))]:
+        raise ValueError(
+            f"{file.parent} has results of other settings: {'; '.join(differ)}. Choose another folder, or pass the same"
+            " again."
+        )
+
+
+def _differences(kept: Mapping[str, Any], now: Mapping[str, Any], inside: str = "") -> Iterator[str]:
+    for key in {**kept, **now}:
+        before, after = kept.get(key), now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{inside}{key}: ")
+        elif before != after:
+            yield f"{inside}{key} was {before!r}, now {after!r}"
