@@ -71,7 +71,7 @@ class DataWait(Trick):
     """Measures how long training waits for data, and says what would help.
 
     ``share = time in the loader's next() / time`` since the last logged value, without validation, is logged as
-    ``tricks/data_wait``. On CUDA, where the device works on while Python waits, the time counts in which the device had
+    ``tricks/data_wait``; at the end of an epoch ``trainer.callback_metrics`` has the share of the epoch. On CUDA, where the device works on while Python waits, the time counts in which the device had
     nothing to do. At the end of the first epoch of a fit one warning says what to change, and what that should bring,
     if training has waited for more than ``warn`` of the epoch. It changes nothing. On several devices each process
     measures itself, and the first one logs.
@@ -98,7 +98,8 @@ class DataWait(Trick):
         self._asked = self._paused = 0.0  # when the present wait or validation began
         self._events: list[torch.cuda.Event] = []  # before and after waits that the device has not reached yet
         self._logged: Moment | None = None
-        self._epoch: tuple[Moment, int] | None = None  # the beginning of the first epoch, and the batches before it
+        self._epoch: tuple[Moment, int] | None = None  # the beginning of the epoch, and the batches before it
+        self._judged = False  # whether the first epoch of the fit is over
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -131,10 +132,14 @@ class DataWait(Trick):
         return Moment(time.perf_counter() - self._pause, self._wait, time.process_time())
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._logged = self._moment()
+        self.on_train_epoch_start(trainer, pl_module)  # Lightning leaves it out where a fit is resumed within an epoch
+
+    @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._logged is None:
-            self._logged = self._moment()
-            self._epoch = self._logged, trainer.fit_loop.total_batch_idx
+        self._epoch = self._moment(), trainer.fit_loop.total_batch_idx
 
     @override
     def on_train_batch_end(
@@ -144,9 +149,9 @@ class DataWait(Trick):
             log_every_n_steps(trainer, self._values)
 
     def _values(self) -> dict[str, float]:
-        now = self._moment()
-        before, self._logged = self._logged or now, now
-        return {"tricks/data_wait": now.share_since(before)}
+        assert self._logged is not None, "training has begun"
+        before, self._logged = self._logged, self._moment()
+        return {"tricks/data_wait": self._logged.share_since(before)}
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -158,18 +163,21 @@ class DataWait(Trick):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._epoch is None:
-            return
-        (before, batches), now, self._epoch = self._epoch, self._moment(), None
+        assert self._epoch is not None, "training has begun"
+        (before, batches), now = self._epoch, self._moment()
         share, steps = now.share_since(before), max(trainer.fit_loop.total_batch_idx - batches, 1)
-        if share > self.warn:
+        trainer.callback_metrics["tricks/data_wait"] = torch.tensor(share)
+        is_first, self._judged = not self._judged, True
+        if is_first and share > self.warn:
             wait, cpu = (now.wait - before.wait) / steps, (now.cpu - before.cpu) / steps
             work = (now.time - before.time) / steps - wait
             rank_zero_warn(f"Training waits for data {share:.0%} of the time. {self._remedy(trainer, wait, work, cpu)}")
 
     def _remedy(self, trainer: pl.Trainer, wait: float, work: float, cpu: float) -> str:
         loaders = train_loader(trainer).flattened
-        if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
+        if len(loaders) > 1:
+            return "lightning_tricks.find_num_workers(loader) says how many workers each of the loaders needs."
+        if not isinstance(loaders[0], DataLoader):
             return "Load in other processes, as a DataLoader(num_workers=...) does."
         workers, cores = loaders[0].num_workers, max(1, available_cores() // trainer.num_devices)
         best, speedup = useful_workers(wait, work, cpu, workers, cores)

@@ -107,7 +107,8 @@ class SequenceLengthWarmup(GrowingInputs):
     def _require_sequences(self, batch: Any, path: Path) -> None:
         """Raise unless an input looks like a sequence, or is named as one."""
         x = get(batch, path)
-        usual = (self.dim + 1, self.dim + 2)  # more dimensions are those of images
+        # More dimensions are those of images, and of tokens those of several texts for a sample.
+        usual = (self.dim + 1, self.dim + 2) if x.is_floating_point() else (self.dim + 1,)
         if x.is_nested or x.ndim <= self.dim or (self.inputs is None and x.ndim not in usual):
             raise MisconfigurationException(
                 f"SequenceLengthWarmup(dim={self.dim}) needs tokens (B, T) or features (B, T, F), got"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_tricks.core.batches.paths import Names, check_names, described, find, get, locate
+from lightning_tricks.core.batches.paths import INPUTS, Names, check_names, described, find, get, locate
 from lightning_tricks.core.lightning.trainer import log_every_n_steps, will_step
 from lightning_tricks.core.trick import Trick
 
@@ -50,7 +50,7 @@ class Throughput(Trick):
 
     Raises:
         TypeError: For a value of the wrong type.
-        MisconfigurationException: At the first batch, if ``tokens`` is not in it.
+        MisconfigurationException: At the first batch, if ``tokens`` is not in it, or no tensor that has samples.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Throughput()], accelerator="cpu", logger=False)
@@ -94,7 +94,7 @@ class Throughput(Trick):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        samples, tokens = extract_batch_size(batch), self._tokens_in(batch)
+        samples, tokens = samples_in(batch), self._tokens_in(batch)
         self._batches += 1
         if self._counter is not None:  # such a step takes longer, and is no part of the rates
             self._counting.close()
@@ -136,7 +136,7 @@ class Throughput(Trick):
                 rates["tricks/mfu"] = flops / (peak * devices)
         self._since, self._samples, self._counted = now, 0, None
         for name, rate in rates.items():
-            pl_module.log(name, rate, prog_bar=True, logger=False)
+            pl_module.log(name, rate, prog_bar=True, logger=False, batch_size=1)
         return rates
 
     @override
@@ -146,6 +146,18 @@ class Throughput(Trick):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in a batch: of its inputs, or else of its first tensor."""
+    inputs = find(batch, INPUTS, 0)
+    try:
+        return extract_batch_size(get(batch, inputs[0]) if inputs else batch)
+    except MisconfigurationException as error:
+        raise MisconfigurationException(
+            f"Throughput finds no tensor in the batch, which has {described(batch)}: it cannot count samples. Have the"
+            " collate function return a dict or a tuple, or leave Throughput out."
+        ) from error
 
 
 def computing_dtype(trainer: pl.Trainer) -> torch.dtype:

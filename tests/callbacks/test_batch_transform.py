@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torchvision import transforms as v1
 from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
@@ -297,6 +298,8 @@ FLIP = v2.RandomHorizontalFlip()
             r"AugMix takes images .* from .* to 2: normalize behind it",
         ),
         (v2.RandomApply([v2.ColorJitter()]), (images() * 2, LABELS), "ColorJitter takes images with values in"),
+        (v1.Compose([v1.ColorJitter()]), (images() * 2, LABELS), "ColorJitter takes images with values in"),
+        (nn.Sequential(v2.ColorJitter()), (images() * 2, LABELS), "ColorJitter takes images with values in"),
         (
             v2.ToPILImage(),
             (images(), LABELS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_tricks as lt
 from lightning_tricks.callbacks import data_wait
 from lightning_tricks.callbacks.data_wait import useful_workers
+from tests.callbacks.test_swa import save_at
 from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, trainer, weights
 
 
@@ -87,15 +89,17 @@ def test_the_share_is_that_of_a_loader_that_sleeps() -> None:
         def on_train_epoch_start(self, *_: Any) -> None:
             self.started = time.perf_counter()
 
-        def on_train_epoch_end(self, *_: Any) -> None:
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
             self.took = time.perf_counter() - self.started
+            self.logged = float(trainer.callback_metrics["tricks/data_wait"])
 
     samples, epoch = Slow(0.005), Epoch()
     share, said, logged = measured(samples, Working(0.02), epoch)
     assert share == pytest.approx(samples.spent / epoch.took, abs=0.06)
+    assert share == pytest.approx(epoch.logged, abs=0.01)
     assert 0.3 < share < 0.7
     assert 0.3 < sum(logged) / len(logged) < 0.7
-    assert "With num_workers=1 instead of 0 an epoch should be " in said
+    assert re.search(r"With num_workers=[12] instead of 0 an epoch should be [12]\.\d times faster", said)
 
 
 @pytest.mark.slow
@@ -130,6 +134,16 @@ def test_it_begins_anew_with_every_fit_and_warns_once_in_each() -> None:
         with pytest.warns(UserWarning, match="Training waits for data") as caught:
             run.fit(module, DataLoader(Slow(0.005, 16), 4), DataLoader(data(8), 4))
         assert len([each for each in caught if "waits for data" in str(each.message)]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_an_epoch_that_is_resumed_is_measured_too(tmp_path: Path) -> None:
+    fit(PlainNet(), train=DataLoader(data(24), 4), callbacks=[save_at(3, tmp_path / "half.ckpt")], max_epochs=1)
+    shares = Shares()
+    with pytest.warns(UserWarning, match="Training waits for data"):
+        again = {"train": DataLoader(Slow(0.02, 24), 4), "ckpt_path": tmp_path / "half.ckpt", "log_every_n_steps": 1}
+        fit(PlainNet(), callbacks=[lt.DataWait(), shares], max_epochs=1, **again)
+    assert min(shares.seen) > 0.4
 
 
 def test_a_fit_that_hardly_waits_is_not_warned_of() -> None:
@@ -180,6 +194,16 @@ def test_the_cores_are_shared_by_the_devices_and_none_may_be_left(monkeypatch: p
     monkeypatch.setattr(data_wait, "available_cores", lambda: 1)
     _, said, _ = measured(Slow(0.02, 24), Working(), num_workers=1)
     assert "would not help on 1 cores for each device: make samples cheaper" in said
+
+
+def test_each_of_several_loaders_is_to_be_measured() -> None:
+    class Both(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    both = [DataLoader(Slow(0.02, 8), 4), DataLoader(data(8), 4)]
+    with pytest.warns(UserWarning, match=r"find_num_workers\(loader\) says how many workers each of the loaders needs"):
+        trainer(max_epochs=1, callbacks=[lt.DataWait()]).fit(Both(), both, DataLoader(data(8), 4))
 
 
 def test_what_is_no_data_loader_has_an_advice_of_its_own() -> None:

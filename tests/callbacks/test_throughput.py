@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks.progress import TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -182,6 +183,30 @@ def on_ranks() -> tuple[float, float]:
 def test_the_rates_are_of_all_devices() -> None:
     for rate, true_rate in run_ranks(on_ranks):
         assert rate == pytest.approx(2 * true_rate, rel=0.15)
+
+
+@pytest.mark.parametrize("batch", [{"t": torch.tensor(0.5), "x": torch.zeros(6, 8)}, {"x": torch.zeros(6, 8)}])
+def test_samples_are_those_of_the_inputs(batch: Any) -> None:
+    assert throughput.samples_in(batch) == 6
+
+
+def test_a_batch_without_tensors_is_refused_by_name() -> None:
+    class Names(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(data(8)[:][0]).sum()
+
+    with pytest.raises(MisconfigurationException, match="Throughput finds no tensor in the batch, which has names: 2 s"):
+        rates(Names(), DataLoader([{"names": ["a", "b"]}], batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`")
+def test_steps_that_take_an_iterator_are_counted_too() -> None:
+    class Own(PlainNet):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            x, y = next(dataloader_iter)[0]
+            return F.cross_entropy(self(x), y)
+
+    assert rates(Own()).keys() == {"samples_per_second", "teraflops"}
 
 
 def test_a_wrong_name_is_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -148,6 +149,13 @@ def test_wrong_values_are_refused(settings: Any, message: str) -> None:
         lt.LengthBuckets(**settings)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint64"])
+def test_lengths_may_be_integers_of_any_kind(dtype: str) -> None:
+    lengths: Any = np.array([9, 1, 8, 2], dtype)
+    assert list(lt.LengthBuckets(lengths, 2, shuffle=False)) == [1, 3, 2, 0]
+    assert list(lt.TokenBuckets(torch.from_numpy(lengths), 18, shuffle=False)) == [[0, 2], [3, 1]]
+
+
 @pytest.mark.parametrize("lengths", [[1.5, 2], ["a"], None, 3.0, torch.ones(2)])
 def test_what_is_no_number_of_tokens_is_refused(lengths: Any) -> None:
     with pytest.raises(TypeError, match="lengths must be integers"):
@@ -163,6 +171,18 @@ def test_another_batch_size_and_another_data_set_are_refused() -> None:
         trainer().fit(Recorder(), fewer)
     with pytest.raises(ValueError, match="no callback that changes it"):
         trainer(callbacks=[lt.BatchSizeWarmup(initial=2, final=4, grow="loader")]).fit(Recorder(), loader())
+
+
+def test_a_loader_that_skips_samples_by_itself_is_refused() -> None:
+    class Stateful(DataLoader[Any]):  # as torchdata's StatefulDataLoader
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="so does a Stateful, which has a state: samples would be skipped twice"):
+        trainer().fit(Recorder(), Stateful(Numbered(44), 4, sampler=lt.LengthBuckets(lognormal(44), 4)))
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
@@ -231,6 +251,16 @@ def test_so_it_does_with_workers_wherever_it_was_saved(tmp_path: Path) -> None:
     module, saved = unbroken(tmp_path)
     for name, steps in saved.items():
         assert resumed(tmp_path / name, loader(num_workers=1)) == module.seen[steps:], name
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_fit_of_max_steps_goes_on_behind_its_first_epoch(num_workers: int, tmp_path: Path) -> None:
+    """Lightning (2.6) counts one epoch too many there."""
+    settings, saver = {"max_epochs": -1, "max_steps": 13}, Saver(tmp_path)
+    module, again = Validated(), Validated()
+    trainer(**settings, callbacks=[saver]).fit(module, loader(), loader(8))
+    trainer(**settings).fit(again, loader(num_workers=num_workers), loader(8), ckpt_path=tmp_path / "epoch_end-0-11")
+    assert again.seen == module.seen[11:]
 
 
 @not_resumable

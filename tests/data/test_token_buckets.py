@@ -98,6 +98,8 @@ def test_a_loader_that_makes_batches_and_another_data_set_are_refused() -> None:
     fewer = DataLoader(lt.BatchedDataset(Numbered(66)), batch_size=None, sampler=lt.TokenBuckets(lengths(65), BUDGET))
     with pytest.raises(ValueError, match="got 65 lengths and 66 samples"):
         trainer().fit(Recorder(), fewer)
+    with pytest.raises(ValueError, match="got 65 lengths and 66 samples"):
+        trainer().fit(Recorder(), DataLoader(Numbered(66), batch_sampler=lt.TokenBuckets(lengths(65), BUDGET)))
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------

@@ -114,6 +114,7 @@ class BatchTransform(BatchCallback):
         if any(get(batch, path).is_nested or not get(batch, path).ndim for path in inputs):
             raise MisconfigurationException(f"BatchTransform needs inputs (B, ...), got {described(batch)}.")
         targets = self.targets_if_any(batch)
+        self._require_range(batch, inputs)
         if not self._is_torchvisions:
             if all(get(batch, path).ndim > 2 for path in inputs):
                 remedy = "use a transform of torchvision.transforms.v2"
@@ -127,7 +128,6 @@ class BatchTransform(BatchCallback):
             raise MisconfigurationException(
                 f"torchvision's transforms take images (B, C, H, W), got {described(batch)}: name them in inputs=."
             )
-        self._require_range(batch, inputs)
         lists = list(_lists(batch, len(get(batch, inputs[0]))))
         rest = batch
         for path in lists:
@@ -185,10 +185,11 @@ class BatchTransform(BatchCallback):
 
 
 def _names(transform: Any) -> Iterator[str]:
-    """The names of the classes of a transform of torchvision and of those that it begins with."""
-    yield type(transform).__name__
-    inner = getattr(transform, "transforms", ())
-    for other in inner if isinstance(inner, list | tuple | torch.nn.ModuleList) else ():
+    """The names of the classes of a transform and of those that it begins with, as far as they are torchvision's."""
+    if type(transform).__module__.startswith("torchvision."):
+        yield type(transform).__name__
+    inner = getattr(transform, "transforms", transform if isinstance(transform, torch.nn.Sequential) else ())
+    for other in inner if isinstance(inner, list | tuple | torch.nn.ModuleList | torch.nn.Sequential) else ():
         if type(other).__name__ == "Normalize":
             return
         yield from _names(other)

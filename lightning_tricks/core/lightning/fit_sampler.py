@@ -42,31 +42,33 @@ def find_reader() -> Reader:
     them before it calls ``set_epoch``. Its progress is in the checkpoint, and restored before samples are read.
     """
     frame: FrameType | None = sys._getframe(1)
-    passed: list[tuple[object, str]] = []
+    passed: list[object] = []
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, pl.Trainer):
             return _reader(owner, passed)
-        passed.append((owner, frame.f_code.co_name))
+        passed.append(owner)
         frame = frame.f_back
     if dist.is_available() and dist.is_initialized():
         return Reader(dist.get_world_size(), dist.get_rank())
     return Reader(1, 0)
 
 
-def _reader(trainer: pl.Trainer, passed: list[tuple[object, str]]) -> Reader:
+def _reader(trainer: pl.Trainer, passed: list[object]) -> Reader:
     ranks = trainer.distributed_sampler_kwargs or {}  # tensor-parallel ranks share their samples
     world, rank = ranks.get("num_replicas", 1), ranks.get("rank", 0)
     loop = trainer.fit_loop
     loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
-    calls = [name for owner, name in passed if owner is not None and owner is loop._data_fetcher]
-    if not calls:  # a validation, or another pass over the training samples
-        return Reader(world, rank, loaders=loaders)
+    if loop._data_fetcher is None or not any(owner is loop._data_fetcher for owner in passed):
+        return Reader(world, rank, loaders=loaders)  # a validation, or another pass over the training samples
     batches: Any = loop.epoch_loop.batch_progress
     epochs: Any = loop.epoch_progress.current
+    if any(owner is loop.epoch_loop for owner in passed):
+        return Reader(world, rank, trainer.current_epoch, batches.current.processed, loaders)
+    # Workers are started before the epoch is.
     if epochs.started == epochs.processed or batches.is_last_batch:  # between epochs
         return Reader(world, rank, epochs.started, 0, loaders)
-    resumed = loop.epoch_loop.restarting or "__next__" in calls  # otherwise of an earlier fit that has failed
+    resumed = loop.epoch_loop.restarting  # otherwise of an earlier fit that has failed
     return Reader(world, rank, epochs.processed, batches.current.processed if resumed else 0, loaders)
 
 
@@ -91,10 +93,18 @@ class FitSampler(DistributedSampler[Any]):
     def _reader(self) -> Reader:
         """Who reads, if the data set is the one of the lengths."""
         reader = find_reader()
+        name = type(self).__name__
         for loader in reader.loaders:
-            if getattr(loader, "sampler", None) is self and len(loader.dataset) != len(self.lengths):
-                name, found = type(self).__name__, f"{len(self.lengths)} lengths and {len(loader.dataset)} samples"
+            if self not in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+                continue
+            if len(loader.dataset) != len(self.lengths):
+                found = f"{len(self.lengths)} lengths and {len(loader.dataset)} samples"
                 raise ValueError(f"lengths of {name} must have one entry for each sample, got {found}.")
+            if hasattr(loader, "load_state_dict"):
+                raise ValueError(
+                    f"{name} goes on where a fit is resumed, and so does a {type(loader).__name__}, which has a state:"
+                    " samples would be skipped twice. Use torch's DataLoader."
+                )
         return reader
 
     def _batches_left(self) -> Iterator[list[int]]:
@@ -122,10 +132,11 @@ def checked_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
     numbers = found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
     if numbers and found.numel():  # torch makes floats of no numbers at all
         raise TypeError(f"lengths must be integers, one for each sample, got {found.dtype}.")
+    found = found.long().cpu()
     if found.ndim != 1 or not found.numel():
         raise ValueError(
             f"lengths must be a sequence with one integer for each sample, got shape {tuple(found.shape)}."
         )
     if found.min() < 0 or found.max() > MOST:
         raise ValueError(f"lengths must not be negative, got {int(found.min())} to {int(found.max())}.")
-    return found.cpu()
+    return found
