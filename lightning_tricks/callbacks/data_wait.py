@@ -71,10 +71,11 @@ class DataWait(Trick):
     """Measures how long training waits for data, and says what would help.
 
     ``share = time in the loader's next() / time`` since the last logged value, without validation, is logged as
-    ``tricks/data_wait``; at the end of an epoch ``trainer.callback_metrics`` has the share of the epoch. On CUDA, where the device works on while Python waits, the time counts in which the device had
-    nothing to do. At the end of the first epoch of a fit one warning says what to change, and what that should bring,
-    if training has waited for more than ``warn`` of the epoch. It changes nothing. On several devices each process
-    measures itself, and the first one logs.
+    ``tricks/data_wait``; at the end of an epoch ``trainer.callback_metrics`` has the share of the epoch. On CUDA, where
+    the device works on while Python waits, the time counts in which the device had nothing to do. At the end of the
+    first epoch of a fit one warning says what to change, and what that should bring, if training has waited for more
+    than ``warn`` of the epoch. It changes nothing. On several devices each process measures itself, and the first one
+    logs.
 
     Args:
         warn: The share of an epoch above which to warn, in [0, 1].

@@ -140,9 +140,9 @@ def test_it_begins_anew_with_every_fit_and_warns_once_in_each() -> None:
 def test_an_epoch_that_is_resumed_is_measured_too(tmp_path: Path) -> None:
     fit(PlainNet(), train=DataLoader(data(24), 4), callbacks=[save_at(3, tmp_path / "half.ckpt")], max_epochs=1)
     shares = Shares()
+    again: dict[str, Any] = {"train": DataLoader(Slow(0.02, 24), 4), "ckpt_path": tmp_path / "half.ckpt"}
     with pytest.warns(UserWarning, match="Training waits for data"):
-        again = {"train": DataLoader(Slow(0.02, 24), 4), "ckpt_path": tmp_path / "half.ckpt", "log_every_n_steps": 1}
-        fit(PlainNet(), callbacks=[lt.DataWait(), shares], max_epochs=1, **again)
+        fit(PlainNet(), callbacks=[lt.DataWait(), shares], max_epochs=1, log_every_n_steps=1, **again)
     assert min(shares.seen) > 0.4
 
 
