@@ -16,6 +16,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
+from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
 from lightning_tricks.callbacks.sam import SAMCallback
@@ -44,6 +45,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "Preemption",
     "RewindOnSpike",
     "SAMCallback",
     "ScheduleFree",

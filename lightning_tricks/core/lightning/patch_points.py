@@ -53,8 +53,9 @@ _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _DDP = "lightning.pytorch.strategies.DDPStrategy"
 _MODEL_PARALLEL = "lightning.pytorch.strategies.ModelParallelStrategy"
 _DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
-_DATA = "lightning.pytorch.trainer.connectors.data_connector"
-_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
+_CONNECTORS = "lightning.pytorch.trainer.connectors"
+_DATA = f"{_CONNECTORS}.data_connector"
+_CONNECTOR = f"{_CONNECTORS}.accelerator_connector"
 _LOADER = "lightning.pytorch.utilities.CombinedLoader"
 
 WRAPPED = (
@@ -90,8 +91,8 @@ WRAPPED = (
         _STRATEGY,
         "process_dataloader",
         "dataloader",
-        "BatchSizeWarmup, find_batch_size",
-        "the loaders with distributed samplers, before they are read",
+        "BatchSizeWarmup, find_batch_size, Preemption",
+        "the loaders with distributed samplers, before they are read and start their workers",
     ),
     WrappedMethod(
         _STRATEGY,
@@ -135,6 +136,27 @@ WRAPPED = (
         "interval, update_plateau_schedulers",
         "SkipNonFinite, RewindOnSpike",
         "schedules must not count a step that was left out",
+    ),
+    WrappedMethod(
+        _EPOCH_LOOP,
+        "on_advance_end",
+        "data_fetcher",
+        "Preemption",
+        "the one place behind all hooks of a batch, where all that a checkpoint holds belongs to the same step",
+    ),
+    WrappedMethod(
+        f"{_CONNECTORS}.signal_connector._SignalConnector",
+        "register_signal_handlers",
+        "",
+        "Preemption",
+        "Lightning's handlers save and broadcast amid a step, and ranks that are in different places wait for ever",
+    ),
+    WrappedMethod(
+        f"{_CONNECTORS}.checkpoint_connector._CheckpointConnector",
+        "resume_start",
+        "checkpoint_path, weights_only",
+        "Preemption",
+        'ckpt_path="newest": the processes agree on a path, or on none, when there is a process group',
     ),
     WrappedMethod(
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
@@ -249,9 +271,12 @@ PRIVATE = (
     PrivateName(
         _TRAINER,
         "_accelerator_connector",
-        "DDPPreset",
-        "keeps the loaders' samplers when DDP finds that it runs alone; no public name sets it that late",
+        "DDPPreset, Preemption",
+        "keeps the loaders' samplers when DDP finds that it runs alone; no public name sets it that late. Also the"
+        " cluster, which strategies of one device do not name",
     ),
+    PrivateName(_TRAINER, "_signal_connector", "Preemption", "whose handlers of signals are left out"),
+    PrivateName(_TRAINER, "_checkpoint_connector", "Preemption", "which restores a checkpoint"),
     PrivateName(_TRAINER, "_detect_anomaly", "conflicts", "whether the backward pass raises at a NaN"),
     PrivateName(
         _FIT_LOOP,
@@ -261,7 +286,8 @@ PRIVATE = (
     ),
     PrivateName(_FIT_LOOP, "_data_source", "optimizer_steps", "the loaders, before the fit loop has set them up"),
     PrivateName(_FIT_LOOP, "_data_fetcher", "BatchSizeWarmup", "a new iterator in an epoch that is resumed"),
-    PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets", "whether the optimizer steps after this batch"),
+    PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets, Preemption", "whether the optimizer steps after this batch"),
+    PrivateName(_EPOCH_LOOP, "_is_training_done", "Preemption", "whether a batch was the last of its epoch or of all"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
     PrivateName(_MODULE, "_current_fx_name", "batch tricks", "whether a loop moves its batch to the device now"),
     PrivateName(_MODULE, "_on_before_batch_transfer", "SWA", "the hook of the module or of the data module"),
