@@ -27,6 +27,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance
+from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
@@ -45,6 +46,7 @@ from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.export_adapters import export_adapters
+from lightning_tricks.checkpoints.newest import newest_checkpoint
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
 from lightning_tricks.data.length_buckets import LengthBuckets
@@ -135,6 +137,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",
     "SAMCallback",
@@ -185,6 +188,7 @@ __all__ = [
     "linear",
     "merge_adapters",
     "min_snr_weight",
+    "newest_checkpoint",
     "no_weight_decay_groups",
     "one_cycle",
     "optimizer",

@@ -44,7 +44,7 @@ NO_TRAINER = re.compile(
 )
 ON_TOP = {"advisor", "examples"}  # may import every kind
 MAY_IMPORT = {  # the kinds that a kind may import besides itself and core
-    "callbacks": {"losses", "modules", "schedules"},  # LeanLoss, SAMCallback, LRSchedule: other forms of what is there
+    "callbacks": {"checkpoints", "losses", "modules", "schedules"},  # Preemption, LeanLoss, SAMCallback, LRSchedule
     "checkpoints": set(),
     "core": set(),
     "data": set(),

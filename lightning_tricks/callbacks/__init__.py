@@ -19,6 +19,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
+from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing, resize_images
 from lightning_tricks.callbacks.qat import QAT
 from lightning_tricks.callbacks.rewind_on_spike import RewindOnSpike
@@ -60,6 +61,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",
     "SAMCallback",

@@ -94,7 +94,7 @@ def _report_damage(folder: Path, read: Callable[[], Any]) -> Any:
 def _fsdp_weights(folder: Path) -> dict[str, Any]:
     """The state_dict in a folder that FSDP saved: lazy tensors, and extra state read at once."""
     reader = SafeReader(folder)
-    _require_full_size(folder, reader.metadata)
+    require_full_size(folder, reader.metadata)
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     paths = {key: path for key, path in (reader.metadata.planner_data or {}).items() if path[0] in PREFIXES}
@@ -116,7 +116,7 @@ def _fsdp_weights(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _require_full_size(folder: Path, metadata: Metadata) -> None:
+def require_full_size(folder: Path, metadata: Metadata) -> None:
     """Raise if a file of shards is missing or truncated, before hours of copying the others."""
     ends: dict[str, int] = {}
     for storage in metadata.storage_data.values():

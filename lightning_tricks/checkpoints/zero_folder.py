@@ -44,10 +44,10 @@ def zero_weights(folder: Path) -> dict[str, Any]:
     tag = folder / (folder / "latest").read_text().strip()
     if experts := sorted(file.name for file in tag.glob("layer_*_expert_*")):
         raise ValueError(f"it has DeepSpeed's experts in files of their own ({experts[0]}), which are not joined here")
-    optimizers = [_load(file)["optimizer_state_dict"] for file in _by_rank(tag, OPTIMIZER)]
-    _require_all_ranks(optimizers)
+    optimizers = [_load(file)["optimizer_state_dict"] for file in by_rank(tag, OPTIMIZER)]
+    require_all_ranks(optimizers)
     sharded = "fp32_flat_groups" in optimizers[0]  # ZeRO-3; otherwise ZeRO-1 or 2.
-    models = [_load(file) for file in (_by_rank(tag, MODEL) if sharded else [tag / MODEL.removeprefix("_")])]
+    models = [_load(file) for file in (by_rank(tag, MODEL) if sharded else [tag / MODEL.removeprefix("_")])]
     if sharded and len(models) != len(optimizers):
         raise ValueError(f"it has model states of {len(models)} ranks, expected {len(optimizers)}")
     model = models[0]
@@ -95,13 +95,14 @@ def _load(file: Path) -> Any:
     return load_zero_file(file)
 
 
-def _by_rank(tag: Path, ending: str) -> list[Path]:
+def by_rank(tag: Path, ending: str) -> list[Path]:
     """The files whose names end in a rank and ``ending``, in the order of the ranks."""
     files = {int(file.name.removesuffix(ending).split("_")[-1]): file for file in tag.glob(f"*zero_pp_rank_*{ending}")}
     return [files[rank] for rank in sorted(files)]
 
 
-def _require_all_ranks(optimizers: Sequence[dict[str, Any]]) -> None:
+def require_all_ranks(optimizers: Sequence[dict[str, Any]]) -> None:
+    """Raise if the files are not those of as many processes as the checkpoint was saved by."""
     count = optimizers[0]["partition_count"] if optimizers else 0  # A list with one count per group in ZeRO-1 and 2.
     counts = set(count if isinstance(count, list) else [count])
     if counts != {len(optimizers)}:

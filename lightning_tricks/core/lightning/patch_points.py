@@ -53,8 +53,9 @@ _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _DDP = "lightning.pytorch.strategies.DDPStrategy"
 _MODEL_PARALLEL = "lightning.pytorch.strategies.ModelParallelStrategy"
 _DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
-_DATA = "lightning.pytorch.trainer.connectors.data_connector"
-_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
+_CONNECTORS = "lightning.pytorch.trainer.connectors"
+_DATA = f"{_CONNECTORS}.data_connector"
+_CONNECTOR = f"{_CONNECTORS}.accelerator_connector"
 _LOADER = "lightning.pytorch.utilities.CombinedLoader"
 
 WRAPPED = (
@@ -97,8 +98,8 @@ WRAPPED = (
         _STRATEGY,
         "process_dataloader",
         "dataloader",
-        "BatchSizeWarmup, find_batch_size",
-        "the loaders with distributed samplers, before they are read",
+        "BatchSizeWarmup, find_batch_size, Preemption",
+        "the loaders with distributed samplers, before they are read and start their workers",
     ),
     WrappedMethod(
         _STRATEGY,
@@ -147,6 +148,27 @@ WRAPPED = (
         _EPOCH_LOOP, "_on_before_fetch", "", "DataWait", "no hook runs between the end of a step and the next batch"
     ),
     WrappedMethod(_EPOCH_LOOP, "_on_after_fetch", "", "DataWait", "as above, once the batch is there"),
+    WrappedMethod(
+        _EPOCH_LOOP,
+        "on_advance_end",
+        "data_fetcher",
+        "Preemption",
+        "the one place behind all hooks of a batch, where all that a checkpoint holds belongs to the same step",
+    ),
+    WrappedMethod(
+        f"{_CONNECTORS}.signal_connector._SignalConnector",
+        "register_signal_handlers",
+        "",
+        "Preemption",
+        "Lightning's handlers save and broadcast amid a step, and ranks that are in different places wait for ever",
+    ),
+    WrappedMethod(
+        f"{_CONNECTORS}.checkpoint_connector._CheckpointConnector",
+        "resume_start",
+        "checkpoint_path, weights_only",
+        "Preemption",
+        'ckpt_path="newest": the processes agree on a path, or on none, when there is a process group',
+    ),
     WrappedMethod(
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
         "run",
@@ -260,9 +282,12 @@ PRIVATE = (
     PrivateName(
         _TRAINER,
         "_accelerator_connector",
-        "DDPPreset",
-        "keeps the loaders' samplers when DDP finds that it runs alone; no public name sets it that late",
+        "DDPPreset, Preemption",
+        "keeps the loaders' samplers when DDP finds that it runs alone; no public name sets it that late. Also the"
+        " cluster, which strategies of one device do not name",
     ),
+    PrivateName(_TRAINER, "_signal_connector", "Preemption", "whose handlers of signals are left out"),
+    PrivateName(_TRAINER, "_checkpoint_connector", "Preemption", "which restores a checkpoint"),
     PrivateName(_TRAINER, "_detect_anomaly", "conflicts", "whether the backward pass raises at a NaN"),
     PrivateName(
         _FIT_LOOP,
@@ -277,7 +302,10 @@ PRIVATE = (
         "BatchSizeWarmup, LengthBuckets, TokenBuckets",
         "a new iterator in an epoch that is resumed, and whether it is the fit that reads",
     ),
-    PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets", "whether the optimizer steps after this batch"),
+    PrivateName(
+        _FIT_LOOP, "_should_accumulate", "zero presets, Preemption", "whether the optimizer steps after this batch"
+    ),
+    PrivateName(_EPOCH_LOOP, "_is_training_done", "Preemption", "whether a batch was the last of its epoch or of all"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
     PrivateName(
         _MODULE,

@@ -1,0 +1,228 @@
+"""A machine that is taken away: all processes save and end at the same step, and the next start goes on from there."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_tricks.checkpoints.newest import newest_checkpoint
+from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.lightning.trainer import extremes, will_step
+from lightning_tricks.core.trick import Conflict, Trick
+
+__all__ = ["Preemption"]
+
+_END, _REQUEUE = 1, 2  # what a signal asks for; 0 for nothing
+_NAME = re.compile(r"preempted-step=(\d+)(-v\d+)?\.ckpt")
+
+
+@final
+class Preemption(Trick):
+    """Saves and ends all processes at one step when a machine is taken away; ``ckpt_path="newest"`` goes on from there.
+
+    After SIGTERM, which schedulers and clouds send before they take a machine away, or SIGUSR1, on any process, all
+    processes finish the optimizer step that the slowest of them is in, save one checkpoint
+    ``preempted-step=N.ckpt``, and raise Lightning's ``SIGTERMException``, which ends the program with exit status 143
+    and without a traceback. In a validation they save before its next batch, and the whole validation runs again after
+    the resume. In a SLURM job the first process queues the job again after SIGUSR1 (``#SBATCH --signal=SIGUSR1@120``);
+    ``SLURMEnvironment(requeue_signal=...)`` and its ``auto_requeue=False`` are respected. After the last step training
+    ends as if there were no signal.
+
+    ``trainer.fit(..., ckpt_path="newest")`` goes on from what ``newest_checkpoint(folder)`` finds on the first process,
+    and starts from the beginning if it finds none. Checkpoints of other callbacks count, so let ``ModelCheckpoint``
+    save in this folder, too, for machines that fail without a signal.
+
+    Lightning's own handlers of these signals, which save and broadcast amid a step, are left out while a fit runs, and
+    handlers of others are put back when it ends. Workers of data loaders outlive the signals, too. Ranks compare notes
+    once a batch, with one number.
+
+    Args:
+        folder: The folder of this run's checkpoints, on a disk that all machines share.
+
+    Raises:
+        TypeError: If the folder is not a path.
+        MisconfigurationException: If ``fit`` does not run in the main thread, the only one that Python tells of
+            signals; or with ``ckpt_path="newest"``, if a process does not see what the first one has found.
+
+    Example:
+        >>> trainer = pl.Trainer(callbacks=[Preemption("runs/a")], accelerator="cpu", logger=False)
+        >>> trainer.fit(module, data, ckpt_path="newest")  # from the beginning: there is no runs/a
+
+    References:
+        SLURM, sbatch --signal and scontrol requeue: https://slurm.schedmd.com/sbatch.html.
+    """
+
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(("Preemption",), "both would answer the same signal", "Keep the one with the folder of this run"),
+    )
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        check_type("folder", folder, str, os.PathLike)
+        self.folder = str(folder)
+        self._wish = 0  # what this process was asked for
+        self._validated = False  # after the present batch
+        self._compares = False  # in the present validation, which has the same number of batches on all ranks
+        super().__init__()
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise MisconfigurationException(
+                "Preemption needs a fit in the main thread, since Python tells no other of signals: leave it out in"
+                " workers of Ray, which restarts them itself, and resume with ckpt_path=newest_checkpoint(folder)."
+            )
+        self._wish = 0
+        wishes = _wishes(trainer)
+        self._wrap(trainer._signal_connector, "register_signal_handlers", lambda original: None)
+        for number, wish in wishes.items():
+            self._undo.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
+            signal.signal(number, partial(self._receive, wish))
+        self._wrap(trainer._checkpoint_connector, "resume_start", partial(self._resume, trainer))
+        self._wrap(trainer.strategy, "process_dataloader", partial(self._shield, trainer, [*wishes]))
+        self._wrap(trainer.fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, trainer))
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated = True
+        batches = sum(trainer.num_val_batches)
+        fewest, most = extremes(trainer, -1 if math.isinf(batches) else int(batches))
+        self._compares = fewest == most != -1 and not trainer.sanity_checking
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._compares and (wish := self._agreed(trainer)):
+            # Lightning would go on behind the batches that are done, with their part of the metrics lost. It runs all
+            # of a validation that was interrupted in its first batch.
+            progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+            done = progress.total.completed - progress.current.completed
+            progress.load_state_dict(
+                {"total": _in_first_batch(done), "current": _in_first_batch(0), "is_last_batch": False}
+            )
+            self._stop(trainer, wish)
+
+    def _receive(self, wish: int, *_: Any) -> None:
+        self._wish = max(self._wish, wish)
+
+    def _agreed(self, trainer: pl.Trainer) -> int:
+        """What any rank was asked for; all ranks take part."""
+        return extremes(trainer, self._wish)[1]
+
+    def _after_batch(self, trainer: pl.Trainer, original: Callable[..., None], *args: Any) -> None:
+        self._validated = False
+        original(*args)
+        # No checkpoint holds accumulated gradients, and Lightning loses count of one made between the last batch of
+        # an epoch, or a validation that is over, and what follows.
+        done = trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop
+        if not done and not self._validated and will_step(trainer) and (wish := self._agreed(trainer)):
+            self._stop(trainer, wish)
+
+    def _stop(self, trainer: pl.Trainer, wish: int) -> None:
+        """Save, queue the job again if that was asked for, and end."""
+        path = trainer.strategy.broadcast(_unused(Path(self.folder), trainer.global_step))
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            if wish == _REQUEUE:
+                _requeue()
+            for old in Path(self.folder).iterdir():
+                if (known := _NAME.fullmatch(old.name)) and int(known[1]) <= trainer.global_step and str(old) != path:
+                    trainer.strategy.remove_checkpoint(old)
+        trainer.strategy.barrier("Preemption")  # SLURM may kill all tasks when the first one ends
+        rank_zero_info(f'Preemption: saved {path} after a signal. Resume with ckpt_path="newest".')
+        cluster = trainer._accelerator_connector.cluster_environment
+        # Lightning kills the main process if one that it has started ends with another status than 0.
+        started = type(cluster) is LightningEnvironment and trainer.local_rank > 0
+        raise SIGTERMException(0 if started else 128 + signal.SIGTERM)
+
+    def _resume(
+        self,
+        trainer: pl.Trainer,
+        original: Callable[..., None],
+        checkpoint_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        if checkpoint_path == "newest":
+            found = newest_checkpoint(self.folder) if trainer.is_global_zero else None
+            checkpoint_path = trainer.strategy.broadcast(found)
+            seen = checkpoint_path is None or Path(checkpoint_path).exists()
+            if not trainer.strategy.reduce_boolean_decision(seen):
+                raise MisconfigurationException(
+                    f"Preemption(folder={self.folder!r}): the first process has found {checkpoint_path}, which another"
+                    " one does not see. Let folder= be on a disk that all machines share."
+                )
+        original(checkpoint_path, weights_only=weights_only)
+
+    def _shield(
+        self, trainer: pl.Trainer, signals: Collection[int], original: Callable[..., Any], dataloader: Any
+    ) -> Any:
+        """Let the workers of a loader outlive the signals, which a scheduler may send to all processes of a machine."""
+        loader = original(dataloader)
+        if isinstance(loader, DataLoader) and loader.num_workers and hasattr(signal, "sigwaitinfo"):
+            self._undo.callback(setattr, loader, "worker_init_fn", loader.worker_init_fn)
+            _auto_add_worker_init_fn(loader, trainer.global_rank)  # which leaves loaders with another function alone
+            loader.worker_init_fn = partial(_outlive, signals, loader.worker_init_fn)
+        return loader
+
+
+def _wishes(trainer: pl.Trainer) -> dict[int, int]:
+    """The signals, and what they ask for."""
+    cluster = trainer._accelerator_connector.cluster_environment
+    if not isinstance(cluster, SLURMEnvironment) or cluster.requeue_signal is None:
+        return {signal.SIGTERM: _END, signal.SIGUSR1: _END}
+    return {signal.SIGTERM: _END, cluster.requeue_signal: _REQUEUE if cluster.auto_requeue else _END}
+
+
+def _in_first_batch(before: int) -> dict[str, int]:
+    """Lightning's progress in the first batch of a loop, after ``before`` batches of earlier runs."""
+    return {"ready": before + 1, "started": before + 1, "processed": before, "completed": before}
+
+
+def _unused(folder: Path, step: int) -> str:
+    """A path that nothing has: even the newest checkpoint could be lost while another was written over it."""
+    names = (f"preempted-step={step}{f'-v{number}' if number else ''}.ckpt" for number in count())
+    return next(str(folder / name) for name in names if not os.path.lexists(folder / name))
+
+
+def _requeue() -> None:
+    """Queue this job, or this task of a job array, again; with a warning if SLURM refuses."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        rank_zero_warn(f"The job was not queued again, and must be started by hand: {error}")
+
+
+def _outlive(signals: Collection[int], original: Callable[[int], None] | None, worker: int) -> None:
+    """``worker_init_fn`` of a worker that ends with its parent, and at no other's signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(target=_end_with_parent, args=(signals,), daemon=True).start()
+    if original is not None:
+        original(worker)
+
+
+def _end_with_parent(signals: Collection[int]) -> None:
+    while signal.sigwaitinfo(signals).si_pid != os.getppid():
+        pass
+    os._exit(0)

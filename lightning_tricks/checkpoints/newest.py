@@ -1,0 +1,187 @@
+"""The newest checkpoint of a run, past those that are damaged or were never finished."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import override
+
+from lightning_tricks.checkpoints.files import PathLike, path_of
+from lightning_tricks.core.safe_load.damage import damage, unfinished
+
+__all__ = ["newest_checkpoint"]
+
+_NAME = re.compile(r"(?!\.).*\.ckpt|\..*\.ckpt\.[0-9a-f]{8}\.old")  # the latter: put_in_place in atomic_folder.py
+
+
+def newest_checkpoint(folder: PathLike) -> str | None:
+    """Find the checkpoint of a run that has trained longest and is complete, to go on from after a failure.
+
+    Looks for names that end in ``.ckpt`` in the folder and all folders in it: files, and folders of shards by FSDP2 and
+    DeepSpeed ZeRO. The newest has the most optimizer steps, as it says itself; of two with the same step, the one with
+    the more complete epochs, and then the one that was written last. Clocks and copies of old files therefore matter
+    little. A file whose checksums are wrong and a folder whose files are missing, cut off or damaged are left out with
+    a warning. Files without the states of optimizers, such as those of ``save_weights_only=True``, are left out, too.
+
+    Give every run a folder of its own: another run's checkpoint that has trained longer would be the newest, and
+    only one of another network is refused when it is loaded.
+
+    Under several processes ``Preemption`` is better, since all of them then go on from what the first process finds.
+    Nothing in the files is executed.
+
+    Args:
+        folder: The folder of the run on a local or shared disk; it need not exist.
+
+    Returns:
+        The path, for ``trainer.fit(ckpt_path=...)``; None if there is none, so that training starts from the beginning.
+
+    Raises:
+        TypeError: If the folder is not a path.
+        ValueError: If it is an address, such as ``s3://...``.
+        NotADirectoryError: If it is a file.
+
+    Example:
+        >>> trainer.fit(module, data, ckpt_path=newest_checkpoint("runs/a"))  # from the beginning: there is no runs/a
+    """
+    root = path_of("folder", folder)
+    if "://" in str(folder):
+        raise ValueError(f"folder must be on a disk, got {str(folder)!r}: copy its checkpoints to one.")
+    if root.is_file():
+        raise NotADirectoryError(f"{root} is one file: name the folder of the run.")
+    found: list[_Found] = []
+    for path in _candidates(root):
+        try:
+            record = _record(path)
+            if "callbacks" in record:  # what Lightning leaves out of a file of weights only
+                epochs = record["loops"]["fit_loop"]["epoch_progress"]["total"]["processed"]
+                found.append(_Found(record["global_step"], epochs, path.stat().st_mtime_ns, str(path)))
+        except Exception as error:  # a damaged file can raise almost any exception
+            if not path.exists():
+                continue  # a link to nothing, or removed meanwhile
+            _warn(path, unfinished(path) if path.is_dir() else f"it cannot be read ({type(error).__name__})")
+    for each in sorted(found, reverse=True):
+        reason = _folder_damage(Path(each.path)) if Path(each.path).is_dir() else damage(each.path)
+        if reason is None:
+            return each.path
+        _warn(Path(each.path), reason)
+    return None
+
+
+class _Found(NamedTuple):
+    step: int
+    epochs: int
+    modified: int  # nanoseconds since 1970
+    path: str
+
+
+def _warn(path: Path, reason: str | None) -> None:
+    warnings.warn(f"{path} is left out: {reason or 'it cannot be read'}.", stacklevel=3)
+
+
+def _candidates(root: Path) -> Iterator[Path]:
+    """What is named as a checkpoint; folders that are one, and hidden ones, are not searched."""
+    for parent, folders, files in os.walk(root):
+        yield from (Path(parent, name) for name in (*folders, *files) if _NAME.fullmatch(name))
+        folders[:] = [name for name in folders if not name.startswith(".") and not _NAME.fullmatch(name)]
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """The plain values in a checkpoint, among them step and progress; in place of everything else are stubs."""
+    if not path.is_dir():
+        return _plain(path)
+    if (path / "latest").is_file():
+        tag = path / (path / "latest").read_text().strip()
+        return _plain(sorted(tag.glob("*_model_states.pt"))[0])
+    return _plain(path / "meta.pt")
+
+
+def _folder_damage(folder: Path) -> str | None:
+    """Why a checkpoint folder cannot be loaded; None if it can."""
+    if reason := unfinished(folder):
+        return reason
+    try:
+        if (folder / "latest").is_file():
+            _check_zero(folder / (folder / "latest").read_text().strip())
+        for shards in sorted({file.parent for file in folder.rglob("*.distcp")}):  # weights of FSDP2, and averages
+            _check_shards(shards)
+    except Exception as error:  # a damaged file can raise almost any exception
+        return str(error) if isinstance(error, ValueError) else type(error).__name__
+    return None
+
+
+def _check_shards(folder: Path) -> None:
+    """Raise unless all values that ``.metadata`` names are there with their checksums."""
+    from lightning_tricks.checkpoints.folders import require_full_size
+    from lightning_tricks.core.safe_load.metadata import read_metadata
+
+    metadata = read_metadata(folder / ".metadata")
+    require_full_size(folder, metadata)
+    for place in metadata.storage_data.values():
+        with (folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            _require_intact(io.BytesIO(file.read(place.length)), place.relative_path)
+
+
+def _check_zero(tag: Path) -> None:
+    """Raise unless the files of all ranks are there with their checksums."""
+    from lightning_tricks.checkpoints.zero_folder import OPTIMIZER, by_rank, require_all_ranks
+
+    for file in sorted(tag.glob("*.pt")):
+        _require_intact(file, file.name)
+    require_all_ranks([_plain(file)["optimizer_state_dict"] for file in by_rank(tag, OPTIMIZER)])
+
+
+def _require_intact(file: Path | io.BytesIO, name: str) -> None:
+    if not zipfile.is_zipfile(file):
+        raise ValueError(f"{name} is cut off")
+    if reason := damage(file):
+        raise ValueError(f"{name}: {reason}")
+
+
+def _plain(file: Path) -> dict[str, Any]:
+    """What ``torch.save`` wrote, without tensors and objects, none of which is imported, called or copied to memory.
+
+    torch reads the headers of all records, whose damage would be found only when it is too late otherwise.
+    """
+    readers: Any = SimpleNamespace(Unpickler=_Unpickler, __name__="stubs")
+    loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=readers)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes stubs in place of tensors and objects, of a new class for every name: a pickle can change a class."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        return type(name, (_Stub,), {})
+
+
+class _Stub:
+    """Takes whatever a pickle does with an object."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def _ignore(self, *_: Any) -> None:
+        pass
+
+    append = extend = add = __setstate__ = _ignore
