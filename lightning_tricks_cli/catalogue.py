@@ -189,8 +189,7 @@ CATALOGUE = (
     Row(
         ("Compile", "Float8"),
         "callbacks=[lt.Compile()]",
-        "compiled modules, eager where that fails; [8-bit](docs/quantization.md#training-in-float8) products; faster"
-        " layouts",
+        "compiled, eager where that fails; [float8](docs/quantization.md#training-in-float8); faster layouts",
         "a compilation first",
         ("ChannelsLast", "speed_preset"),
     ),
