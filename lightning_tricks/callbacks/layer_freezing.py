@@ -67,12 +67,14 @@ def freezing_order(model: nn.Module, parameters: str | Sequence[str] | None) -> 
         order = groups_by_pattern(model, parameters)
     named = dict(model.named_parameters())
     stops = {id(named[name]): name for names in order for name in names}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (first := stops.get(id(parameter), name)) != name:
-            raise ValueError(
-                f"a layer that stops must not share weights, {first} is {name} as well, which would stop with it."
-                " Untie them, or name layers without it in parameters=."
-            )
+    for path, owner in model.named_modules():  # A module with two names, such as a compiled one, is visited once.
+        for own_name, parameter in owner.named_parameters(recurse=False):
+            name = f"{path}.{own_name}" if path else own_name
+            if (first := stops.get(id(parameter), name)) != name:
+                raise ValueError(
+                    f"a layer that stops must not share weights, {first} is {name} as well, which would stop with it."
+                    " Untie them, or name layers without it in parameters=."
+                )
     return order
 
 
