@@ -204,8 +204,9 @@ def _style(layer: nn.Module, given: str | ParallelStyle) -> ParallelStyle:
 
 def _check_layer(name: str, layer: nn.Module, style: ParallelStyle, size: int) -> None:
     dim = _split_dimension(layer, style)
-    if (dim is not None or isinstance(style, SequenceParallel)) and any(True for _ in layer.buffers()):
-        raise _cannot(name, "has buffers")
+    saved_buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()
+    if saved_buffers and (dim is not None or isinstance(style, SequenceParallel)):
+        raise _cannot(name, "has buffers that are saved")
     if dim is None:
         return
     if not isinstance(layer, nn.Linear | nn.Embedding) or "forward" in vars(layer):

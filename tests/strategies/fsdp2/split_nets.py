@@ -116,6 +116,12 @@ class Qwen(Pretrained):
     family, tied = "Qwen3", True
 
 
+class Gemma(Pretrained):
+    """Whose embedding has a factor in a buffer."""
+
+    family, tied = "Gemma", True
+
+
 def _tokens(x: Tensor) -> Tensor:
     return (2 * x + 6).long().clamp(0, 11)
 

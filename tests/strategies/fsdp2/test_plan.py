@@ -26,7 +26,7 @@ class Heads(nn.Module):
 
 
 class Scaled(nn.Embedding):
-    """An embedding with a buffer, as Gemma's."""
+    """An embedding with a buffer that is saved, unlike Gemma's."""
 
     def __init__(self) -> None:
         super().__init__(8, 4)
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # module, plan, message
     "tied otherwise": (lambda: Tied(), {"head": "rowwise", "embedding": "rowwise"}, "'head' in its columns"),
     "conv": (lambda: nn.Sequential(nn.Conv1d(3, 3, 1)), {"0": "colwise"}, "no nn.Linear or nn.Embedding"),
     "another forward": (hooked, {"up": "colwise"}, "with its own forward pass, but Linear"),
-    "buffers": (lambda: nn.Sequential(Scaled()), {"0": "rowwise"}, "has buffers"),
+    "buffers": (lambda: nn.Sequential(Scaled()), {"0": "rowwise"}, "has buffers that are saved"),
     "max_norm": (lambda: nn.Sequential(nn.Embedding(6, 4, max_norm=1.0)), {"0": "rowwise"}, "max_norm"),
     "adapter": (adapted, {"q": "colwise"}, "'q' selects a layer with an adapter of LoRA"),
     "no plan": (lambda: Block(16), None, "neither plan= nor a transformers model"),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.core.averaging.ranks import relative_distance
+from lightning_tricks.core.ranks import sample_group
 from lightning_tricks.core.weights.fsdp2 import local_part
 from tests.nets import assert_close, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
@@ -30,6 +31,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # of four processes
     "4 x 1": {"tensor_parallel": 1},
     "1 x 4, without MLP": {"tensor_parallel": 4, "plan": {**ATTENTION, **HEAD}},
 }
+
+
+class Fails(Words):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == 2:
+            raise RuntimeError("planned")
+        return loss
 
 
 class Distance(Callback):
@@ -74,6 +83,10 @@ def on_two(folder: str) -> dict[str, Any]:
     module, _ = together(Words, PLANNED)
     fit(module, train=batches(2), devices=2, use_distributed_sampler=False, **preset(PLANNED))
     found["second"] = whole(module)
+    with pytest.raises(RuntimeError, match="planned"):
+        together(Fails, {**PLANNED, "activation_checkpointing": True})
+    assert sample_group() is dist.group.WORLD
+    found["after a failure"] = whole(together(Words, PLANNED)[0])
     with pytest.raises(MisconfigurationException, match=r"still split among 2 processes.*got tensor_parallel=1"):
         fit(module, **{"devices": 2, **lt.preset("fsdp2_bf16", precision="32-true")})
     return found
@@ -117,6 +130,12 @@ def test_a_second_fit_goes_on(two: tuple[Path, list[dict[str, Any]]]) -> None:
     fit(module, train=loader(48, 16))
     for rank in two[1]:
         assert_close(rank["second"], weights(module), 1e-5)
+
+
+def test_a_fit_that_fails_leaves_nothing_behind(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    module, _ = alone(Words)
+    for rank in two[1]:
+        assert_close(rank["after a failure"], weights(module), 1e-5)
 
 
 def test_the_distance_counts_each_part_once(two: tuple[Path, list[dict[str, Any]]]) -> None:

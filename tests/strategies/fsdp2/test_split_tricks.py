@@ -38,10 +38,8 @@ class Scaled(Words):
     """Takes its rate from the number of samples of a step."""
 
     def configure_optimizers(self) -> Any:
-        samples = lt.effective_batch_size(self.trainer, per_device=8)
-        return torch.optim.AdamW(
-            self.parameters(), lr=lt.scale_lr(0.01, batch_size=samples, base_batch_size=16), eps=1e-4
-        )
+        rate = lt.scale_lr(0.01, batch_size=lt.effective_batch_size(self.trainer, per_device=8), base_batch_size=16)
+        return torch.optim.AdamW(self.parameters(), lr=rate, eps=1e-4)
 
 
 CASES: dict[str, tuple[type[PlainNet], Callable[[], list[Any]]]] = {

@@ -27,6 +27,7 @@ from tests.strategies.fsdp2.split_nets import (
     ATTENTION,
     HAND,
     SEQUENCE,
+    Gemma,
     Pretrained,
     Qwen,
     Tied,
@@ -95,6 +96,9 @@ CASES: dict[str, Case] = {  # module, of the preset, of the Trainer
     "tied": (Tied, PLANNED, lambda: CLIPPED),
     "llama": (Pretrained, {}, dict),
     "qwen": (Qwen, {}, dict),
+    "gemma": (Gemma, {}, dict),
+    "bf16": (Words, {**PLANNED, "precision": "bf16-mixed"}, lambda: CLIPPED),
+    "bf16 sequence": (Words, {"plan": SEQUENCE, "precision": "bf16-mixed"}, dict),
     "attention alone": (Words, {"plan": ATTENTION}, lambda: CLIPPED),
     "offload": (Words, {**PLANNED, "offload": True}, lambda: CLIPPED),
     "other groups": (Words, {**PLANNED, "modules": ["Attention", "^head"]}, dict),
@@ -269,10 +273,11 @@ def test_two_processes_train_what_one_does(two: list[dict[str, Any]], case: str)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
 @pytest.mark.parametrize("case", CASES)
 def test_four_processes_train_what_one_does(four: Cases, case: str) -> None:
-    kind, _, settings = CASES[case]
-    module, _ = alone(kind, **settings())
+    kind, arguments, settings = CASES[case]
+    precision = arguments.get("precision", "32-true")
+    module, _ = alone(kind, precision=precision, **settings())
     for rank in four[case]:
-        assert_close(rank["weights"], weights(module), 1e-5)
+        assert_close(rank["weights"], weights(module), 1e-5 if precision == "32-true" else 5e-3)
 
 
 @pytest.mark.parametrize("case", [case for case in REFUSED if case not in LATE])
