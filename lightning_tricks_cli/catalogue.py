@@ -196,7 +196,7 @@ CATALOGUE = (
     Row(
         ("LengthBuckets", "TokenBuckets", "BatchedDataset", "pack_sequences"),
         "DataLoader(data,16,sampler=lt.LengthBuckets(lengths,16))",
-        "[alike lengths](docs/data.md) in a step, a token budget, packed rows",
+        "[similar lengths](docs/data.md) in a step, a token budget, packed rows",
     ),
     Row(
         ("DataWait", "find_num_workers", "Throughput", "profile_tricks"),

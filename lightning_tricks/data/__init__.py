@@ -1,4 +1,4 @@
-"""Data: samplers that batch samples of alike lengths, and the number of workers that loads them in time."""
+"""Data: samplers that batch samples of similar lengths, and the number of workers that loads them in time."""
 
 from lightning_tricks.data.length_buckets import LengthBuckets
 from lightning_tricks.data.packing import pack_sequences

@@ -1,4 +1,4 @@
-"""Batches of samples of alike lengths, for a stock DataLoader and any number of ranks."""
+"""Batches of samples of similar lengths, for a stock DataLoader and any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LengthBuckets"]
 def sorted_steps(
     lengths: Tensor, step: int, *, pool: int, drop_last: bool, generator: torch.Generator | None
 ) -> list[Tensor]:
-    """Cut the samples into steps of equal size, of samples whose lengths are alike.
+    """Cut the samples into steps of equal size and similar lengths.
 
     Samples are shuffled, sorted by length within pools of ``pool`` steps, and cut; then the steps are shuffled. The
     longest tenth of a pool waits for the next one: the longest samples of one pool differ most, and in the last pool
@@ -60,7 +60,7 @@ def sorted_steps(
 
 @final
 class LengthBuckets(FitSampler):
-    """A sampler whose batches have samples of alike lengths, on all ranks of a step, so that little is padding.
+    """A sampler whose batches have samples of similar lengths, on all ranks of a step, so that little is padding.
 
     Samples are shuffled, sorted by length within pools of ``pool`` steps and cut into steps of
     ``batch_size * ranks`` samples, of which rank r takes every ``ranks``-th one, beginning with the r-th; then the

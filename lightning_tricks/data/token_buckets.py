@@ -21,7 +21,7 @@ ALIKE = 0.9  # samples of a band have at least this part of its longest length
 
 
 def length_bands(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Cut lengths in descending order into bands of alike lengths, and find the batch size of each.
+    """Cut lengths in descending order into bands of similar lengths, and find the batch size of each.
 
     The lengths of a band are at least 0.9 of its longest, or it is one batch. Any ``batch_size`` samples of it fit
     ``max_tokens``, so that they may be shuffled, and the number of batches is the same in every epoch.
@@ -51,7 +51,7 @@ def length_bands(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int
 
 @final
 class TokenBuckets(FitSampler):
-    """A sampler of batches of alike lengths, padded to at most ``max_tokens`` tokens, on all ranks of a step.
+    """A sampler of batches of similar lengths, padded to at most ``max_tokens`` tokens, on all ranks of a step.
 
     Every batch is a list of numbers of samples with ``len(batch) * longest length <= max_tokens``, so that the memory
     of a step is bounded and short samples come in large batches. Samples change places with those that are at most a
