@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.lightning.loaders import on_device
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.core.report import progress
@@ -215,7 +216,7 @@ class _Writer(BasePredictionWriter):
         modes = {each: each.training for each in pl_module.modules()}
         try:
             with torch.no_grad(), isolate_rng(include_cuda=torch.cuda.is_initialized()):
-                batch = trainer.strategy.batch_to_device(next(iter(self.tried)), dataloader_idx=0)
+                batch = on_device(trainer, pl_module, next(iter(self.tried)))
                 pl_module.eval()
                 trainer.strategy.predict_step(batch, 0)
         except Exception as error:

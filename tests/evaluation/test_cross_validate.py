@@ -314,6 +314,8 @@ def test_a_module_that_cannot_predict_is_refused_before_the_first_step(tmp_path:
 
     tried = run(tmp_path / "tried", make_module=lambda fold: TakesPair())
     assert same(tried, run(tmp_path / "own"))  # the trial leaves no trace
+    half = partial(one_step, precision="bf16-true")
+    assert run(tmp_path / "half", make_module=lambda fold: TakesPair(), make_trainer=half).predictions.isfinite().all()
 
 
 def test_a_batch_that_is_random_does_not_tell_data_sets_apart(tmp_path: Path) -> None:

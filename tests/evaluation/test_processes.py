@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -40,7 +41,19 @@ def case(name: str, folder: str) -> Any:
     if name == "again":
         path = path.with_name("ddp")
         (path / "fold1.pt").unlink(missing_ok=True)
-    return checked(run(path, make_trainer=partial(two, strategy="ddp")))
+    return checked(run(path, make_module=tried, make_trainer=partial(two, strategy="ddp")))
+
+
+def tried(fold: int) -> Any:
+    """A module whose default predict_step is tried before the first step."""
+
+    class Tried(Scored):
+        predict_step = pl.LightningModule.predict_step
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x[0] if isinstance(x, list) else x)
+
+    return Tried()
 
 
 def unsynced(fold: int) -> Any:

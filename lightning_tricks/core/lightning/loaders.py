@@ -178,11 +178,16 @@ def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterat
     limit = trainer.fit_loop.batch_idx + 1 if math.isinf(length) else int(length)
     loader = copy(train_loader(trainer))  # iterating over the copy leaves the iterator of the training alone
     for batch_idx, (batch, *_) in enumerate(islice(loader, limit)):
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        batch = on_device(trainer, pl_module, batch)
         if batch is not None:  # Lightning skips None
             yield step_arguments(pl_module, batch, batch_idx)
+
+
+def on_device(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> Any:
+    """A batch of a loader as Lightning gives it to a step: converted, changed by the hooks, and on the device."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def available_cores() -> int:
