@@ -163,6 +163,7 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
+    "Preemption": neutral(lambda: lt.Preemption("runs"), {"class_path": "Preemption", "init_args": {"folder": "runs"}}),
     "RewindOnSpike": guard(
         lambda: lt.RewindOnSpike(every_n_steps=3),
         {"class_path": "RewindOnSpike", "init_args": {"every_n_steps": 3}},

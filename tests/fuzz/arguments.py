@@ -75,6 +75,8 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "info_nce": {"queries": lambda: torch.eye(4), "keys": lambda: torch.eye(4)},
     "min_snr_weight": {"alphas_cumprod": lambda: torch.linspace(0.9, 0.1, 4), "t": lambda: torch.tensor([0, 3])},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
+    "Preemption": {"folder": lambda: "runs"},
+    "newest_checkpoint": {"folder": lambda: "runs"},
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
     "ema_decay": {"updates": lambda: 3, "decay": lambda: 0.99},
     "discriminative_groups": {"model": layers, "lrs": lambda: {"0": 0.1, "": 0.01}},

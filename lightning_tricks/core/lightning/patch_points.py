@@ -286,7 +286,9 @@ PRIVATE = (
     ),
     PrivateName(_FIT_LOOP, "_data_source", "optimizer_steps", "the loaders, before the fit loop has set them up"),
     PrivateName(_FIT_LOOP, "_data_fetcher", "BatchSizeWarmup", "a new iterator in an epoch that is resumed"),
-    PrivateName(_FIT_LOOP, "_should_accumulate", "zero presets, Preemption", "whether the optimizer steps after this batch"),
+    PrivateName(
+        _FIT_LOOP, "_should_accumulate", "zero presets, Preemption", "whether the optimizer steps after this batch"
+    ),
     PrivateName(_EPOCH_LOOP, "_is_training_done", "Preemption", "whether a batch was the last of its epoch or of all"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
     PrivateName(_MODULE, "_current_fx_name", "batch tricks", "whether a loop moves its batch to the device now"),
@@ -306,6 +308,13 @@ PRIVATE = (
         "optimizer_steps, BatchSizeWarmup, find_batch_size",
         "how loaders of different lengths combine",
     ),
+    PrivateName(
+        "lightning.fabric.utilities.data",
+        "_auto_add_worker_init_fn",
+        "Preemption",
+        "Lightning's seeds of a loader's workers, which it gives only to loaders that start theirs in no other way",
+    ),
+    PrivateName("os", "_exit", "Preemption", "a worker that ends at the parent's signal as it does without the trick"),
     PrivateName(_LOADER, "_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_LOADER, "_load_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor with the user's precision"),
