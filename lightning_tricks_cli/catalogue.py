@@ -151,6 +151,11 @@ CATALOGUE = (
         "[honest](docs/compare.md) comparisons",
     ),
     Row(
+        ("Preemption", "newest_checkpoint"),
+        'callbacks=[lt.Preemption("runs/a")]',
+        '[SIGTERM](docs/multi_node.md#when-a-machine-fails): one checkpoint; `ckpt_path="newest"`',
+    ),
+    Row(
         ("estimate_memory", "suggest_strategy", "find_batch_size", "environment_report"),
         "lightning-tricks suggest 7B --device-memory 80GB",
         "bytes per device, the fitting preset, the largest batch, what is missing",

@@ -37,21 +37,19 @@ _NAME = re.compile(r"preempted-step=(\d+)(-v\d+)?\.ckpt")
 class Preemption(Trick):
     """Saves and ends all processes at one step when a machine is taken away; ``ckpt_path="newest"`` goes on from there.
 
-    After SIGTERM, which schedulers and clouds send before they take a machine away, or SIGUSR1, on any process, all
-    processes finish the optimizer step that the slowest of them is in, save one checkpoint
-    ``preempted-step=N.ckpt``, and raise Lightning's ``SIGTERMException``, which ends the program with exit status 143
-    and without a traceback. In a validation they save before its next batch, and the whole validation runs again after
-    the resume. In a SLURM job the first process queues the job again after SIGUSR1 (``#SBATCH --signal=SIGUSR1@120``);
-    ``SLURMEnvironment(requeue_signal=...)`` and its ``auto_requeue=False`` are respected. After the last step training
-    ends as if there were no signal.
+    Schedulers and clouds send SIGTERM before they take a machine away. After it, or SIGUSR1, on any process, all of
+    them finish the optimizer step that they are in, save ``preempted-step=N.ckpt``, and raise Lightning's
+    ``SIGTERMException``: the program ends with exit status 143. A validation is left before its next batch, and runs
+    again in full after the resume. After the last step training ends as if there were no signal.
+
+    In a SLURM job SIGUSR1 (``#SBATCH --signal=SIGUSR1@120``) also queues the job again, once; ``SLURMEnvironment``'s
+    ``requeue_signal`` and ``auto_requeue=False`` are respected. Lightning's own handlers, which save and broadcast amid
+    a step, where processes wait for one another for ever, are left out during the fit. Handlers of others are put back
+    after it. Workers of data loaders outlive the signals, too.
 
     ``trainer.fit(..., ckpt_path="newest")`` goes on from what ``newest_checkpoint(folder)`` finds on the first process,
-    and starts from the beginning if it finds none. Checkpoints of other callbacks count, so let ``ModelCheckpoint``
-    save in this folder, too, for machines that fail without a signal.
-
-    Lightning's own handlers of these signals, which save and broadcast amid a step, are left out while a fit runs, and
-    handlers of others are put back when it ends. Workers of data loaders outlive the signals, too. Ranks compare notes
-    once a batch, with one number.
+    and starts from the beginning if that is nothing. For machines that fail without a signal let a ``ModelCheckpoint``
+    save in the same folder.
 
     Args:
         folder: The folder of this run's checkpoints, on a disk that all machines share.

@@ -102,7 +102,7 @@ def by_rank(tag: Path, ending: str) -> list[Path]:
 
 
 def require_all_ranks(optimizers: Sequence[dict[str, Any]]) -> None:
-    """Raise if the files are not those of as many processes as the checkpoint was saved by."""
+    """Raise unless there are as many optimizer states as ranks have saved."""
     count = optimizers[0]["partition_count"] if optimizers else 0  # A list with one count per group in ZeRO-1 and 2.
     counts = set(count if isinstance(count, list) else [count])
     if counts != {len(optimizers)}:

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_network_is_refused_when_it_is_loaded(run: Path)
 def test_a_damaged_file_is_left_out(harm: Any, copied: Path) -> None:
     for name in FILES[2:]:
         harm(copied / name)
-    with pytest.warns(UserWarning, match="is left out") as warned:
+    with pytest.warns(UserWarning, match="is left out: ") as warned:
         assert newest_checkpoint(copied) == str(copied / "step=4.ckpt")
     assert sorted(str(each.message).split(" is left out: ")[0] for each in warned) == [
         str(copied / name) for name in FILES[2:]
@@ -202,7 +202,7 @@ def test_a_folder_that_is_damaged_or_not_finished_is_left_out(
     files = [file.relative_to(last) for file in last.rglob("*") if file.is_file() and file.suffix != ".py"]
     assert len(files) >= 4
     for file in files:
-        harms = [Path.unlink, partial(cut, size=0), partial(cut, size=0.5)]
+        harms: list[Any] = [Path.unlink, partial(cut, size=0), partial(cut, size=0.5)]
         harms += [partial(flip, place=0.5, size=100)] if file.suffix in (".pt", ".distcp") else []
         for harm in harms:
             harm(last / file)

@@ -153,6 +153,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         ],
         [Run((lt.SWA,), Cosine), Run((lt.SkipNonFinite, lightnings_swa))],
     ),
+    "Preemption-Preemption": (
+        [Run((partial(lt.Preemption, "a"), partial(lt.Preemption, "b")))],
+        [Run((partial(lt.Preemption, "a"), lt.EMA))],
+    ),
     "LoRA-GradualUnfreeze": (
         [Run((adapters, unfreeze)), Run((adapters, backbone), Backbone)],
         [Run((adapters, lt.EMA))],

@@ -90,6 +90,8 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "folder": lambda: "compare",
         "seeds": lambda: 2,
     },
+    "Preemption": {"folder": lambda: "runs"},
+    "newest_checkpoint": {"folder": lambda: "runs"},
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
     "ema_decay": {"updates": lambda: 3, "decay": lambda: 0.99},
     "discriminative_groups": {"model": layers, "lrs": lambda: {"0": 0.1, "": 0.01}},

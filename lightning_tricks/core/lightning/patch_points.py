@@ -329,6 +329,13 @@ PRIVATE = (
         "optimizer_steps, BatchSizeWarmup, find_batch_size",
         "how loaders of different lengths combine",
     ),
+    PrivateName(
+        "lightning.fabric.utilities.data",
+        "_auto_add_worker_init_fn",
+        "Preemption",
+        "Lightning's seeds of a loader's workers, which it gives only to loaders that start theirs in no other way",
+    ),
+    PrivateName("os", "_exit", "Preemption", "a worker that ends at the parent's signal as it does without the trick"),
     PrivateName(_LOADER, "_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_LOADER, "_load_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor with the user's precision"),
