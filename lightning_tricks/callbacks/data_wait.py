@@ -71,11 +71,11 @@ class DataWait(Trick):
     """Measures how long training waits for data, and says what would help.
 
     ``share = time in the loader's next() / time`` since the last logged value, without validation, is logged as
-    ``tricks/data_wait``; at the end of an epoch ``trainer.callback_metrics`` has the share of the epoch. On CUDA, where
-    the device works on while Python waits, the time counts in which the device had nothing to do. At the end of the
-    first epoch of a fit one warning says what to change, and what that should bring, if training has waited for more
-    than ``warn`` of the epoch. It changes nothing. On several devices each process measures itself, and the first one
-    logs.
+    ``tricks/data_wait``; before a first value is logged, ``trainer.callback_metrics`` has that of the first epoch. On
+    CUDA, where the device works on while Python waits, the time counts in which the device had nothing to do. At the
+    end of the first epoch of a fit one warning says what to change, and what that should bring, if training has waited
+    for more than ``warn`` of the epoch. It changes nothing. On several devices each process measures itself, and the
+    first one logs.
 
     Args:
         warn: The share of an epoch above which to warn, in [0, 1].
@@ -99,8 +99,7 @@ class DataWait(Trick):
         self._asked = self._paused = 0.0  # when the present wait or validation began
         self._events: list[torch.cuda.Event] = []  # before and after waits that the device has not reached yet
         self._logged: Moment | None = None
-        self._epoch: tuple[Moment, int] | None = None  # the beginning of the epoch, and the batches before it
-        self._judged = False  # whether the first epoch of the fit is over
+        self._epoch: tuple[Moment, int] | None = None  # the beginning of the first epoch, and the batches before it
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -136,11 +135,7 @@ class DataWait(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._logged = self._moment()
-        self.on_train_epoch_start(trainer, pl_module)  # Lightning leaves it out where a fit is resumed within an epoch
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch = self._moment(), trainer.fit_loop.total_batch_idx
+        self._epoch = self._logged, trainer.fit_loop.total_batch_idx
 
     @override
     def on_train_batch_end(
@@ -164,12 +159,12 @@ class DataWait(Trick):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._epoch is not None, "training has begun"
-        (before, batches), now = self._epoch, self._moment()
+        if self._epoch is None:
+            return
+        (before, batches), now, self._epoch = self._epoch, self._moment(), None
         share, steps = now.share_since(before), max(trainer.fit_loop.total_batch_idx - batches, 1)
-        trainer.callback_metrics["tricks/data_wait"] = torch.tensor(share)
-        is_first, self._judged = not self._judged, True
-        if is_first and share > self.warn:
+        trainer.callback_metrics.setdefault("tricks/data_wait", torch.tensor(share))
+        if share > self.warn:
             wait, cpu = (now.wait - before.wait) / steps, (now.cpu - before.cpu) / steps
             work = (now.time - before.time) / steps - wait
             rank_zero_warn(f"Training waits for data {share:.0%} of the time. {self._remedy(trainer, wait, work, cpu)}")

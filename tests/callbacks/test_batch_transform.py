@@ -184,6 +184,7 @@ def of_a_rank() -> list[Tensor]:
     return [x for x, _ in module.batches]
 
 
+@pytest.mark.slow  # as of all that changes batches, see tests/core/batches/test_pipeline.py
 def test_ranks_draw_numbers_of_their_own() -> None:
     one, two = run_ranks(of_a_rank)
     found = [*one, *two]

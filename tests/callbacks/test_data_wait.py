@@ -89,14 +89,12 @@ def test_the_share_is_that_of_a_loader_that_sleeps() -> None:
         def on_train_epoch_start(self, *_: Any) -> None:
             self.started = time.perf_counter()
 
-        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_epoch_end(self, *_: Any) -> None:
             self.took = time.perf_counter() - self.started
-            self.logged = float(trainer.callback_metrics["tricks/data_wait"])
 
     samples, epoch = Slow(0.005), Epoch()
     share, said, logged = measured(samples, Working(0.02), epoch)
     assert share == pytest.approx(samples.spent / epoch.took, abs=0.06)
-    assert share == pytest.approx(epoch.logged, abs=0.01)
     assert 0.3 < share < 0.7
     assert 0.3 < sum(logged) / len(logged) < 0.7
     assert re.search(r"With num_workers=[12] instead of 0 an epoch should be [12]\.\d times faster", said)
@@ -121,7 +119,7 @@ def test_the_share_is_within_five_points(
 def test_validation_is_no_part_of_it() -> None:
     class Validated(Working):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            time.sleep(0.1)
+            time.sleep(0.04)
 
     share, _, _ = measured(Slow(0.005), Validated(0.0), val_check_interval=4)
     assert share > 0.8
@@ -132,15 +130,18 @@ def test_it_begins_anew_with_every_fit_and_warns_once_in_each() -> None:
     for epochs in (2, 4):
         run = trainer(max_epochs=epochs, callbacks=[callback])
         with pytest.warns(UserWarning, match="Training waits for data") as caught:
-            run.fit(module, DataLoader(Slow(0.005, 16), 4), DataLoader(data(8), 4))
-        assert len([each for each in caught if "waits for data" in str(each.message)]) == 1
+            run.fit(module, DataLoader(Slow(0.005, 8), 4), DataLoader(data(8), 4))
+        (said,) = [str(each.message) for each in caught if "waits for data" in str(each.message)]
+        share = int(re.findall(r"data (\d+)%", said)[0]) / 100
+        assert float(run.callback_metrics["tricks/data_wait"]) == pytest.approx(share, abs=0.01), (
+            "nothing was logged yet"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_an_epoch_that_is_resumed_is_measured_too(tmp_path: Path) -> None:
     fit(PlainNet(), train=DataLoader(data(24), 4), callbacks=[save_at(3, tmp_path / "half.ckpt")], max_epochs=1)
-    shares = Shares()
-    again: dict[str, Any] = {"train": DataLoader(Slow(0.02, 24), 4), "ckpt_path": tmp_path / "half.ckpt"}
+    shares, again = Shares(), {"train": DataLoader(Slow(0.02, 24), 4), "ckpt_path": tmp_path / "half.ckpt"}
     with pytest.warns(UserWarning, match="Training waits for data"):
         fit(PlainNet(), callbacks=[lt.DataWait(), shares], max_epochs=1, log_every_n_steps=1, **again)
     assert min(shares.seen) > 0.4
@@ -192,7 +193,7 @@ def test_the_advice_is_what_the_cores_can_bring(
 
 def test_the_cores_are_shared_by_the_devices_and_none_may_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_wait, "available_cores", lambda: 1)
-    _, said, _ = measured(Slow(0.02, 24), Working(), num_workers=1)
+    _, said, _ = measured(Slow(0.01, 16), Working(), num_workers=1)
     assert "would not help on 1 cores for each device: make samples cheaper" in said
 
 

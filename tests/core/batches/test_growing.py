@@ -18,7 +18,7 @@ from lightning_tricks.functional import growing_size
 from tests.callbacks.test_mixup import feed
 from tests.callbacks.test_swa import Resumable, save_at
 from tests.nets import assert_equal, build, fit, weights
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 
 FULL, STEPS = 64, 12
 
@@ -180,18 +180,14 @@ def test_a_fraction_of_a_training_of_unknown_length_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_networks_meet_eight_sizes(kind: Any) -> None:
-    sizes = {}
-    for compiled in (False, True):
-        beside = [lt.Compile(backend="eager")] if compiled else []
-        growth = kind(0.25, stop=40, multiple_of=1)
-        module = seen(growth, *beside, batches=44, limit_val_batches=0)
-        sizes[compiled] = [shape[-1] for _, shape in module.noted]
-    assert len(set(sizes[False])) > 20
-    assert len(set(sizes[True])) == 8
-    assert sizes[True] == sorted(sizes[True])
-    assert all(small <= large for small, large in zip(sizes[True], sizes[False], strict=True))
-    assert sizes[True][0] == 16
-    assert sizes[True][39] < FULL == sizes[True][40]
+    module = seen(kind(0.25, stop=20, multiple_of=1), lt.Compile(backend="eager"), batches=22, limit_val_batches=0)
+    sizes, plain = [shape[-1] for _, shape in module.noted], [naive_size(n, FULL, 0.25, 0, 20, 1) for n in range(22)]
+    assert len(set(plain)) > 20
+    assert len(set(sizes)) == 8
+    assert sizes == sorted(sizes)
+    assert all(small <= large for small, large in zip(sizes, plain, strict=True))
+    assert sizes[0] == 16
+    assert sizes[19] < FULL == sizes[20]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,16 +206,18 @@ def test_a_resumed_fit_goes_on_where_it_was(kind: Any, tmp_path: Any) -> None:
     assert_equal(weights(resumed), weights(straight))
 
 
-def two_ranks(kind: Any, crop: dict[str, Any]) -> list[Any]:
+def two_ranks(kind: Any) -> list[Any]:
+    crop = {"mode": "crop"} if kind is lt.ProgressiveResizing else {}
     module = seen(kind(0.25, stop=9, multiple_of=4, **crop), strategy="ddp", devices=2, use_distributed_sampler=False)
     return module.noted
 
 
-@pytest.mark.parametrize(("kind", "settings"), [(KINDS[0], {"mode": "crop"}), (KINDS[1], {})])
-def test_every_rank_has_the_same_size(kind: Any, settings: dict[str, Any]) -> None:
-    one, two = run_ranks(two_ranks, kind, settings)
-    assert one == two
-    assert len({shape for _, shape in one}) > 5
+def test_every_rank_has_the_same_size() -> None:
+    cases = run_cases(two_ranks, KINDS)
+    for kind in KINDS:
+        one, two = cases[kind]
+        assert one == two
+        assert len({shape for _, shape in one}) > 5
 
 
 class Sharp(lt.SAMMixin, Sized):
