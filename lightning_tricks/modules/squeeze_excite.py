@@ -40,7 +40,7 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns | None = None, rat
     Raises:
         ModuleNotFoundError: If timm is missing, with the extra to install.
         TypeError: If ``ratio`` is not an integer.
-        ValueError: For a ratio out of range, if there is no such layer, or for one whose number of channels is not known
+        ValueError: For a ratio out of range, if there is no such layer, or for one whose number of channels is unknown
             or that has it already.
         MisconfigurationException: If it is called in a fit that has made its optimizers.
 
