@@ -166,7 +166,12 @@ REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, 
         "QAT.* and FSDP2Preset.tensor_parallel=2.*: weights and inputs are rounded",
     ),
     "AdaptiveClip": (Words, PLANNED, tricks(lt.AdaptiveClip), "AdaptiveClip.* and FSDP2Preset.tensor_parallel=2"),
-    "LoRA": (Words, PLANNED, tricks(lambda: lt.LoRA("[qv]$")), "selects a layer with an adapter of LoRA"),
+    "LoRA": (
+        Words,
+        PLANNED,
+        tricks(lambda: lt.LoRA("[qv]$")),
+        "cannot split 'blocks.0.attention.q', which has an adapter of LoRA",
+    ),
     "Compile": (Words, PLANNED, tricks(lambda: lt.Compile(backend="aot_eager")), "Compile: embedding has an nn.Embed"),
 }
 
