@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import refuse_steps_past_hooks
@@ -245,7 +246,8 @@ def _callbacks(trainer: pl.Trainer) -> Iterator[_Part]:
 
 def _trainer_settings(trainer: pl.Trainer) -> Iterator[_Part]:
     strategy, batches = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
-    parts = trainer.world_size // data_parallel(trainer)[1]  # Processes that compute one batch together.
+    sharded = engine_of(trainer) is Engine.FSDP2
+    parts = trainer.world_size // data_parallel(trainer)[1] if sharded else 1  # Processes that share a batch.
     found: Mapping[str, tuple[bool, str]] = {
         "accumulate_grad_batches": (batches != 1, f"Trainer(accumulate_grad_batches={batches})"),
         "detect_anomaly": (detects_anomaly(trainer), "Trainer(detect_anomaly=True)"),

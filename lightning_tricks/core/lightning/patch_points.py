@@ -411,11 +411,24 @@ PRIVATE = (
     PrivateName("torch.Tensor", "_is_view", "mixed targets", "whether a tensor shares memory with a larger one"),
     PrivateName("torch.Tensor", "_values", "guards", "the values of a sparse tensor that is not coalesced"),
     PrivateName("torch.nn.Module", "_buffers", "guards, replay, averages", "buffers by name, to replace the tensors"),
-    PrivateName("torch.nn.Module", "_parameters", "averages, replay", "parameters by name, where they are registered"),
-    PrivateName("torch.nn.Module", "_modules", "guards, replay, Doctor", "children, including those that appear twice"),
-    PrivateName("torch.nn.Module", "_forward_hooks", "Compile, add_stochastic_depth", "whether there are hooks"),
     PrivateName(
-        "torch.nn.Module", "_forward_pre_hooks", "Compile, drop_bias_before_batchnorm", "whether there are hooks"
+        "torch.nn.Module",
+        "_parameters",
+        "averages, replay, FSDP2Preset",
+        "parameters by name, where they are registered",
+    ),
+    PrivateName("torch.nn.Module", "_modules", "guards, replay, Doctor", "children, including those that appear twice"),
+    PrivateName(
+        "torch.nn.Module",
+        "_forward_hooks",
+        "Compile, add_stochastic_depth, FSDP2Preset",
+        "whether there are hooks; a copy of a layer without them",
+    ),
+    PrivateName(
+        "torch.nn.Module",
+        "_forward_pre_hooks",
+        "Compile, drop_bias_before_batchnorm, FSDP2Preset",
+        "whether there are hooks; a copy of a layer without them",
     ),
     PrivateName("torch.nn.Module", "_backward_hooks", "Compile", "whether there are hooks"),
     PrivateName("torch.nn.Module", "_backward_pre_hooks", "Compile", "whether there are hooks"),

@@ -74,6 +74,8 @@ class Agreement:
         Raises:
             MisconfigurationException: If it has not.
         """
+        if not self._unchecked and not self._compares_loss:
+            return
         named = {name: p for name, p in trainable(module).items() if name in self._unchecked and p.grad is not None}
         if not named and not self._compares_loss:
             return

@@ -110,8 +110,7 @@ def split(layers: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}  # Tied weights stay tied.
     for layer, style in layers.items():
         unsplit = dict(layer.named_parameters(recurse=False))
-        (output,) = getattr(style, "output_layouts", None) or (None,)
-        if isinstance(output, Shard) and output.dim >= 0:
+        if isinstance(style, RowwiseParallel) and isinstance(output := style.output_layouts[0], Shard):
             layer.register_forward_hook(partial(_require_even, output.dim, mesh.size()))
         parallelize_module(layer, mesh, style, src_data_rank=None)
         for name, parameter in unsplit.items():
@@ -152,13 +151,8 @@ def _of_patterns(module: nn.Module, plan: Plan) -> Iterator[tuple[str, str | Par
     adapted = adapted_layers(module)
     for pattern, style in plan.items():
         selected = select_modules(module, pattern, "plan")
-        if any(name in adapted for name in selected):
-            raise MisconfigurationException(
-                f"plan: {pattern!r} selects a layer with an adapter of LoRA, which would not be split with it. Adapt"
-                " other layers, or take fsdp2_bf16."
-            )
         splits = style in STYLES or isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel)
-        layers = [name for name, child in selected.items() if any(True for _ in child.parameters(recurse=False))]
+        layers = [name for name, child in selected.items() if name in adapted or [*child.parameters(recurse=False)]]
         if splits and not layers:
             raise ValueError(
                 f"plan: {pattern!r} selects no layer with weights of its own, but {some(map(repr, selected))}."

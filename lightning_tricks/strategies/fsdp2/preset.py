@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -38,6 +39,7 @@ from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.fsdp2.agreement import Agreement
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
+from lightning_tricks.strategies.fsdp2.comparison import compare_at_first
 from lightning_tricks.strategies.fsdp2.files import full_state, load_module, load_optimizer
 from lightning_tricks.strategies.fsdp2.plan import Plan, check_plan, planned_layers, require_split_among, split
 from lightning_tricks.strategies.fsdp2.prepare import prepare, require_untied
@@ -211,19 +213,21 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         groups = sharding_groups(module, self.modules)
         require_untied(module)
         parts = self.device_mesh["tensor_parallel"]
-        planned = {}
+        planned: dict[nn.Module, ParallelStyle] = {}
         if isinstance(module, FSDPModule):  # From an earlier run.
             require_split_among(parts.size(), module)
         elif self.plan is not None or parts.size() > 1:
             planned = planned_layers(module, self.plan, parts.size())
         if self.activation_checkpointing:
             checkpoint_blocks(module, self.modules, self._undo)
+        left = dict(planned)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
             prepare(group, self.root_device)
             if self._agreement is not None:
-                inside = [layer for layer in group.modules() if layer in planned]
-                split({layer: planned.pop(layer) for layer in inside}, parts)
+                split({layer: left.pop(layer) for layer in group.modules() if layer in left}, parts)
             fully_shard(group, mesh=self._mesh, offload_policy=offload)
+        if self._agreement is not None:
+            compare_at_first(module, planned, self.root_device)
 
     @override
     def model_to_device(self) -> None:

@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # module, plan, message
     "another forward": (hooked, {"up": "colwise"}, "with its own forward pass, but Linear"),
     "buffers": (lambda: nn.Sequential(Scaled()), {"0": "rowwise"}, "has buffers that are saved"),
     "max_norm": (lambda: nn.Sequential(nn.Embedding(6, 4, max_norm=1.0)), {"0": "rowwise"}, "max_norm"),
-    "adapter": (adapted, {"q": "colwise"}, "'q' selects a layer with an adapter of LoRA"),
+    "adapter": (adapted, {"q": "colwise"}, "'attention.q', which has an adapter of LoRA"),
     "no plan": (lambda: Block(16), None, "neither plan= nor a transformers model"),
     "experts": (mixtral, None, "MixtralForCausalLM's own plan splits '.*experts.*' as 'packed_colwise'"),
 }  # fmt: skip

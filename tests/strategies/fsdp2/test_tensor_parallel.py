@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
@@ -27,6 +27,7 @@ from tests.strategies.fsdp2.split_nets import (
     ATTENTION,
     HAND,
     SEQUENCE,
+    Attention,
     Gemma,
     Pretrained,
     Qwen,
@@ -138,6 +139,39 @@ class Seven(Words):
         return super().forward(x[:, :7])
 
 
+class Counted(Attention):
+    """Knows how many heads there are, and makes as many of what a process has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Packed(Attention):
+    """Computes queries, keys and values by one layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.q = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.q(x).chunk(3, -1))
+        return self.o(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+class CountedWords(Words):
+    attention: type[Attention] = Counted
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        for block in self.blocks:
+            block.attention = self.attention(16)
+
+
+class PackedWords(CountedWords):
+    attention = Packed
+
+
 class Lamb(Words):
     def configure_optimizers(self) -> Any:
         return lt.optimizer("lamb", self, lr=0.01)
@@ -155,6 +189,13 @@ REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, 
     "no gather": (Words, {"plan": {**HAND, "head": "colwise"}}, dict, "plan leaves the loss different"),
     "norm of heads": (Words, without("q_norm"), dict, "blocks.0.attention.q_norm.weight, blocks.0.attention.q_norm"),
     "norm of tokens": (Words, without("^norm", SEQUENCE), dict, "plan leaves .*blocks.0.norm.weight"),
+    "counted heads": (CountedWords, PLANNED, dict, "layers of 'blocks.0.attention' .Counted., .* it counts heads"),
+    "packed heads": (
+        PackedWords,
+        PLANNED,
+        dict,
+        "layers of 'blocks.0.attention' .Packed., .* cuts one layer's outputs",
+    ),
     "batches": (Words, PLANNED, every_rank, "computes one batch on several processes, got different ones"),
     "tokens": (Seven, {"plan": SEQUENCE}, dict, "got 7 tokens in dimension 1 of the output of Embedding"),
     "three": (Words, {**PLANNED, "tensor_parallel": 3}, dict, "tensor_parallel=3 for 2 processes"),
@@ -166,7 +207,12 @@ REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, 
         "QAT.* and FSDP2Preset.tensor_parallel=2.*: weights and inputs are rounded",
     ),
     "AdaptiveClip": (Words, PLANNED, tricks(lt.AdaptiveClip), "AdaptiveClip.* and FSDP2Preset.tensor_parallel=2"),
-    "LoRA": (Words, PLANNED, tricks(lambda: lt.LoRA("[qv]$")), "selects a layer with an adapter of LoRA"),
+    "LoRA": (
+        Words,
+        PLANNED,
+        tricks(lambda: lt.LoRA("[qv]$")),
+        "cannot split 'blocks.0.attention.q', which has an adapter of LoRA",
+    ),
     "Compile": (Words, PLANNED, tricks(lambda: lt.Compile(backend="aot_eager")), "Compile: embedding has an nn.Embed"),
 }
 

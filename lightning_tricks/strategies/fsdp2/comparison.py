@@ -1,0 +1,150 @@
+"""A look at modules with split layers: whether they compute what they compute with unsplit ones."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+from lightning_tricks.core.selection import is_called
+
+TOLERANCE = 2e-3  # Relative, in fp32; TensorFloat32 rounds by less.
+Places = list[tuple[nn.Module, str]]  # Modules, and the names of their split layers.
+
+
+def compare_at_first(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle], device: torch.device) -> None:
+    """Let the modules around split layers compare themselves with unsplit layers, once, in their first forward pass.
+
+    A module that counts heads, or cuts one layer's outputs into queries, keys and values, would compute something else
+    with a part of the outputs, and nobody would notice. Left out are modules of transformers, whose code is written for
+    parts; the LightningModule itself, and modules with sharded blocks inside, which would be gathered; and layers whose
+    inputs or outputs are parts of the tokens.
+
+    Args:
+        module: The sharded module.
+        layers: The layers that are split, with their styles.
+        device: The device that the module is on.
+    """
+    for name, (owner, places) in _owners(module, layers).items():
+        _Comparison(name, places, device).start(owner)
+
+
+class _Comparison:
+    """A hook behind the first forward pass of a module."""
+
+    def __init__(self, name: str, places: Places, device: torch.device) -> None:
+        self._name, self._places, self._device = name, places, device
+
+    def start(self, owner: nn.Module) -> None:
+        # In front of the hook of FSDP2, which shards the weights again.
+        self._handle = owner.register_forward_hook(self, with_kwargs=True, prepend=True)
+
+    @torch.compiler.disable
+    def __call__(self, owner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._handle.remove()
+        parts: list[Tensor] = []
+        apply_to_collection((args, kwargs), DTensor, parts.append)
+        if not parts:
+            with torch.autocast(self._device.type, enabled=False):
+                _require_same(self._name, owner, self._places, args, kwargs, self._device)
+
+
+@torch.no_grad()
+def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs: Any, device: torch.device) -> None:
+    state, numbers, forward = ModuleState(owner), random_state(device), type(owner).forward
+    unsplit = [(parent, key, _unsplit(parent.get_submodule(key))) for parent, key in places]
+    dtype = next(unsplit[0][2].parameters()).dtype
+    args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    error: Exception | None = None
+    with random_numbers_of(numbers, device):
+        try:
+            owner.eval()
+            ours = forward(owner, *args, **kwargs)
+            for parent, key, layer in unsplit:
+                setattr(parent, key, layer)
+            try:
+                differs = _differ(ours, forward(owner, *args, **kwargs), max(TOLERANCE, 8 * torch.finfo(dtype).eps))
+            except Exception as raised:  # It only runs with parts.
+                differs, error = True, raised
+        finally:
+            state.restore()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, differs)
+    if any(found):
+        raise MisconfigurationException(
+            f"plan splits layers of {name!r} ({type(owner).__name__}), whose forward pass computes something else with"
+            " parts of them: it counts heads or features, of which a process has only some, or cuts one layer's outputs"
+            " into several. Leave the number of heads open, as in q.unflatten(-1, (-1, head_dim)), give queries, keys"
+            " and values a layer each, or leave these layers out of the plan."
+        ) from error
+
+
+def _owners(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle]) -> dict[str, tuple[nn.Module, Places]]:
+    """The modules that call split layers, by name, with the places of these layers."""
+    found: dict[str, tuple[nn.Module, Places]] = {}
+    left_out = {inner for outer in module.modules() if _is_of_transformers(outer) for inner in outer.modules()}
+    for path, layer in module.named_modules():
+        if layer not in layers or layer in left_out or not any(True for _ in layer.parameters(recurse=False)):
+            continue
+        *parents, key = path.split(".")
+        parent = module.get_submodule(".".join(parents))
+        while parents and not is_called(module.get_submodule(".".join(parents))):
+            parents.pop()
+        owner = module.get_submodule(".".join(parents))
+        if (
+            parents
+            and owner not in layers
+            and not any(isinstance(inner, FSDPModule) for inner in owner.modules() if inner is not owner)
+        ):
+            found.setdefault(".".join(parents), (owner, []))[1].append((parent, key))
+    return {
+        name: (owner, places)
+        for name, (owner, places) in found.items()
+        if not any(_splits_tokens(layers[parent.get_submodule(key)]) for parent, key in places)
+    }
+
+
+def _splits_tokens(style: ParallelStyle) -> bool:
+    layouts = (getattr(style, name, None) or () for name in ("input_layouts", "output_layouts", "sequence_sharding"))
+    return any(isinstance(layout, Shard) and layout.dim > 0 for several in layouts for layout in several)
+
+
+def _unsplit(layer: nn.Module) -> nn.Module:
+    """A copy of a layer with all of its weights, and without the hooks that split its inputs and outputs."""
+    whole = copy.copy(layer)
+    whole._forward_hooks, whole._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
+    full = {name: nn.Parameter(_full(p), requires_grad=False) for name, p in layer.named_parameters(recurse=False)}
+    whole._parameters = {**layer._parameters, **full}
+    return whole
+
+
+def _full(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _differ(ours: Any, theirs: Any, tolerance: float) -> bool:
+    """Whether the tensors of two outputs are of other shapes, or further apart than rounding takes them."""
+    both: tuple[list[Tensor], list[Tensor]] = [], []
+    for output, tensors in zip((ours, theirs), both, strict=True):
+        apply_to_collection(output, Tensor, tensors.append)
+    pairs = list(zip(*both, strict=True))
+    if any(one.shape != other.shape for one, other in pairs):
+        return True
+    far = ((one - other).float().norm() > tolerance * other.float().norm() for one, other in pairs)
+    return any(bool(each) for each in far)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return isinstance(module, getattr(sys.modules.get("transformers"), "PreTrainedModel", ()))
