@@ -124,7 +124,8 @@ def test_every_metric_goes_to_every_logger(names: list[str], tmp_path: Path) -> 
         assert [step for step, _ in logged["train_loss_step"]] == STEPS
         for key in EVERY:
             assert [step for step, _ in logged[key]] == STEPS, key
-            assert logged[key][-1][1] == pytest.approx(last[key], rel=1e-6)
+            if key != "tricks/data_wait":  # callback_metrics has the share of the epoch
+                assert logged[key][-1][1] == pytest.approx(last[key], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, trick in SETTINGS.items() if not trick.images])
