@@ -6,6 +6,7 @@ names, or the name of a class, which selects all of its instances (and their par
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import TypeVar
@@ -192,6 +193,23 @@ def _size(module: nn.Module) -> int:
 def is_called(module: nn.Module) -> bool:
     """Whether a module has a forward pass; a ModuleList has none."""
     return type(module).forward is not nn.Module.forward
+
+
+def last_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """The last of the norms ``bn1``, ``bn2``, ... of each residual block of a ResNet (torchvision's, timm's), by name.
+
+    Example:
+        >>> from torchvision.models import resnet18
+        >>> list(last_norms(resnet18()))[:2]
+        ['layer1.0.bn2', 'layer1.1.bn2']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, block in module.named_modules():
+        norms = [child for child, _ in block.named_children() if re.fullmatch(r"bn\d", child)]
+        if norms and class_names(block) & {"BasicBlock", "Bottleneck"}:
+            path = f"{name}.{max(norms)}".removeprefix(".")
+            found[path] = module.get_submodule(path)
+    return found
 
 
 # -- the BatchNorm layers of parameters -------------------------------------------------------------------------------

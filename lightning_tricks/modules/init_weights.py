@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
@@ -12,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tricks.core.checks import check_choice
 from lightning_tricks.core.lightning.before_training import require_before_training
-from lightning_tricks.core.selection import Patterns, check_patterns, class_names, select_modules
+from lightning_tricks.core.selection import Patterns, check_patterns, last_norms, select_modules
 
 __all__ = ["init_weights"]
 
@@ -73,7 +72,7 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
     if modules is not None:
         layers = select_modules(model, modules)
     else:
-        layers = dict(_last_norms(model)) if recipe == "zero_residual" else dict(model.named_modules())
+        layers = last_norms(model) if recipe == "zero_residual" else dict(model.named_modules())
     steps = dict(_planned(layers, recipe))
     if not steps:
         raise ValueError(
@@ -85,15 +84,6 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
     for name, fill in steps.items():
         fill(named[name])
     return list(steps)
-
-
-def _last_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The last of the norms ``bn1``, ``bn2``, ... of each residual block of a ResNet."""
-    for name, block in model.named_modules():
-        norms = [child for child, _ in block.named_children() if re.fullmatch(r"bn\d", child)]
-        if norms and class_names(block) & {"BasicBlock", "Bottleneck"}:
-            last = max(norms)
-            yield f"{name}.{last}", getattr(block, last)
 
 
 def _planned(layers: dict[str, nn.Module], recipe: Recipe) -> Iterator[tuple[str, Callable[[Any], Any]]]:

@@ -10,13 +10,15 @@ from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.lightning.before_training import require_before_training
 from lightning_tricks.core.output_hooks import hook_output
-from lightning_tricks.core.selection import Patterns, check_patterns, select_modules
+from lightning_tricks.core.selection import Patterns, check_patterns, last_norms, select_modules
 
 __all__ = ["add_squeeze_excite"]
 
+_CHANNELS = ("out_channels", "num_features", "num_channels")  # of convolutions, BatchNorm and GroupNorm
 
-def add_squeeze_excite(model: nn.Module, *, modules: Patterns, ratio: int = 16) -> list[str]:
-    r"""Squeeze-and-excitation: each channel of a layer's output is weighted by the means of all its channels.
+
+def add_squeeze_excite(model: nn.Module, *, modules: Patterns | None = None, ratio: int = 16) -> list[str]:
+    """Squeeze-and-excitation: each channel of a layer's output is weighted by the means of all its channels.
 
     ``y`` is ``y * sigmoid(W2 relu(W1 mean(y)))``, where W1 has ``ratio`` times fewer outputs than ``y`` has channels:
     timm's ``SqueezeExcite``, which becomes the submodule ``squeeze_excite`` of the layer. The names of all other
@@ -27,8 +29,9 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns, ratio: int = 16) 
     Args:
         model: The model, or the LightningModule.
         modules: The layers, as regular expressions searched in modules' names, or names of classes; one or a sequence.
-            A layer is a convolution or a norm with outputs (B, C, H, W), usually the last one of a residual branch:
-            for torchvision's ResNet-18 ``r"layer\d\.\d\.bn2$"``.
+            A layer is a convolution or a norm with outputs (B, C, H, W), usually the last one of a residual branch.
+            None for the last ``bn`` of each ``BasicBlock`` and ``Bottleneck``, as in the ResNets of torchvision and
+            timm.
         ratio: Reduction from the channels to the hidden units, at least 1; timm rounds their number to a multiple of 8.
 
     Returns:
@@ -37,14 +40,14 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns, ratio: int = 16) 
     Raises:
         ModuleNotFoundError: If timm is missing, with the extra to install.
         TypeError: If ``ratio`` is not an integer.
-        ValueError: For a ratio out of range, a pattern that selects nothing, a layer whose number of channels is not
-            known, or one that has it already.
+        ValueError: For a ratio out of range, if there is no such layer, or for one whose number of channels is unknown
+            or that has it already.
         MisconfigurationException: If it is called in a fit that has made its optimizers.
 
     Example:
         >>> from torchvision.models import resnet18
         >>> model = resnet18()
-        >>> add_squeeze_excite(model, modules=r"layer\d\.\d\.bn2$")[:2]
+        >>> add_squeeze_excite(model)[:2]
         ['layer1.0.bn2', 'layer1.1.bn2']
         >>> model.layer1[0].bn2.squeeze_excite.fc1.weight.shape
         torch.Size([8, 64, 1, 1])
@@ -53,16 +56,20 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns, ratio: int = 16) 
         Hu et al., Squeeze-and-Excitation Networks, arXiv 1709.01507.
     """
     check_count("ratio", ratio)
-    check_patterns("modules", modules)
+    if modules is not None:
+        check_patterns("modules", modules)
     require_before_training(model, "add_squeeze_excite")
     layers: Any = library("timm.layers", "add_squeeze_excite", "vision")
-    found = select_modules(model, modules)
+    found = last_norms(model) if modules is None else select_modules(model, modules)
+    if not found:
+        raise ValueError(
+            f"add_squeeze_excite needs residual blocks of a ResNet, found none in {type(model).__name__} with"
+            " modules=None: name layers in modules=."
+        )
     added: dict[str, nn.Module] = {}
     for name, layer in found.items():
-        channels, weight = (
-            getattr(layer, "out_channels", getattr(layer, "num_features", None)),
-            next(layer.parameters(recurse=False), None),
-        )
+        channels = next((getattr(layer, key) for key in _CHANNELS if hasattr(layer, key)), None)
+        weight = next(layer.parameters(recurse=False), None)
         if hasattr(layer, "squeeze_excite"):
             raise ValueError(f"modules must not have squeeze-and-excitation yet, {name} has: call it once.")
         if not isinstance(channels, int):

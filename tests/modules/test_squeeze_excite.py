@@ -36,6 +36,19 @@ def test_a_layer_is_weighted_by_the_means_of_its_channels_and_keeps_its_names() 
         assert torch.equal(other(x), model(x))
 
 
+def test_by_default_the_residual_branches_of_a_resnet_are_weighted() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    model = torchvision.models.resnet18()
+    assert lt.add_squeeze_excite(model) == [f"layer{stage}.{block}.bn2" for stage in (1, 2, 3, 4) for block in (0, 1)]
+    assert lt.add_squeeze_excite(torchvision.models.resnet.BasicBlock(8, 8)) == ["bn2"]
+
+
+def test_groupnorm_and_layers_without_parameters_have_channels_as_well() -> None:
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.BatchNorm2d(8, affine=False))
+    assert lt.add_squeeze_excite(model, modules=["GroupNorm", "BatchNorm2d"]) == ["0", "1"]
+    assert model(torch.randn(2, 8, 4, 4)).shape == (2, 8, 4, 4)
+
+
 @pytest.mark.parametrize("when", ["__init__", "setup", "configure_model", "configure_optimizers"])
 def test_the_new_weights_train(when: str) -> None:
     module = Images(when, change="excite")
@@ -59,6 +72,7 @@ def test_it_has_the_layers_device_and_dtype() -> None:
     ("arguments", "error", "message"),
     [
         ({"modules": "^1$"}, ValueError, "whose channels are known, '.1.' selects 1, a ReLU"),
+        ({}, ValueError, "needs residual blocks of a ResNet, found none in Sequential"),
         ({"modules": "head"}, ValueError, "'head' is neither"),
         ({"modules": "^3$", "ratio": 0}, ValueError, "ratio must be at least 1"),
         ({"modules": "^3$", "ratio": 0.5}, TypeError, "ratio must be an integer"),
