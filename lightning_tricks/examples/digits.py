@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,7 @@ class Curves(Callback):
 
 def load_digits(noise: float) -> Split:
     """Split the digits into train, val and test; a fraction ``noise`` of the training labels is wrong."""
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError as error:
-        raise ImportError("the demo needs scikit-learn: pip install 'lightning_tricks[demo]'") from error
-    images, labels = load(return_X_y=True)
+    images, labels = _images()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=generator)
     x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
@@ -93,6 +90,17 @@ def load_digits(noise: float) -> Split:
         "val": (x[val], y[val]),
         "test": (x[test], y[test]),
     }
+
+
+@cache
+def _images() -> tuple[Any, Any]:
+    """All digits, read once a process."""
+    try:
+        from sklearn.datasets import load_digits as load
+    except ImportError as error:
+        raise ImportError("the demo needs scikit-learn: pip install 'lightning_tricks[demo]'") from error
+    read: tuple[Any, Any] = load(return_X_y=True)
+    return read
 
 
 def run(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import lightning_tricks as lt
-from lightning_tricks.examples.digits import Digits, DigitsData
+from lightning_tricks.examples.digits import Digits, DigitsData, SharpDigits
 from lightning_tricks.examples.tasks import QUIET as ARGUMENTS
 from lightning_tricks.examples.tasks import SharpClassifier
 from lightning_tricks_cli.main import main, parser
@@ -56,58 +56,62 @@ def in_python(folder: Path, *tricks: Any, module: type[Any] = Digits) -> Any:
     return pl.Trainer(callbacks=[*tricks], **settings), module(), DigitsData(noise=0.4)
 
 
-def test_it_makes_the_runs_of_the_same_comparison_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_makes_the_runs_of_the_same_comparison_in_python_and_a_second_call_only_reads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write("sharp.yaml", model={"class_path": "lightning_tricks.examples.digits.SharpDigits"})
-    assert run("-c", "plain.yaml", "--with", "EMA", "--with", "sharp.yaml", "--json", "--plot", "out.png") == 0
+    command = ("-c", "tricks.yaml", "--with", "AutoClip", "--with", "sharp.yaml", "--without", "EMA")
+    assert run(*command, "--json", "--plot", "out.png") == 0
     told = json.loads(capsys.readouterr().out)
-    assert [row["arm"] for row in told["rows"]] == ["base", "with EMA", "with sharp"]
-    from lightning_tricks.examples.digits import SharpDigits
+    assert [row["arm"] for row in told["rows"]] == ["base", "with AutoClip", "with sharp", "without EMA"]
+
+    def tricks(*more: Any, average: bool = True) -> list[Any]:
+        return [*([lt.EMA(decay=0.5)] if average else []), lt.SkipNonFinite(), *more]
 
     arms = {
-        "base": in_python,
-        "with EMA": lambda folder: in_python(folder, lt.EMA()),
-        "with sharp": lambda folder: in_python(folder, module=SharpDigits),
+        "base": lambda folder: in_python(folder, *tricks()),
+        "with AutoClip": lambda folder: in_python(folder, *tricks(lt.AutoClip())),
+        "with sharp": lambda folder: in_python(folder, *tricks(), module=SharpDigits),
+        "without EMA": lambda folder: in_python(folder, *tricks(average=False)),
     }
     expected = lt.compare(arms, metric="val_accuracy", mode="max", seeds=2, folder="python")
     for name in arms:
         assert [run["metrics"] for run in told["runs"][name]] == [run["metrics"] for run in expected.runs[name]]
-    assert len({run["metrics"]["val_accuracy"] for runs in told["runs"].values() for run in runs}) > 3
+    assert len({run["metrics"]["val_accuracy"] for runs in told["runs"].values() for run in runs}) > 4
     assert Path("out.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_tricks_are_taken_out_one_by_one_and_a_second_call_only_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ("-c", "tricks.yaml", "--without", "EMA", "--without", "SkipNonFinite")
+    files = {path: path.stat().st_mtime_ns for path in Path("compare").rglob("seed*.json")}
+    assert len(files) == 8
     assert run(*command) == 0
     table = capsys.readouterr().out
-    lines = table.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:4]] == ["base", "without EMA", "without SkipNonFinite"]
-    assert "over base (95% interval)" in lines[0]
-    assert "+0 (+0 to +0) " in lines[3]  # no step was left out: the same runs
-    files = {path: path.stat().st_mtime_ns for path in Path("compare").rglob("seed*.json")}
-    assert len(files) == 6
-    assert run(*command) == 0
-    assert capsys.readouterr().out == table
+    assert [line.split("  ")[0] for line in table.splitlines()[1:5]] == [*arms]
+    assert "over base (95% interval)" in table
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
-def test_another_configuration_in_the_same_folder_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("-c", "plain.yaml", "--with", "EMA") == 0
+def test_other_metrics_configurations_and_seeds_in_the_same_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", "-c", "plain.yaml", "--with", "EMA", "--mode", "max", "--metric"]
+    assert main([*command, "acc", "--seeds", "2"]) == 1
+    err = capsys.readouterr().err
+    assert "logs no --metric acc in validation or test, but ['test_accuracy', 'val_accuracy']" in err
+    assert len(list(Path().rglob("seed*.json"))) == 1  # the first run tells
+    assert main([*command, "test_accuracy", "--seeds", "3"]) == 1
+    assert "seeds was [0, 1], now [0, 1, 2]" in capsys.readouterr().err
+    assert main([*command, "test_accuracy", "--seeds", "2"]) == 0
     write("plain.yaml", trainer=QUIET, model=MODEL, data={**DATA, "init_args": {"noise": 0.2}})
-    assert run("-c", "plain.yaml", "--with", "EMA") == 1
+    assert main([*command, "test_accuracy", "--seeds", "2"]) == 1
     err = capsys.readouterr().err
     assert "compare/base has results of other settings: configuration: data.init_args.noise was '0.4', now '0.2'" in err
-    assert main(["compare", "-c", "plain.yaml", "--with", "EMA", *ASKED[:-1], "3"]) == 1
-    assert "seeds was [0, 1], now [0, 1, 2]" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_in_the_table_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("-c", "plain.yaml", "--with", "SWA", "--with", "lightning_tricks.LeanLoss") == 1
+    assert run("-c", "plain.yaml", "--with", "lightning_tricks.LeanLoss") == 1
     out, err = capsys.readouterr()
     assert "failed in 2 of 2 runs: " in out
     assert "runs failed: with LeanLoss. compare has an error.txt for each" in err
     assert Path("compare", "with LeanLoss", "seed1", "error.txt").exists()
 
 
+@pytest.mark.slow
 def test_the_configurations_of_the_repository_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     write("quiet.yaml", trainer=QUIET)
     command = ("-c", CONFIGS / "digits.yaml", "-c", "quiet.yaml")
@@ -140,16 +144,6 @@ def test_what_is_wrong_is_one_line_on_stderr(
     assert err.startswith(f"lightning-tricks: {message}")
     assert err.count("\n") == 1
     assert not list(Path().rglob("seed*.json"))
-
-
-def test_a_metric_that_is_not_logged_is_named_and_the_runs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["compare", "-c", "plain.yaml", "--with", "EMA", "--mode", "max", "--seeds", "2"]
-    assert main([*arguments, "--metric", "acc"]) == 1
-    assert (
-        "logs no --metric acc in validation or test, but ['test_accuracy', 'val_accuracy']" in capsys.readouterr().err
-    )
-    assert len(list(Path().rglob("seed*.json"))) == 1  # the first run tells
-    assert main([*arguments, "--metric", "test_accuracy"]) == 0
 
 
 def test_the_defaults_are_those_of_the_function() -> None:

@@ -37,6 +37,13 @@ from tests.evaluation.recipes import (
 from tests.nets import trainer
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    run(folder)
+    return folder
+
+
 def test_folds_are_those_made_by_hand(tmp_path: Path) -> None:
     found = run(tmp_path / "cv", seed=5)
     metrics, predictions = by_hand(tmp_path / "hand", seed=5)
@@ -69,8 +76,8 @@ def never(*_: Any) -> Any:
     raise AssertionError("a finished fold is made again")
 
 
-def test_a_fold_that_failed_is_trained_again_and_finished_ones_are_kept(tmp_path: Path) -> None:
-    unbroken = run(tmp_path / "unbroken")
+def test_a_fold_that_failed_is_trained_again_and_finished_ones_are_kept(tmp_path: Path, finished: Path) -> None:
+    unbroken = run(finished)
     with pytest.raises(RuntimeError, match="died"):
         run(tmp_path / "cv", make_trainer=failing)
     assert sorted(path.name for path in (tmp_path / "cv").iterdir()) == ["fold0", "fold0.pt", "fold1", "folds.json"]
@@ -99,18 +106,11 @@ def test_a_fold_that_failed_is_trained_again_and_finished_ones_are_kept(tmp_path
     ],
 )
 def test_other_folds_in_the_same_folder_are_refused_by_name(
-    changes: dict[str, Any], named: str, tmp_path: Path, finished: Path
+    changes: dict[str, Any], named: str, finished: Path
 ) -> None:
     with pytest.raises(ValueError, match="has results of other settings") as refused:
         run(finished, **changes)
     assert named in str(refused.value)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    run(folder)
-    return folder
 
 
 def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_predictions_that_cannot_be_put_together_are_refused(
         run(tmp_path, make_module=lambda fold: Strange(), make_trainer=one_step)
 
 
-def test_a_module_that_cannot_predict_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_module_that_cannot_predict_is_refused_before_the_first_step(tmp_path: Path, finished: Path) -> None:
     class NoStep(Scored):
         predict_step = pl.LightningModule.predict_step  # forward gets the pair
 
@@ -313,7 +313,7 @@ def test_a_module_that_cannot_predict_is_refused_before_the_first_step(tmp_path:
             return super().forward(batch[0] if isinstance(batch, list) else batch)
 
     tried = run(tmp_path / "tried", make_module=lambda fold: TakesPair())
-    assert same(tried, run(tmp_path / "own"))  # the trial leaves no trace
+    assert same(tried, run(finished))  # the trial leaves no trace
     half = partial(one_step, precision="bf16-true")
     assert run(tmp_path / "half", make_module=lambda fold: TakesPair(), make_trainer=half).predictions.isfinite().all()
 
@@ -378,7 +378,7 @@ def with_preset(fold: int, folder: Path) -> pl.Trainer:
 
 
 @pytest.mark.parametrize("trainers", [with_ema, last_of_ema], ids=["best", "last"])
-def test_with_ema_the_averages_are_validated_predicted_and_saved(trainers: Any, tmp_path: Path) -> None:
+def test_with_ema_the_averages_are_validated_predicted_and_saved(trainers: Any, tmp_path: Path, finished: Path) -> None:
     found = run(tmp_path, make_trainer=trainers)
     assert found.predictions.shape == (44, 2)
     for k, fold in enumerate(found.folds):
@@ -390,12 +390,12 @@ def test_with_ema_the_averages_are_validated_predicted_and_saved(trainers: Any, 
         torch.testing.assert_close(found.predictions[fold.validation], logits)
         accuracy = (logits.argmax(-1) == TARGETS[fold.validation]).float().mean().item()
         assert found.metrics[k]["accuracy"] == pytest.approx(accuracy)
-    assert not same(found, run(tmp_path / "plain"))
+    assert not same(found, run(finished))
 
 
-def test_with_sam(tmp_path: Path) -> None:
+def test_with_sam(tmp_path: Path, finished: Path) -> None:
     found = run(tmp_path / "sam", make_module=lambda fold: Sharp())
-    assert not same(found, run(tmp_path / "plain"))
+    assert not same(found, run(finished))
     pl.seed_everything(0, workers=True, verbose=False)
     module, alone = Sharp(), make_trainer(0, tmp_path / "hand")
     train, validation = (torch.utils.data.Subset(DATA, part) for part in found.folds[0])
@@ -406,17 +406,17 @@ def test_with_sam(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # peft's import
-def test_with_lora(tmp_path: Path) -> None:
+def test_with_lora(tmp_path: Path, finished: Path) -> None:
     found = run(tmp_path, make_trainer=with_lora)
     assert found.predictions.shape == (44, 2)
     assert any("lora" in name for name in torch.load(found.checkpoints[0], weights_only=True)["state_dict"])
-    assert not torch.equal(found.predictions, run(tmp_path / "plain").predictions)
+    assert not torch.equal(found.predictions, run(finished).predictions)
 
 
-def test_with_a_preset(tmp_path: Path) -> None:
+def test_with_a_preset(tmp_path: Path, finished: Path) -> None:
     found = run(tmp_path, make_trainer=with_preset)
     assert found.predictions.shape == (44, 2)
-    assert found.metrics != run(tmp_path / "plain").metrics
+    assert found.metrics != run(finished).metrics
 
 
 def test_workers_inside_of_torchrun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
