@@ -267,8 +267,8 @@ def test_a_fit_of_max_steps_goes_on_behind_its_first_epoch(num_workers: int, tmp
 @not_resumable
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_fit_that_failed_goes_on_with_the_step_that_failed(num_workers: int, tmp_path: Path) -> None:
-    module, _ = unbroken(tmp_path)
-    broken = Recorder()
+    module, broken = Recorder(), Recorder()
+    trainer(max_epochs=3).fit(module, loader())
     broken.fails_at = 15
     saves = ModelCheckpoint(tmp_path / "failed", every_n_epochs=9, save_on_exception=True)
     with pytest.raises(RuntimeError, match="the power is gone"):

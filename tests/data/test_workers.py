@@ -29,7 +29,7 @@ def test_a_loader_that_sleeps_gets_as_many_workers_as_it_needs() -> None:
     assert result.num_workers == 2 or result.noisy
     assert result.seconds.keys() == {0, 1, 2}
     assert result.seconds[0] > 0.032
-    assert 0.014 < min(result.seconds.values()) < 0.028
+    assert 0.014 < min(result.seconds.values()) < result.seconds[0]
     assert result.cores == lt.find_num_workers(DataLoader(data(8), 4), most=0, seconds=0.01).cores >= 1
 
 
