@@ -285,6 +285,15 @@ def test_a_layer_without_gradients_is_told() -> None:
     assert [text for text in inspection.findings if text.startswith("unused: no gradient has come in 3 steps")]
 
 
+def test_a_layer_that_stops_in_the_first_of_these_steps_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Told(monkeypatch)
+    stops = lt.LayerFreezing(start=2, stop=2, parameters=["layers.0"])
+    fit(build(PlainNet), train=loader(48), callbacks=[InspectTraining(tmp_path, every_n_steps=2, steps=2), stops])
+    assert [list(told(each)) for each in seen.inspections] == [["layers.0", "layers.2"], *[["layers.2"]] * 5]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
