@@ -97,8 +97,12 @@ class Look:
             self._squares.setdefault(layer, []).append(_norm(local) ** 2 / local.numel())
 
     def layers(self) -> tuple[LayerStatistics, ...]:
-        """The statistics of the steps so far."""
-        return tuple(self._of(*named) for named in self._layers.items())
+        """The statistics of the steps so far, without layers that stopped training before the first of them."""
+        return tuple(
+            self._of(name, layer)
+            for name, layer in self._layers.items()
+            if any(weight.requires_grad or weight in self._norms for weight in layer.parameters(recurse=False))
+        )
 
     def _of(self, name: str, layer: nn.Module) -> LayerStatistics:
         own = list(layer.parameters(recurse=False))
