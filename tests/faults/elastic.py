@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -48,7 +47,6 @@ class Told(Callback):
 
 
 def main(folder: Path, engine: str, epochs: int) -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Checkpoint directory")
     torch.set_num_threads(1)
     run = folder / "run"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ EPOCHS = 80
 
 
 def torchrun(folder: Path, engine: str, restarts: int) -> subprocess.Popen[bytes]:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
     # torch (2.5 to 2.13) restarts ranks with the addresses of the dead ones otherwise, issue 135712.
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with (folder / "log").open("w") as log:
+    with (folder / "log").open("a") as log:
         return subprocess.Popen(
             [sys.executable, *command, "-m", "tests.faults.elastic", str(folder), engine, str(EPOCHS)],
             env={**os.environ, **own},
@@ -62,12 +63,29 @@ def final(folder: Path, process: subprocess.Popen[bytes]) -> list[Any]:
     return [torch.load(folder / f"final-{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the ranks have at the end of a training that nothing disturbs, by preset."""
+
+    @cache
+    def trained(engine: str) -> list[Any]:
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        return final(folder, torchrun(folder, engine, 0))
+
+    return trained
+
+
+def check_final(folder: Path, process: subprocess.Popen[bytes], expected: list[Any]) -> None:
+    for (mine, step), (others, last) in zip(final(folder, process), expected, strict=True):
+        assert_equal(mine, others)
+        assert step == last == 6 * EPOCHS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "kills", "seed"), [("ddp_bf16", 20, 1), ("fsdp2_bf16", 20, 2), ("zero1_bf16", 5, 3)]
 )
-def test_ranks_killed_at_random_moments(engine: str, kills: int, seed: int, tmp_path: Path) -> None:
-    expected = final(tmp_path / "whole", torchrun(tmp_path / "whole", engine, 0))
+def test_ranks_killed_at_random_moments(engine: str, kills: int, seed: int, undisturbed: Any, tmp_path: Path) -> None:
     rng, folder, doing, attempt = random.Random(seed), tmp_path / "killed", Counter[str](), -1
     process = torchrun(folder, engine, kills + 5)
     try:
@@ -79,11 +97,71 @@ def test_ranks_killed_at_random_moments(engine: str, kills: int, seed: int, tmp_
             word = told(folder, attempt, rank)[-1]
             doing["starting" if word.isdigit() else word] += 1
             print(f"seed {seed}, attempt {attempt}: killed rank {rank} while {word}")  # shown when the test fails
-        ended = final(folder, process)
+        check_final(folder, process, undisturbed(engine))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    for (mine, step), (others, last) in zip(ended, expected, strict=True):
-        assert_equal(mine, others)
-        assert step == last == 6 * EPOCHS
     assert kills < 20 or doing.keys() >= {"starting", "training", "saving"}  # the kills did land where it matters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp_bf16", "fsdp2_bf16"])
+def test_a_machine_whose_torchrun_is_terminated(engine: str, undisturbed: Any, tmp_path: Path) -> None:
+    """As a spot machine is taken away, and another one comes."""
+    folder = tmp_path / "spot"
+    process = torchrun(folder, engine, 0)
+    attempt, _ = begun(folder, -1, process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    assert process.returncode
+    (path,) = (folder / "run").glob("preempted-step=*.ckpt")
+    for rank in range(2):
+        assert told(folder, attempt, rank)[-1] == "saving"
+    again = torchrun(folder, engine, 0)
+    check_final(folder, again, undisturbed(engine))
+    assert f"Restoring states from the checkpoint path at {path}" in (folder / "log").read_text()
+
+
+SCRIPT = """
+import sys, time
+import lightning.pytorch as pl
+import lightning_tricks as lt
+from lightning.pytorch.callbacks import Callback
+from tests.nets import PlainNet, build, loader, trainer
+
+class Slowly(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        print("step", trainer.global_step, flush=True)
+        time.sleep(0.05)
+
+if __name__ == "__main__":
+    settings = {"strategy": "ddp_bf16", "devices": 2, "max_epochs": -1, "max_steps": int(sys.argv[2])}
+    run = trainer(**settings, callbacks=[lt.Preemption(sys.argv[1]), Slowly()])
+    run.fit(build(PlainNet), loader(), loader(8), ckpt_path="newest")
+    print("trained", run.global_step)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_whose_main_process_is_terminated(tmp_path: Path) -> None:
+    """Lightning has started the other process, which gets no signal."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command, environment = [sys.executable, str(script), str(tmp_path / "run")], {**os.environ, "PYTHONPATH": str(ROOT)}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([*command, "100000"], env=environment, start_new_session=True, **options)
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("step 5") for line in process.stdout)
+        process.terminate()
+        output, _ = process.communicate(timeout=60)  # until both have closed it
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in output
+    (path,) = (tmp_path / "run").iterdir()
+    step = int(path.stem.split("=")[1])
+    again = subprocess.run([*command, str(step + 2)], env=environment, check=True, **options)
+    assert f"trained {step + 2}" in again.stdout

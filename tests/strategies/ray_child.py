@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ import lightning_tricks as lt
 
 
 class FailOnce(Callback):
-    """The second worker fails in the second epoch, at the first attempt."""
+    """The second worker fails in the second epoch, at the first attempt: as its machine does, or with an error."""
 
-    def __init__(self, folder: str) -> None:
-        self.note = Path(folder, "failed")
+    def __init__(self, folder: str, killed: bool) -> None:
+        self.note, self.killed = Path(folder, f"failed-{killed}"), killed
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1 and not self.note.exists():
             self.note.touch()
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("a machine is gone")
 
 
@@ -33,7 +37,7 @@ def failing(options: dict[str, Any]) -> None:
     original = lt.ray_trainer
 
     def watched(*args: Any, **arguments: Any) -> pl.Trainer:
-        arguments["callbacks"].append(FailOnce(options["storage"]))
+        arguments["callbacks"].append(FailOnce(options["storage"], options["killed"]))
         trainer = original(*args, **arguments)
         facts = {
             "device": str(trainer.strategy.root_device),
@@ -78,7 +82,8 @@ def main(storage: str, steps: int) -> None:
         found["outside"] = str(error)
     ray.init(num_cpus=2, include_dashboard=False)
     try:
-        found["failed"] = run(failing, storage, workers=2, steps=steps).checkpoint.path
+        for name, killed in (("failed", False), ("killed", True)):
+            found[name] = run(failing, storage, workers=2, steps=steps, killed=killed).checkpoint.path
         found["facts"] = [json.loads(Path(storage, f"facts-{rank}.json").read_text()) for rank in range(2)]
         found["alone"] = run(ray_train.train, storage, workers=1, steps=steps).checkpoint.path
     finally:

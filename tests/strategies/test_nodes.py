@@ -134,6 +134,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_agents_of_torchrun_train_as_one_machine(expected: dict[str, Any], tmp_path: Path) -> None:
     variables = {"NODES": "2", "DEVICES": "1", "HEAD": "localhost", "PORT": str(_free_port())}
+    variables["RUN"] = str(tmp_path / "run")
     outputs = finished([started(["torchrun.sh"], tmp_path, **variables) for _ in range(2)])
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in "".join(outputs)
     found = checkpoint_of(tmp_path)
@@ -180,22 +181,22 @@ def test_the_script_for_slurm_trains_as_one_machine(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_bf16", "fsdp2_bf16"])
-def test_a_slurm_job_at_its_time_limit_goes_on_from_the_last_checkpoint(
-    name: str, tmp_path: Path, slurm: dict[str, str]
-) -> None:
+def test_a_slurm_job_at_its_time_limit_saves_and_goes_on(name: str, tmp_path: Path, slurm: dict[str, str]) -> None:
     options = ["slurm.sh", f"--trainer.strategy={name}", "--trainer.max_epochs=-1"]
     job = started([*options, "--trainer.max_steps=100000"], tmp_path, tmp_path / "here", **slurm)
-    last = tmp_path / "here/checkpoints" / slurm["SLURM_JOB_ID"] / "last.ckpt"
+    run, tasks = tmp_path / "here/checkpoints" / slurm["SLURM_JOB_ID"], Path(slurm["TASKS"])
     deadline = time.monotonic() + 120
-    while not last.exists() and job.poll() is None and time.monotonic() < deadline:
+    while not (run / "last.ckpt").exists() and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=300)[0]
-    assert last.exists(), output
-    saved = torch.load(last / "meta.pt" if last.is_dir() else last, weights_only=True)["global_step"]
+    for task in tasks.read_text().split():
+        os.kill(int(task), signal.SIGUSR1)
+    job.communicate(timeout=300)
+    (path,) = run.glob("preempted-step=*.ckpt")
+    saved = int(re.findall(r"\d+", path.name)[0])
     again = started([*options, f"--trainer.max_steps={saved + STEPS}"], tmp_path, tmp_path / "here", **slurm)
     (output,) = finished([again])
-    assert f"Restored all states from the checkpoint at {last}" in output
+    assert f"Restored all states from the checkpoint at {path.relative_to(tmp_path / 'here')}" in output
+    last = run / "last.ckpt"
     found = torch.load(last / "meta.pt" if last.is_dir() else last, weights_only=True)
     assert found["global_step"] == saved + STEPS
 
@@ -208,4 +209,4 @@ def test_the_page_names_what_there_is() -> None:
     assert names <= {row["name"] for row in lt.presets()}
     options = set(re.findall(r"--trainer\.(\w+)", page))
     assert options <= set(inspect.signature(pl.Trainer).parameters)
-    assert len(page.splitlines()) <= 120
+    assert len(page.splitlines()) <= 180

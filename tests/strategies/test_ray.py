@@ -124,8 +124,11 @@ def test_the_trainer_is_what_ray_says(in_workers: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @with_ray
-def test_a_run_that_failed_goes_on_from_its_checkpoint(in_workers: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = torch.load(f"{in_workers['failed']}/checkpoint.ckpt", weights_only=True)
+@pytest.mark.parametrize("how", ["failed", "killed"])
+def test_a_run_that_failed_goes_on_from_its_checkpoint(
+    how: str, in_workers: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = torch.load(f"{in_workers[how]}/checkpoint.ckpt", weights_only=True)
     assert found["global_step"] == STEPS
     assert_close(found["state_dict"], expected["resumed"]["state_dict"], 1e-6)
 
