@@ -168,7 +168,7 @@ class CutColumns(PlainNet):
                 dim = weight.ndim - 1
                 layer.register_parameter(key, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(dim)])))
 
-        mesh = self.device_mesh["tensor_parallel"]
+        mesh = self.device_mesh["data_parallel"]
         distribute_module(self.layers, mesh, columns, input_fn=_replicated, output_fn=_whole)
 
 
@@ -201,7 +201,7 @@ def on_two_ranks() -> dict[str, Any]:
             build(CutColumns),
             train=rank_loader(),
             callbacks=[lt.AdaptiveClip()],
-            strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
             devices=2,
             use_distributed_sampler=False,
         )
