@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_duration, check_range
+from lightning_tricks.core.checks import check_count, check_duration, check_range
 from lightning_tricks.core.lightning.steps import steps_of
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict
@@ -32,10 +32,17 @@ def frozen_layers(step: int, layers: int, *, fraction: float, start: float, stop
         start: Step at which it begins.
         stop: Step at which it ends, at least ``start``; at once if they are equal.
 
+    Raises:
+        ValueError: If ``layers`` or ``start`` is negative, ``fraction`` is outside its range, or ``stop`` is below ``start``.
+
     Example:
         >>> [frozen_layers(step, 10, fraction=0.5, start=100, stop=200) for step in (100, 119, 120, 200, 300)]
         [0, 0, 1, 5, 5]
     """
+    check_count("layers", layers, 0)
+    check_range("fraction", fraction, 0, 1)
+    check_range("start", start, 0)
+    check_range("stop", stop, start)
     if step < start:
         return 0
     share = min(1.0, (step - start) / (stop - start)) if stop > start else 1.0

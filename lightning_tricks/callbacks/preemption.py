@@ -61,7 +61,7 @@ class Preemption(Trick):
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Preemption("runs/a")], accelerator="cpu", logger=False)
-        >>> trainer.fit(module, data, ckpt_path="newest")  # from the beginning: there is no runs/a
+        >>> # trainer.fit(module, data, ckpt_path="newest") begins, or goes on with what is in runs/a
 
     References:
         SLURM, sbatch --signal and scontrol requeue: https://slurm.schedmd.com/sbatch.html.

@@ -51,7 +51,9 @@ def newest_checkpoint(folder: PathLike) -> str | None:
         NotADirectoryError: If it is a file.
 
     Example:
-        >>> trainer.fit(module, data, ckpt_path=newest_checkpoint("runs/a"))  # from the beginning: there is no runs/a
+        >>> path = newest_checkpoint("runs/a")  # trainer.fit(module, data, ckpt_path=path) begins or goes on
+        >>> path is None  # there is no runs/a
+        True
     """
     root = path_of("folder", folder)
     if "://" in str(folder):

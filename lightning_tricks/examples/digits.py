@@ -80,7 +80,7 @@ class Curves(Callback):
 
 def load_digits(noise: float) -> Split:
     """Split the digits into train, val and test; a fraction ``noise`` of the training labels is wrong."""
-    images, labels = _images()
+    images, labels = read_digits()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=generator)
     x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
@@ -93,7 +93,7 @@ def load_digits(noise: float) -> Split:
 
 
 @cache
-def _images() -> tuple[Any, Any]:
+def read_digits() -> tuple[Any, Any]:
     """All digits, read once a process."""
     try:
         from sklearn.datasets import load_digits as load

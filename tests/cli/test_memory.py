@@ -83,7 +83,7 @@ def test_a_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["broken.json"], "broken.json is not JSON: Expecting property name"),
         (["1e400"], "'1e400' is not a model"),
         (["7B", "--strategy", "zero"], "strategy must be one of"),
-        (["7B", "--batch-size", "8"], "batch_size=8 needs batch="),
+        (["7B", "--batch-size", "8"], "--batch-size 8 needs batch="),
         (["7B", "--optimizer", "adamww"], "name must be one of"),
     ],
 )

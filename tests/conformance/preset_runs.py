@@ -25,6 +25,8 @@ def whole(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
 
 def settings_of(name: str, precision: str) -> dict[str, Any]:
     overrides: dict[str, Any] = {} if precision == PRECISIONS[name] else {"precision": precision}
+    if name.startswith("tp_"):
+        overrides["plan"] = {"layers.0": "colwise", "layers.2": "rowwise"}
     if name.startswith("zero"):
         overrides["config"] = TINY
         if precision == "16-mixed":  # from a scale of 2**16 the first steps would be left out

@@ -130,6 +130,7 @@ def test_the_sharp_classifier_takes_the_settings_of_both() -> None:
 def test_what_is_missing_is_named(
     package: str, load: Callable[[float], Split], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    digits.read_digits.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r"pip install 'lightning_tricks\["):
         load(0.0)

@@ -236,7 +236,7 @@ def refusal_problem(name: str, error: BaseException) -> str:
     return "" if text.endswith(".") else f"the refusal is no sentence: {text}"
 
 
-IMAGES = ("ChannelsLast", "CutMix(prob=1e-9)")  # tricks for images
+IMAGES = ("BatchTransform", "ChannelsLast", "CutMix(prob=1e-9)")  # tricks for images
 
 
 @st.composite
