@@ -94,8 +94,11 @@ def plain_tensor(target: MixedTarget) -> Tensor:
 def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = [target for target in _targets_in((*args, *kwargs.values())) if target.plan.open]
     if not targets or uses_metadata_only(func, args):
-        result = func(*_branch(args, None), **_branch(kwargs, None))
+        result = _plain_call(func, args, kwargs)
         return args[0] if args and isinstance(args[0], MixedTarget) and writes(func) else result
+    of_losses = all(target.is_loss and not target.branches[0].ndim for target in targets)
+    if of_losses and func.__name__ in ("detach", "__get__"):  # a loss that is only logged
+        return _plain_call(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if any(target.requires_grad and not target.branches[0].requires_grad for target in targets):
             raise targets[0].plan.refusal(
@@ -110,19 +113,14 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if any(target.branches[0].ndim for target in targets):
             raise RuntimeError(f"{func.__name__}() of the losses of several samples: reduce them to one number first.")
         if func.__name__ in ("backward", "grad"):
-            return func(*_branch(args, None), **_branch(kwargs, None))
+            return _plain_call(func, args, kwargs)
         for target in targets:  # the hook must see the mixed loss in all branches
             target.branches = (plain_tensor(target),) * len(target.branches)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if writes(func):
         return _write(func, args, kwargs, targets)
-    if all(target.is_loss and not target.branches[0].ndim for target in targets):
-        result = func(*_branch(args, None), **_branch(kwargs, None))
-        floating = isinstance(result, Tensor) and result.is_floating_point()
-        if not floating or func.__name__ in ("detach", "__get__"):  # a loss that is only logged
-            return result
-    calls = [(_branch(args, number), _branch(kwargs, number)) for number in range(len(targets[0].branches))]
+    calls = [_arguments(args, kwargs, number) for number in range(len(targets[0].branches))]
     plan = targets[0].plan
     if plan.mix_predictions is not None and is_loss(func):
         calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
@@ -135,6 +133,8 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         except AmbiguousSamples as error:  # the value may only be logged
             unclear = str(error)
     first = func(*calls[0][0], **calls[0][1])
+    if of_losses and not (isinstance(first, Tensor) and first.is_floating_point()):  # as a number, it is only logged
+        return _plain_call(func, args, kwargs)
     if not _has_tensor(first):
         return first
     results = [first, *(func(*arguments, **named) for arguments, named in calls[1:])]
@@ -195,7 +195,7 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any, targets: list[Mixed
         # A running sum of losses for the log, for example; with a graph it may become the loss.
         traced = torch.is_grad_enabled() and any(t.branches[0].requires_grad for t in targets)
         if not traced and all(not t.branches[0].ndim and t.is_floating_point() for t in targets):
-            return func(*_branch(args, None), **_branch(kwargs, None))
+            return _plain_call(func, args, kwargs)
         if not isinstance(target, MixedTarget) and (type(target) is not Tensor or target._is_view()):
             raise targets[0].plan.refusal(
                 f"{func.__name__} would write from the target, which has two labels, into a part of a tensor, or into a"
@@ -209,7 +209,8 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any, targets: list[Mixed
         target.__class__ = MixedTarget  # the user may go on with the tensor itself, and not with what is returned here
         _with_branches(cast(MixedTarget, target), branches, targets[0].plan, sample_ids)
     for number, into in enumerate(target.branches):
-        func(into, *_branch(tuple(rest), number), **_branch(kwargs, number))
+        others, named = _arguments(rest, kwargs, number)
+        func(into, *others, **named)
     target.is_loss = target.is_loss or any(source.is_loss for source in targets) or target.branches[0].requires_grad
     target.unclear = target.unclear or next((source.unclear for source in targets if source.unclear), "")
     if target.is_loss and not target.branches[0].ndim and len(target.branches) > 1:
@@ -222,14 +223,27 @@ def _branch(value: Any, number: int | None) -> Any:
     """The value of an argument in the branch of this number; in no branch (None), its plain value."""
     if isinstance(value, MixedTarget):
         return plain_tensor(value) if number is None or not value.plan.open else value.branches[number]
+    if not isinstance(value, _CONTAINERS) or not _targets_in([value]):
+        return value
     if isinstance(value, dict):
         return {name: _branch(item, number) for name, item in value.items()}
-    if isinstance(value, _LISTS) and _targets_in(value):
-        return type(value)([_branch(item, number) for item in value])
-    return value
+    return type(value)([_branch(item, number) for item in value])
 
 
-_LISTS = (tuple, list)  # faster than a union, which would be built anew for every argument of every operation
+def _arguments(
+    args: Sequence[Any], kwargs: dict[str, Any], number: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function in the branch of this number, or in none."""
+    return tuple([_branch(value, number) for value in args]), {key: _branch(kwargs[key], number) for key in kwargs}
+
+
+def _plain_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a function for the value that a target has for everybody else."""
+    args, kwargs = _arguments(args, kwargs, None)
+    return func(*args, **kwargs)
+
+
+_CONTAINERS = (tuple, list, dict)  # faster than a union, which would be built anew for every argument
 
 
 def _targets_in(values: Iterable[Any]) -> list[MixedTarget]:
@@ -238,10 +252,8 @@ def _targets_in(values: Iterable[Any]) -> list[MixedTarget]:
     for value in values:
         if isinstance(value, MixedTarget):
             found.append(value)
-        elif isinstance(value, dict):
-            found += _targets_in(value.values())
-        elif isinstance(value, _LISTS):
-            found += _targets_in(value)
+        elif isinstance(value, _CONTAINERS):
+            found += _targets_in(value.values() if isinstance(value, dict) else value)
     return found
 
 
