@@ -33,7 +33,8 @@ def frozen_layers(step: int, layers: int, *, fraction: float, start: float, stop
         stop: Step at which it ends, at least ``start``; at once if they are equal.
 
     Raises:
-        ValueError: If ``layers`` or ``start`` is negative, ``fraction`` is outside its range, or ``stop`` is below ``start``.
+        ValueError: If ``layers`` or ``start`` is negative, ``fraction`` is outside its range, or ``stop`` is below
+            ``start``.
 
     Example:
         >>> [frozen_layers(step, 10, fraction=0.5, start=100, stop=200) for step in (100, 119, 120, 200, 300)]
