@@ -2,6 +2,9 @@
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
 TORCH  ?=
 
+# Written bytecode spares each worker of pytest, and each process that tests start, five seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV   := .venv
 BIN    := $(VENV)/bin
 # deepspeed compiles its operators at first use, not while being installed

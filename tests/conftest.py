@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 
 from tests import fresh  # noqa: F401  # before anything else imports lightning_tricks
-from tests.speed import cache_entry_points, freeze, leave_devices_out
+from tests.speed import cache_entry_points, cache_signatures, freeze, leave_devices_out, listen_to_lightning
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that a test starts
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI's use of it, not ours
 collect_ignore = ["ranks_preload.py", "pytorch_lightning/namespace.py"]  # no tests: for other processes
 torch.set_num_threads(1)
 cache_entry_points()
+cache_signatures()
 leave_devices_out()
+listen_to_lightning()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 

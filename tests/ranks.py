@@ -170,6 +170,8 @@ def _child(
     function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], sender: Connection
 ) -> None:
     os.environ.update(environment)
+    # For the workers of loaders the platform's way, as under torchrun; else they would get a forkserver of their own.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     import torch
     import torch.distributed as dist
 
