@@ -22,6 +22,9 @@ from tests.nets import TORCH_2_9, Net, assert_close, assert_equal, build, fit, r
 from tests.ranks import run_ranks
 
 policies = pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+one_policy = pytest.mark.parametrize(  # where it is compiled, which takes a second
+    "policy", ["selective", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("full", "offload"))]
+)
 
 
 def block(width: int = 16) -> nn.Sequential:
@@ -168,7 +171,7 @@ class Breaks(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@policies
+@one_policy
 def test_state_is_right_where_a_compiled_graph_breaks(policy: str) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -99,11 +99,11 @@ def trained(kind: type[Net], *callbacks: Callback, **settings: Any) -> dict[str,
     ("kind", "modules", "graphs"),
     [
         (Net, None, 1),
-        (Net, "layers", 1),
-        (Deep, None, 1),
+        pytest.param(Net, "layers", 1, marks=pytest.mark.slow),
+        pytest.param(Deep, None, 1, marks=pytest.mark.slow),
         (Inner, None, 3),  # the blocks share theirs, but for the one whose input needs no gradient
         (Deep, "Sequential", 2),
-        (Deep, ["layers.1", "head"], 2),
+        pytest.param(Deep, ["layers.1", "head"], 2, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_modules_train_as_eager_ones(kind: type[Net], modules: Any, graphs: int) -> None:

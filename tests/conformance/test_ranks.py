@@ -34,12 +34,23 @@ def ended(selected: Callable[..., list[str]]) -> Callable[[str], Cases]:
     return cache(lambda strategy: run_cases(two_ranks, selected("name", strategy=strategy), strategy))
 
 
-IN_BF16 = ("AdaptiveClip", "EMA", "HardExampleFilter", "Mixup", "SAMMixin", "SkipNonFinite", "cosine")
+APART, TOGETHER = "the batches of the ranks in turn", "those of both ranks as one"
+
+
+@cache
+def alone(name: str, batches: str, strategy: str = "auto") -> dict[str, torch.Tensor]:
+    """What one process gives, with which several engines are compared."""
+    apart = {"train": loader(48), "accumulate_grad_batches": 2}
+    given = apart if batches == APART else {"train": loader(48, batch_size=16)}
+    return run(SETTINGS[name], base=PlainNet, **given, strategy=strategy)
+
+
+KINDS = ("AdaptiveClip", "EMA", "HardExampleFilter", "Mixup", "SAMMixin", "SkipNonFinite", "cosine")
 NAMED = [pytest.param(each) if isinstance(each, str) else each for each in NAMES]
 CELLS = [
     *(pytest.param("ddp", *each.values, marks=each.marks) for each in NAMED),
     *(
-        pytest.param("ddp_bf16", name, marks=marks if name in IN_BF16 else pytest.mark.slow)
+        pytest.param("ddp_bf16", name, marks=marks if name in KINDS else pytest.mark.slow)
         for (name,), marks, _ in NAMED
     ),
 ]
@@ -58,10 +69,9 @@ def test_two_ranks_agree_and_equal_one_process(
         return
     assert all((first[key] == second[key]).all() for key in first)
     bf16, by_itself = strategy == "ddp_bf16", "accumulate" in SETTINGS[name].refused
-    batches = {"train": loader(48, 16)} if by_itself else {"train": loader(48), "accumulate_grad_batches": 2}
-    alone = run(SETTINGS[name], base=PlainNet, **batches, **({"strategy": "single_bf16"} if bf16 else {}))
+    expected = alone(name, TOGETHER if by_itself else APART, "single_bf16" if bf16 else "auto")
     wide = by_itself and bf16  # 16 bits round sums over other batches differently
-    for key, value in alone.items():
+    for key, value in expected.items():
         torch.testing.assert_close(torch.from_numpy(first[key]), value, atol=1e-3 if wide else 1e-5, rtol=1e-4)
     if not bf16:
         cell(name, "DDP")
@@ -94,8 +104,17 @@ def gathered(selected: Callable[..., list[str]]) -> Callable[[str], Cases]:
     return cache(lambda engine: run_cases(sharded, selected("name", engine=engine), engine))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("engine", ["FSDP2", "DeepSpeed"])
+SHARDED = [
+    *(pytest.param("FSDP2", *each.values, marks=each.marks) for each in NAMED),
+    *(  # one of each kind, and what is refused
+        pytest.param("DeepSpeed", name, marks=marks if quick else pytest.mark.slow)
+        for (name,), marks, _ in NAMED
+        for quick in [name in KINDS or "DeepSpeed" in SETTINGS[name].refused]
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "name"), SHARDED)
 def test_sharded_weights_are_right_or_refused_by_name(
     name: str, engine: str, gathered: Callable[[str], Cases], cell: Callable[..., None]
 ) -> None:
@@ -105,10 +124,8 @@ def test_sharded_weights_are_right_or_refused_by_name(
         assert name.removesuffix("Mixin") in first
         cell(name, engine, "refused", first)
     else:
-        apart = {"train": loader(48), "accumulate_grad_batches": 2}  # the batches of both ranks
-        together = {"train": loader(48, batch_size=16)}
-        alone = run(SETTINGS[name], base=PlainNet, **(apart if SETTINGS[name].by_batches else together))
-        assert_close({key: torch.from_numpy(value) for key, value in first.items()}, alone, 1e-5)
+        expected = alone(name, APART if SETTINGS[name].by_batches else TOGETHER)
+        assert_close({key: torch.from_numpy(value) for key, value in first.items()}, expected, 1e-5)
         cell(name, engine)
 
 

@@ -266,7 +266,7 @@ def many(part: int, modules: int = 100) -> None:
 
 
 def test_modules_train_as_without_a_trick_or_are_refused_in_time() -> None:
-    many(0, modules=50)
+    many(0, modules=16)
 
 
 @pytest.mark.slow
