@@ -25,6 +25,12 @@ REGIMES = {
     "exception": "exception + retry",
     "second": "second Trainer",
     "yaml": "LightningCLI YAML",
+    "several": "two optimizers",
+    "iterable": "loader without a length",
+    "compiled DDP": "torch.compile, DDP x2",
+    "ranks": "checkpoint of one process in two",
+    "LoRA": "beside LoRA",
+    "namespace": "pytorch_lightning",
 }
 PRESETS = ("single_*", "ddp_*", "fsdp2_*", "hsdp_*", "zero*")  # families: rows of their own
 ROWS = (*SETTINGS, *PRESETS)

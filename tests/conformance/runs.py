@@ -129,7 +129,7 @@ def refusal(trick: Trick, base: type[Net] = NormNet, **settings: Any) -> str:
     """The message of the error that the fit must raise before its first optimizer step."""
     steps = Steps()
     try:
-        run(trick, base=base, callbacks=[steps], **settings)
+        run(trick, base=base, callbacks=[steps, *settings.pop("callbacks", [])], **settings)
     except MisconfigurationException as error:
         assert steps.made == 0, "refused too late"
         return str(error)

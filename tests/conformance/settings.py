@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable
 from functools import partial
@@ -28,8 +29,10 @@ class LeanLoss(lt.LeanLoss):  # type: ignore[misc]
 
 
 def schedule_free(optimizer: Any, module: Any) -> Any:
-    """Not a schedule, but in its place: another optimizer."""
-    return lt.optimizer("schedulefree_sgd", module, 0.05)
+    """Not a schedule, but in its place: another optimizer of the same weights."""
+    held = {weight for group in optimizer.param_groups for weight in group["params"]}
+    names = [f"^{re.escape(name)}$" for name, weight in module.named_parameters() if weight in held]
+    return lt.optimizer("schedulefree_sgd", module, 0.05, parameters=names)
 
 
 PICTURES = str(Path(tempfile.gettempdir()) / "lightning_tricks_pictures")
@@ -105,7 +108,7 @@ SETTINGS: dict[str, Trick] = {
             "trainer": {"callbacks": [{"class_path": "Float8", "init_args": {"emulate": True}}]},
             "model": {"class_path": "tests.conformance.yaml_nets.WideNet"},
         },
-        refused=("DeepSpeed",),
+        refused=("DeepSpeed", "LoRA"),
     ),
     "GradCacheMixin": Trick(
         naive=lambda batches, seen: NaiveChunks(2),
@@ -129,7 +132,7 @@ SETTINGS: dict[str, Trick] = {
                 ]
             }
         },
-        refused=("DeepSpeed",),
+        refused=("DeepSpeed", "LoRA"),
     ),
     "HardExampleFilter": Trick(
         naive=lambda batches, seen: naive.Hardest(),
@@ -256,6 +259,7 @@ SETTINGS: dict[str, Trick] = {
         naive=lambda batches, seen: NaiveQAT(first=1),
         callbacks={"on": lambda: [lt.QAT(modules=r"layers\.[1-9]")], "off": lambda: [lt.QAT(start=1.0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "QAT", "init_args": {"modules": r"layers\.[1-9]"}}]}},
+        refused=("LoRA",),
     ),
     "SAMCallback": Trick(
         callbacks={"on": lambda: [lt.SAMCallback(0.1)], "off": lambda: [lt.SAMCallback(0.0)]},
@@ -360,6 +364,11 @@ SETTINGS: dict[str, Trick] = {
 
 # Where a fit costs much: what has a twin there is left to `make test-all` and `make matrix`.
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if trick.twin else name for name, trick in SETTINGS.items()]
+
+
+def quick(*names: str) -> list[Any]:
+    """All tricks, of which these stand for the others in ``make test``."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
 
 
 def in_regimes(regimes: Iterable[str]) -> list[Any]:

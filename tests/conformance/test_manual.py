@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import lightning_tricks as lt
 from tests.conformance.runs import fitted, refusal, run
 from tests.conformance.settings import NAMES, SETTINGS
+from tests.conformance.trick import Trick
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, weights
 
 STEPS = 12  # of two epochs
@@ -54,25 +54,8 @@ class ManualNet(PlainNet):
             schedule.step(self.trainer.callback_metrics["val_loss"])
 
 
-class TwoOptimizers(ManualNet):
-    """Each layer has an optimizer, and both step after each batch."""
-
-    def configure_optimizers(self) -> Any:
-        first, last = (layer.parameters() for layer in (self.layers[0], self.layers[-1]))
-        return [torch.optim.SGD(each, lr=self.lr, momentum=0.9, weight_decay=1e-3) for each in (first, last)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(PlainNet.training_step(self, batch, batch_idx))
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def by_hand(name: str, base: type[ManualNet] = ManualNet) -> dict[str, Tensor]:
+def by_hand(trick: Trick, base: type[ManualNet] = ManualNet) -> dict[str, Tensor]:
     """The end weights of a fit with the trick in a module that steps by itself."""
-    trick = SETTINGS[name]
     net = trick.plain(base)
     body = {"factory": staticmethod(trick.schedule["on"])} if trick.schedule else trick.spoils()
     if trick.sam:
@@ -89,17 +72,8 @@ def test_steps_by_hand_give_the_same(name: str, cell: Callable[..., None]) -> No
         assert "automatic_optimization" in message
         cell(name, "manual", "refused", message)
         return
-    assert_equal(by_hand(name), run(trick, base=PlainNet))
+    assert_equal(by_hand(trick), run(trick, base=PlainNet))
     cell(name, "manual")
-
-
-# that do not count steps, of which there are two a batch
-@pytest.mark.parametrize(
-    "name",
-    ["EMA", "AdaptiveClip", "Mixup", "HiddenMixup", 'HardExampleFilter(mode="loss")', "SkipNonFinite", "Doctor"],
-)
-def test_two_optimizers_give_the_same(name: str) -> None:
-    assert_equal(by_hand(name, TwoOptimizers), run(SETTINGS[name], base=PlainNet))
 
 
 CURVES = [name for name, trick in SETTINGS.items() if trick.schedule and not trick.callbacks]

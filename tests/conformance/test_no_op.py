@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.conformance.runs import REFUSED_BY, fp16, refusal, run
 from tests.conformance.settings import SETTINGS, in_regimes
+from tests.conformance.trick import Trick
 from tests.nets import Net, NormNet, assert_close, assert_equal, build, fit, weights
 
 REGIMES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -36,8 +37,12 @@ def without(name: str, base: type[Net], regime: str) -> dict[str, Tensor]:
 
 def plain(name: str, base: type[Net], regime: str = "fp32") -> dict[str, Tensor]:
     trick = SETTINGS[name]
-    own = trick.convolutions or trick.experts or trick.images or trick.grows or trick.wide
-    return without(name if own else "EMA", base, regime)  # one fit for all that need nothing
+    return without(name if needs_own(trick) else "EMA", base, regime)  # one fit for all that need nothing
+
+
+def needs_own(trick: Trick) -> bool:
+    """Whether a trick needs a network of its own."""
+    return trick.convolutions or trick.experts or trick.images or trick.grows or trick.wide
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 from lightning_tricks.core.batches.cutting import count_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
@@ -24,7 +24,14 @@ from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, repla
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_
-from lightning_tricks.modules.sam.misuse import ClosureGuard, ScheduleWatch, StepWatch, misuse, weights_of
+from lightning_tricks.modules.sam.misuse import (
+    ClosureGuard,
+    ScheduleWatch,
+    StepWatch,
+    gradients_kept,
+    misuse,
+    weights_of,
+)
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 
@@ -156,7 +163,7 @@ class SAMEngine:
             watch.require_kept(inner)
             return loss
 
-        with nullcontext() if ends else unsynced(self.module.trainer):
+        with nullcontext() if ends else unsynced(self.module.trainer), gradients_kept(self._weights_of_others(inner)):
             loss = self.backward_by_hand(share, own, "sam_step") * accumulate
         assert self.norm is not None, "just measured"
         self.norm *= accumulate
@@ -171,6 +178,11 @@ class SAMEngine:
             step_schedules(self.module.trainer, inner)
         self.schedules.stepped(inner)
         return loss
+
+    def _weights_of_others(self, optimizer: Optimizer) -> list[Tensor]:
+        """The weights that other optimizers step and this one does not."""
+        own = set(weights_of(optimizer))
+        return [w for other in self.module.trainer.optimizers for w in weights_of(other) if w not in own]
 
     def _run_twice(
         self, loss: Tensor, step: RecordedStep, weights: dict[Tensor, str], descend: Callable[[Tensor], None]
