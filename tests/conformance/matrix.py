@@ -32,7 +32,7 @@ REGIMES = {
     "LoRA": "beside LoRA",
     "namespace": "pytorch_lightning",
 }
-PRESETS = ("single_*", "ddp_*", "fsdp2_*", "hsdp_*", "zero*")  # families: rows of their own
+PRESETS = ("single_*", "ddp_*", "fsdp2_*", "hsdp_*", "tp_*", "zero*")  # families: rows of their own
 ROWS = (*SETTINGS, *PRESETS)
 FOUND = ("right", "refused", "none")
 

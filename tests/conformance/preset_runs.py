@@ -11,6 +11,7 @@ from torch import Tensor
 import lightning_tricks as lt
 
 TINY = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else ZeRO-3 leaves so few weights whole
+PLAN = {"layers.0": "colwise", "layers.2": "rowwise"}
 PRECISIONS = {row["name"]: row["precision"] for row in lt.presets() if row["name"] != "zero3_nvme_bf16"}
 
 
@@ -26,7 +27,7 @@ def whole(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
 def settings_of(name: str, precision: str) -> dict[str, Any]:
     overrides: dict[str, Any] = {} if precision == PRECISIONS[name] else {"precision": precision}
     if name.startswith("tp_"):
-        overrides["plan"] = {"layers.0": "colwise", "layers.2": "rowwise"}
+        overrides["plan"] = PLAN
     if name.startswith("zero"):
         overrides["config"] = TINY
         if precision == "16-mixed":  # from a scale of 2**16 the first steps would be left out

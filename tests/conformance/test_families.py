@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 import lightning_tricks as lt
-from tests.conformance.preset_runs import settings_of, whole
+from tests.conformance.preset_runs import PLAN, settings_of, whole
 from tests.conformance.runs import fp16
 from tests.conformance.test_again import Stop
 from tests.conformance.test_manual import ManualNet
@@ -33,10 +33,11 @@ FAMILIES = {
     "ddp_*": "ddp_bf16",
     "fsdp2_*": "fsdp2_bf16",
     "hsdp_*": "hsdp_bf16",
+    "tp_*": "tp_bf16",
     "zero*": "zero3_bf16",
 }
-PROCESSES = {"single_*": 1, "hsdp_*": 4}  # of two nodes, where there are four; two processes of one node elsewhere
-OWN = {"ddp_*": "DDP", "fsdp2_*": "FSDP2", "hsdp_*": "FSDP2", "zero*": "DeepSpeed"}
+PROCESSES = {"single_*": 1, "hsdp_*": 4, "tp_*": 4}  # of two nodes, where there are four; two processes of one node elsewhere
+OWN = {"ddp_*": "DDP", "fsdp2_*": "FSDP2", "hsdp_*": "FSDP2", "tp_*": "FSDP2", "zero*": "DeepSpeed"}
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # of a regime
 FIT: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -45,7 +46,7 @@ FIT: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 3},
     "clip": {"gradient_clip_val": 0.1},
 }
-REFUSED = [("fsdp2_bf16", "fp16"), ("hsdp_bf16", "fp16")]
+REFUSED = [("fsdp2_bf16", "fp16"), ("hsdp_bf16", "fp16"), ("tp_bf16", "fp16")]
 ALIKE: dict[str, Any] = {"use_distributed_sampler": False}
 
 
@@ -64,10 +65,11 @@ def machines() -> dict[str, int]:
     return {"devices": devices, "num_nodes": ranks() // devices}
 
 
-def share() -> Resumable:
-    """This rank's share of every 16 samples of 80: five batches."""
-    size = 16 // ranks()
-    begin = size * int(os.environ.get("RANK", 0))
+def share(name: str) -> Resumable:
+    """This rank's share of every 16 samples of 80: five batches, which two ranks compute together under "tp_*"."""
+    together = 2 if name.startswith("tp_") else 1
+    size = 16 * together // ranks()
+    begin = size * (int(os.environ.get("RANK", 0)) // together)
     return Resumable(Subset(data(80), [16 * batch + n for batch in range(5) for n in range(begin, begin + size)]), size)
 
 
@@ -75,13 +77,17 @@ def trained(name: str, precision: str = "32-true", net: Any = PlainNet, **settin
     """The end weights of a fit with a preset."""
     gather, given = Whole(), settings_of(name, precision)
     callbacks = [*settings.pop("callbacks", []), gather]
-    fit(build(net), train=share(), callbacks=callbacks, **{**machines(), **given, **ALIKE, **settings})
+    fit(build(net), train=share(name), callbacks=callbacks, **{**machines(), **given, **ALIKE, **settings})
     return gather.weights
 
 
 def configured(name: str, folder: Path) -> dict[str, Tensor]:
     """The same by a configuration file."""
-    settings = {**quiet, **ALIKE, **machines(), "strategy": name, "callbacks": []}
+    strategy: Any = name
+    if name.startswith("tp_"):  # a plan that is not the model's own
+        arguments = {"tensor_parallel": "node", "plan": PLAN}
+        strategy = {"class_path": "lightning_tricks.FSDP2Preset", "init_args": arguments}
+    settings = {**quiet, **ALIKE, **machines(), "strategy": strategy, "callbacks": []}
     path = folder / f"{os.environ.get('RANK', 0)}.yaml"
     path.write_text(
         json.dumps({"trainer": settings, "model": {"class_path": "tests.nets.PlainNet"}, "seed_everything": 3})
@@ -90,7 +96,7 @@ def configured(name: str, folder: Path) -> dict[str, Tensor]:
     cli, gather = LightningCLI(save_config_callback=None, run=False), Whole()
     cli.trainer.callbacks.append(gather)
     pl.seed_everything(7, verbose=False)
-    cli.trainer.fit(cli.model, share(), loader(24))
+    cli.trainer.fit(cli.model, share(name), loader(24))
     return gather.weights
 
 
