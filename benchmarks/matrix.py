@@ -25,6 +25,12 @@ HEADS = {
     "exception": "retry",
     "second": "second",
     "yaml": "YAML",
+    "several": "2 optimizers",
+    "iterable": "stream",
+    "compiled DDP": "compile, DDP",
+    "ranks": "1 to 2 ranks",
+    "LoRA": "LoRA",
+    "namespace": "pl",
 }
 SIGNS = {"right": "✓", "refused": "refused", "none": "n/a"}
 LEGEND = (
@@ -42,7 +48,14 @@ COLUMNS = """\
 - **resume**: from a checkpoint in the middle of an epoch and at its end, bit-equal to the run without interruption. The
   loader has `state_dict` and `load_state_dict`; with any other one Lightning itself begins the epoch's batches again.
 - **retry**: the same callbacks after a fit that raised, bit-equal to new ones. **second**: a second Trainer.
-- **YAML**: a LightningCLI configuration file, bit-equal to the same in Python."""
+- **YAML**: a LightningCLI configuration file, bit-equal to the same in Python.
+- **2 optimizers**, in manual optimization: equal to one optimizer of all weights; clipping by the norm and SAM, which
+  treat each optimizer by itself, to a plain loop.
+- **stream**: a loader without a length and `max_steps`, bit-equal to one with a length.
+- **compile, DDP**: compiled networks in two processes equal one process that runs eagerly.
+- **1 to 2 ranks**: from a checkpoint of one process two go on as one would.
+- **LoRA**: beside it frozen weights stay as they are, and at its no-op limit a trick changes nothing.
+- **pl**: the same callbacks for a `pytorch_lightning.Trainer`."""
 
 
 def cells() -> dict[str, dict[str, dict[str, str]]]:

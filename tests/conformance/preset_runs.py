@@ -17,11 +17,21 @@ PRECISIONS = {row["name"]: row["precision"] for row in lt.presets() if row["name
 
 def whole(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
     if isinstance(trainer.strategy, DeepSpeedStrategy):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return {name: safe_get_full_fp32_param(p).clone() for name, p in module.named_parameters()}
+        return of_deepspeed(module)
     state = {name: value.detach() for name, value in module.state_dict().items()}  # reshards FSDP2
     return {name: getattr(value, "full_tensor", value.clone)() for name, value in state.items()}
+
+
+def of_deepspeed(module: pl.LightningModule) -> dict[str, Tensor]:
+    """The full parameters, put together from their slices."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = dict(module.named_parameters())
+    trained = {name: safe_get_full_fp32_param(p).clone() for name, p in named.items() if p.requires_grad}
+    with deepspeed.zero.GatheredParameters([p for p in named.values() if not p.requires_grad]):
+        frozen = {name: p.detach().clone() for name, p in named.items() if not p.requires_grad}
+    return {name: {**trained, **frozen}[name] for name in named}
 
 
 def settings_of(name: str, precision: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
 
+from tests.conformance.preset_runs import of_deepspeed
 from tests.conformance.trick import LAST_GOOD, Trick, spoil_first_batch
 from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, weights
 
@@ -97,14 +98,7 @@ class Gather(Callback):
             pl_module.layers.reshard()  # validation leaves the root unsharded
             self.weights = weights(pl_module)
         else:
-            import deepspeed
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            named = dict(pl_module.named_parameters())
-            trained = {name: safe_get_full_fp32_param(weight) for name, weight in named.items() if weight.requires_grad}
-            with deepspeed.zero.GatheredParameters([w for w in named.values() if not w.requires_grad]):
-                frozen = {name: weight.detach().clone() for name, weight in named.items() if not weight.requires_grad}
-            self.weights = {name: {**trained, **frozen}[name] for name in named}
+            self.weights = of_deepspeed(pl_module)
             kept = pl_module.state_dict()
             self.weights |= {name: buffer for name, buffer in pl_module.named_buffers() if name in kept}
 

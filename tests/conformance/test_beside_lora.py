@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.conformance.runs import refusal, run
-from tests.conformance.settings import NAMES, SETTINGS
+from tests.conformance.settings import SETTINGS, quick
 from tests.conformance.test_no_op import needs_own
 from tests.conformance.trick import Trick
 from tests.nets import NormNet, assert_close, assert_equal, build
@@ -36,7 +36,7 @@ def alone(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Doctor, frozen-parameters")  # of which adapters have some
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick("EMA", "Mixup", "QAT", "SAMMixin", "StepInBackward", "SWA"))
 def test_a_trick_beside_adapters(name: str, cell: Callable[..., None]) -> None:
     trick = SETTINGS[name]
     if name == "LoRA":

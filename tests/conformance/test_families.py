@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 import lightning_tricks as lt
 from tests.conformance.preset_runs import PLAN, settings_of, whole
@@ -25,6 +25,7 @@ from tests.conformance.runs import fp16
 from tests.conformance.test_again import Stop
 from tests.conformance.test_manual import ManualNet
 from tests.conformance.test_resume import Resumable
+from tests.conformance.test_several import TwoOptimizers
 from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, quiet, trainer, weights
 from tests.ranks import run_ranks
 
@@ -36,7 +37,11 @@ FAMILIES = {
     "tp_*": "tp_bf16",
     "zero*": "zero3_bf16",
 }
-PROCESSES = {"single_*": 1, "hsdp_*": 4, "tp_*": 4}  # of two nodes, where there are four; two processes of one node elsewhere
+PROCESSES = {
+    "single_*": 1,
+    "hsdp_*": 4,
+    "tp_*": 4,
+}  # of two nodes, where there are four; two processes of one node elsewhere
 OWN = {"ddp_*": "DDP", "fsdp2_*": "FSDP2", "hsdp_*": "FSDP2", "tp_*": "FSDP2", "zero*": "DeepSpeed"}
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # of a regime
 FIT: dict[str, dict[str, Any]] = {
@@ -77,8 +82,29 @@ def trained(name: str, precision: str = "32-true", net: Any = PlainNet, **settin
     """The end weights of a fit with a preset."""
     gather, given = Whole(), settings_of(name, precision)
     callbacks = [*settings.pop("callbacks", []), gather]
-    fit(build(net), train=share(name), callbacks=callbacks, **{**machines(), **given, **ALIKE, **settings})
+    fit(build(net), callbacks=callbacks, **{"train": share(name), **machines(), **given, **ALIKE, **settings})
     return gather.weights
+
+
+class Stream(IterableDataset[Any]):
+    """The batches of a loader, whose number it does not tell."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def lora() -> lt.LoRA:
+    return lt.LoRA(r"layers\.0$", r=2, train=r"layers\.2")
+
+
+def right_or_refused(train: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor] | str:
+    try:
+        return train()
+    except MisconfigurationException as error:
+        return str(error)
 
 
 def configured(name: str, folder: Path) -> dict[str, Tensor]:
@@ -115,16 +141,20 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
         else:
             found[regime] = trained(name, PRECISIONS.get(regime, "32-true"), **settings)
     found["manual"] = trained(name, net=ManualNet)
+    found["several"] = right_or_refused(lambda: trained(name, net=TwoOptimizers))
+    found["iterable"] = trained(name, train=DataLoader(Stream(share(name)), batch_size=None))
     found["compile"] = trained(name, callbacks=[lt.Compile("layers", backend="aot_eager")])
     save = ModelCheckpoint(folder, "middle", every_n_train_steps=7, save_top_k=-1, enable_version_counter=False)
     assert_equal(trained(name, callbacks=[save], enable_checkpointing=True), found["fp32"])
     found["resume"] = trained(name, ckpt_path=folder / "middle.ckpt")
+    found["ranks"] = right_or_refused(lambda: trained(name, ckpt_path=folder / "alone.ckpt"))
+    found["LoRA"] = right_or_refused(lambda: trained(name, callbacks=[lora()]))
     with pytest.raises(RuntimeError, match="planned"):
         trained(name, callbacks=[Stop(7)])
     found["exception"] = trained(name)
     trained(name, "bf16-mixed", max_epochs=1)
     found["second"] = trained(name)
-    for regime in ("resume", "exception", "second"):
+    for regime in ("iterable", "resume", "exception", "second"):
         assert_equal(found[regime], found["fp32"])
     found["yaml"] = configured(name, folder)
     assert_equal(found["yaml"], found["bf16"])
@@ -142,15 +172,18 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callable[..., None]) -> None:
     name, processes = FAMILIES[family], PROCESSES.get(family, 2)
+    save = ModelCheckpoint(tmp_path, "alone", every_n_train_steps=7, save_top_k=-1, enable_version_counter=False)
+    fit(build(PlainNet), train=Resumable(data(80), 16), callbacks=[save], enable_checkpointing=True)
     told = run_ranks(everything, name, tmp_path, nprocs=processes, nodes=max(1, processes // 2), timeout=600)
     for regime, value in told[0].items():
         if isinstance(value, str):
-            assert name in value
+            said = {"several": "optimizer", "LoRA": "plan cannot split 'layers.0', which has an adapter"}
+            assert said.get(regime, name) in value
             cell(family, regime, "refused", value)
             continue
-        alone = build(PlainNet)
+        alone, beside = build(PlainNet), {"callbacks": [lora()]} if regime == "LoRA" else {}
         own = {"precision": "bf16-mixed"} if regime in ("bf16", "yaml") else fp16() if regime == "fp16" else {}
-        fit(alone, train=loader(80, 16), **{**FIT.get(regime, {}), **own})
+        fit(alone, train=loader(80, 16), **{**FIT.get(regime, {}), **own, **beside})
         for rank in told:
             given = {key: torch.from_numpy(each) for key, each in rank[regime].items()}
             assert_close(given, weights(alone), 5e-3 if own else 1e-5)  # DeepSpeed computes with 16-bit weights
@@ -160,3 +193,5 @@ def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callabl
             cell(family, other)  # in fact all that is above
         else:
             cell(family, other, "none", "a strategy itself")
+    own_ddp = OWN.get(family) == "DDP"
+    cell(family, "compiled DDP", *([] if own_ddp else ["none", "a strategy itself"]))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance.runs import run
-from tests.conformance.settings import NAMES, SETTINGS
+from tests.conformance.settings import SETTINGS, quick
 from tests.nets import assert_equal, data
 
 STEPS = 12  # of two epochs, which nothing else says
@@ -23,7 +23,7 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
         return (samples[index] for index in range(len(samples)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick("EMA", "HardExampleFilter", "LRSchedule", "SWA", "cosine"))
 def test_a_loader_without_a_length_gives_the_same(name: str, cell: Callable[..., None]) -> None:
     settings = {"max_epochs": -1, "max_steps": STEPS}
     streamed = run(SETTINGS[name], train=DataLoader(Stream(), batch_size=8), **settings)

@@ -1,14 +1,19 @@
-"""With a ``pytorch_lightning.Trainer`` a trick does something, unless it is to be neutral."""
+"""With a ``pytorch_lightning.Trainer`` a trick does something, unless it is to be neutral; presets train the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import pytest
+import torch
 
 from tests.conformance.settings import NAMES
-from tests.pytorch_lightning.test_conformance import SUITE, run_slice
-from tests.ranks import run_alone
+from tests.conformance.test_families import FAMILIES, PROCESSES
+from tests.nets import PlainNet, assert_close, build, fit, loader, weights
+from tests.pytorch_lightning.test_conformance import SUITE, load_tests_again, run_slice
+from tests.ranks import run_alone, run_ranks
 
 TEST = f"{SUITE}/test_no_op.py::test_the_trick_does_something_unless_it_is_to_be_neutral"
 
@@ -23,3 +28,21 @@ def passed(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
 def test_it_works_in_the_other_namespace(name: str, passed: list[str], cell: Callable[..., None]) -> None:
     assert f"{TEST}[{name}] pytorch_lightning" in passed
     cell(name, "namespace")
+
+
+def trained(name: str) -> tuple[str, dict[str, Any]]:
+    load_tests_again()
+    families = import_module("tests.conformance.test_families")
+    return families.pl.__name__, {key: value.numpy() for key, value in families.trained(name).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_preset_trains_the_same_in_the_other_namespace(family: str, cell: Callable[..., None]) -> None:
+    processes = PROCESSES.get(family, 2)
+    alone = build(PlainNet)
+    fit(alone, train=loader(80, 16))
+    for name, given in run_ranks(trained, FAMILIES[family], nprocs=processes, nodes=max(1, processes // 2)):
+        assert name == "pytorch_lightning"
+        assert_close({key: torch.from_numpy(value) for key, value in given.items()}, weights(alone), 1e-5)
+    cell(family, "namespace")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lightning_tricks as lt
 from tests.conformance.runs import refusal, run
-from tests.conformance.settings import NAMES, SETTINGS
+from tests.conformance.settings import SETTINGS, quick
 from tests.conformance.test_manual import ManualNet, by_hand
 from tests.nets import PlainNet, assert_close, assert_equal, build, loader, weights
 
@@ -115,7 +115,7 @@ def naive(name: str) -> dict[str, Tensor]:
     return weights(module)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick("AutoClip", "EMA", "SAMMixin", "StepInBackward", "SWA", "cosine"))
 def test_two_optimizers(name: str, cell: Callable[..., None]) -> None:
     trick = SETTINGS[name]
     if "manual" in trick.refused:  # Lightning steps one optimizer only by itself
