@@ -112,7 +112,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+QUICK = ("digits", "glosses", "digits_schedule", "ddp_bf16", "cutmix", "ema_sam")  # the first of each kind
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(path, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in CONFIGS],
+    ids=lambda path: path.stem,
+)
 def test_the_commands_of_its_first_lines_run(config: Path, folder: Path) -> None:
     fit, *others = commands(config.read_text())
     assert fit[0] == "fit"

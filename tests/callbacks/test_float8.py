@@ -237,12 +237,13 @@ def test_both_gradients_of_sam_are_in_float8() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        lambda: lt.ActivationCheckpointing("Sequential"),
-        lambda: lt.ActivationCheckpointing("Sequential", policy="selective"),
-        lambda: lt.Compile("Sequential", backend="aot_eager", fallback=False),
-        lambda: lt.QAT(modules="layers.0", start=1.0),
+        pytest.param(lambda: lt.ActivationCheckpointing("Sequential"), id="full"),
+        pytest.param(lambda: lt.ActivationCheckpointing("Sequential", policy="selective"), id="selective"),
+        pytest.param(
+            lambda: lt.Compile("Sequential", backend="aot_eager", fallback=False), id="Compile", marks=pytest.mark.slow
+        ),
+        pytest.param(lambda: lt.QAT(modules="layers.0", start=1.0), id="QAT"),
     ],
-    ids=["full", "selective", "Compile", "QAT"],
 )
 def test_tricks_that_change_no_weights_change_none_beside_it(other: Any) -> None:
     torch.compiler.reset()

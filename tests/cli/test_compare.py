@@ -99,6 +99,7 @@ def test_it_makes_the_runs_of_the_same_comparison_in_python_and_a_second_call_on
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
+@pytest.mark.slow
 def test_other_metrics_configurations_and_seeds_in_the_same_folder(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", "-c", "plain.yaml", "--with", "EMA", "--mode", "max", "--metric"]
     assert main([*command, "acc", "--seeds", "2"]) == 1
@@ -114,6 +115,7 @@ def test_other_metrics_configurations_and_seeds_in_the_same_folder(capsys: pytes
     assert "compare/base has results of other settings: configuration: data.init_args.noise was '0.4', now '0.2'" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_in_the_table_and_in_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-c", "plain.yaml", "--with", "lightning_tricks.LeanLoss") == 1
     out, err = capsys.readouterr()

@@ -371,6 +371,12 @@ def quick(*names: str) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
 
 
+def every_third(first: int) -> list[Any]:
+    """All tricks, of which every third one is quick, from this one on, unless it has a twin."""
+    names = [name for number, (name, trick) in enumerate(SETTINGS.items()) if number % 3 == first and not trick.twin]
+    return quick(*names)
+
+
 def in_regimes(regimes: Iterable[str]) -> list[Any]:
     """All pairs of a regime and a trick: quick are all tricks in fp32, and every third one in each other regime.
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.conformance.runs import fitted, fp16, run
-from tests.conformance.settings import NAMES, SETTINGS
+from tests.conformance.settings import SETTINGS, every_third
 from tests.nets import NormNet, assert_equal, build, fit, weights
 
 
@@ -50,7 +50,7 @@ def test_a_fit_after_one_that_raised_gives_the_same(name: str, accumulate: int, 
         cell(name, "exception")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_third(0))
 def test_a_second_trainer_gives_the_same_whatever_the_first_one_did(name: str, cell: Callable[..., None]) -> None:
     trick = SETTINGS[name]
     callbacks, fresh = trick.make_callbacks("on"), run(trick)

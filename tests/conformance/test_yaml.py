@@ -12,13 +12,13 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 from tests.conformance.runs import last_good, run
-from tests.conformance.settings import SETTINGS
+from tests.conformance.settings import SETTINGS, every_third
 from tests.nets import assert_equal, loader, quiet, weights
 from tests.public import PUBLIC
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", every_third(1))
 def test_a_configuration_file_gives_the_same(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, cell: Callable[..., None]
 ) -> None:

@@ -55,7 +55,7 @@ HALF = {
     "zero3-bf16": (PlainNet, lambda: {"strategy": cpu_deepspeed(3), "precision": "bf16-mixed"}),
 }
 ALL = {**ENGINES, **HALF}
-QUICK = ["fsdp2", "fsdp2-bf16", "fsdp2-one-file", "zero1", "zero2", "zero3"]
+QUICK = ["fsdp2", "fsdp2-one-file", "zero3"]
 each = pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL]
 )

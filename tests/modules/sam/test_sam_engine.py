@@ -43,6 +43,7 @@ class Sharp(lt.SAMMixin, Counting):
 AGAIN: list[int] = []  # the counts of second runs, outside of the module's state, which they do not change
 
 
+@pytest.mark.slow
 def test_the_second_run_holds_one_copy_of_the_weights_and_no_gradients_of_the_first() -> None:
     module = build(Sharp)
     AGAIN.clear()
