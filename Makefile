@@ -51,8 +51,9 @@ test-versions: $(VENV)/.made ## the fast tests with the oldest and newest Lightn
 test-clients: $(VENV)/.made ## the tricks in other projects' models, each project in a .venv of its own; ONLY="chemprop timm"
 	$(BIN)/python .ci/clients.py $(ONLY)
 
-exports: $(VENV)/.test ## write the __init__ files and functional.py from the __all__ of the source files
+exports: $(VENV)/.test ## write the __init__ files, functional.py and the command's names.json from the source files
 	$(BIN)/python .ci/exports.py
+	$(BIN)/python .ci/names.py
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python -m mkdocs build

@@ -16,11 +16,13 @@
 # training, measures what they change, loads the result into plain torch, and does the same from a YAML file.
 
 # %%
-try:
-    import lightning_tricks as lt
-except ImportError:  # on Colab, say
-    # %pip install -q "lightning-tricks[notebooks,cli]"
-    import lightning_tricks as lt
+if "google.colab" in str(get_ipython()):
+    get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks,cli]")
+import lightning.pytorch as pl
+
+import lightning_tricks as lt
+
+_ = pl.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -31,7 +33,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
@@ -247,4 +248,15 @@ print(f"from YAML: {test_accuracy(cli.model.network):.3f}")
 #   stopping takes a good part of the gain, and costs nothing.
 # - **A step must not take longer.** SAM runs every batch twice; `EMA` and `flat_cos` are almost free.
 #
-# Each of the other notebooks takes one kind of trick apart.
+# ## What we learned
+#
+# - Three tricks are six lines, in Python or in YAML; the Trainer stays the stock one.
+# - With 40% wrong labels they end at 93% test accuracy where plain training ends at 68%, and the seeds agree. Plain
+#   training is not tuned here; where it is, as in the [benchmarks](../benchmarks/README.md), the gain is a few points,
+#   and the three together are nowhere told to be better than `EMA` alone. `EMA` is almost free: begin with it.
+# - With right labels they change nothing.
+# - The checkpoint holds the averaged weights under your module's own names, so plain torch reads it.
+#
+# The cards of these tricks have starting values, costs, measurements and pitfalls: [EMA](../docs/tricks/EMA.md),
+# [SAM](../docs/tricks/SAMMixin.md), [flat_cos](../docs/tricks/flat_cos.md),
+# [LRSchedule](../docs/tricks/LRSchedule.md). Each of the other notebooks takes one kind of trick apart.

@@ -20,11 +20,13 @@
 # So every batch is run twice, and a step takes twice as long.
 
 # %%
-try:
-    import lightning_tricks as lt
-except ImportError:  # on Colab, say
-    # %pip install -q "lightning-tricks[notebooks]"
-    import lightning_tricks as lt
+if "google.colab" in str(get_ipython()):
+    get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
+import lightning.pytorch as pl
+
+import lightning_tricks as lt
+
+_ = pl.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -33,7 +35,6 @@ import statistics
 import time
 import warnings
 
-import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
@@ -231,3 +232,13 @@ for name, sam in cheaper.items():
 # - **DeepSpeed**: it owns the gradients, so `SAMMixin` refuses it; DDP and FSDP2 are fine.
 # - **16-bit weights** (`bf16-true`): a perturbation of 0.05 in all drowns in their rounding; refused as well. Mixed
 #   precision is fine.
+#
+# ## What we learned
+#
+# - With wrong labels `SAM(rho=0.3)` is some nine points above SGD; the default radius of 0.05 is not told from SGD.
+# - With right labels there is no gain, and a radius that is too large costs two points.
+# - The minimum is flatter, and it can be measured: the largest eigenvalue is a third of SGD's.
+# - A step takes twice as long; `every_n_steps=2` takes a third off that, for the same accuracy here.
+#
+# Cards: [SAM](../docs/tricks/SAMMixin.md), [SAMCallback](../docs/tricks/SAMCallback.md),
+# [sharpness](../docs/tricks/sharpness.md).

@@ -22,11 +22,13 @@
 # whom they are mixed.
 
 # %%
-try:
-    import lightning_tricks as lt
-except ImportError:  # on Colab, say
-    # %pip install -q "lightning-tricks[notebooks]"
-    import lightning_tricks as lt
+if "google.colab" in str(get_ipython()):
+    get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
+import lightning.pytorch as pl
+
+import lightning_tricks as lt
+
+_ = pl.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -34,7 +36,6 @@ import os
 import statistics
 import warnings
 
-import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
@@ -228,3 +229,15 @@ for title, noise in (("right labels", 0.0), ("40% wrong labels", 0.4)):
 # - **Mixing and a training accuracy that you look at**: it is that of blends, so it is lower than you are used to.
 #   Look at validation.
 # - **Both at once** work together (what was kept is mixed), but they pull in opposite directions.
+#
+# ## What we learned
+#
+# - With wrong labels mixing gains up to thirty points on the textures and eight on the digits, if it goes on to the
+#   end. With right labels it changes nothing on the digits.
+# - Those gains belong to the settings of this notebook. In the [benchmarks](../benchmarks/README.md), where the
+#   learning rate of plain training was tuned first, `Mixup` is not told from plain training.
+# - `HiddenMixup` is the way to mix text; it has no clear gain here.
+# - The hard-example filter cannot tell a hard sample from a wrong one. With wrong labels it loses more than ten points.
+#
+# Cards: [Mixup and CutMix](../docs/tricks/Mixup.md), [HiddenMixup](../docs/tricks/HiddenMixup.md),
+# [HardExampleFilter](../docs/tricks/HardExampleFilter.md).

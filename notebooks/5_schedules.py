@@ -17,11 +17,13 @@
 # batch change.
 
 # %%
-try:
-    import lightning_tricks as lt
-except ImportError:  # on Colab, say
-    # %pip install -q "lightning-tricks[notebooks]"
-    import lightning_tricks as lt
+if "google.colab" in str(get_ipython()):
+    get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
+import lightning.pytorch as pl
+
+import lightning_tricks as lt
+
+_ = pl.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -30,7 +32,6 @@ import statistics
 import warnings
 from functools import partial
 
-import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import torch
 from lightning.pytorch.utilities import disable_possible_user_warnings
@@ -268,3 +269,17 @@ for name, case in cases.items():
 # - **Averaged weights** ([2_averages](2_averages.ipynb)) do much of what a falling rate does; use a curve that stays
 #   high for long (`flat_cos`, `constant`) with them.
 # - **A large batch** is for many devices, or for a device that is not busy with a small one; it is no aim in itself.
+#
+# ## What we learned
+#
+# - With wrong labels every curve that falls is at least ten points better than a constant learning rate. With right
+#   labels there is no difference.
+# - Which falling curve it is matters little; `one_cycle` and `cosine` lead here.
+# - A warm-up saves a learning rate that is too large, and changes nothing at one that is right.
+# - The length of a schedule is counted for you, in optimizer steps.
+# - A batch 16 times as large needs a learning rate 16 times as large (SGD), and then does as well.
+#
+# Cards: [flat_cos](../docs/tricks/flat_cos.md), [one_cycle and the other curves](../docs/tricks/one_cycle.md),
+# [LRSchedule](../docs/tricks/LRSchedule.md), [find_lr](../docs/tricks/find_lr.md),
+# [optimizer_steps](../docs/tricks/optimizer_steps.md),
+# [BatchSizeWarmup and scale_lr](../docs/tricks/BatchSizeWarmup.md).

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from lightning_tricks_cli.runs.schedule import draw
 
-    common = ("command", "curve", "debug", "others", "output", "run", "steps")
+    common = ("command", "curve", "debug", "others", "output", "parser", "run", "steps")
     settings = {name: value for name, value in vars(options).items() if name not in common}
     draw(options.curve, options.output, options.steps, settings)
     print(f"wrote {options.output}")

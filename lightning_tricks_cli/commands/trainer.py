@@ -50,3 +50,5 @@ def run(options: argparse.Namespace) -> None:
     except Exception:
         options.debug = True  # The user's own code has failed and needs the traceback.
         raise
+    if options.command == "fit":
+        print(prepared.what_is_next(options.others), end="")

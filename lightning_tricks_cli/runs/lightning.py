@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from argparse import ArgumentError
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
+
+from lightning_tricks_cli.runs.near_names import near_names
 
 
 class Reader(LightningCLI):
@@ -33,7 +39,10 @@ class Reader(LightningCLI):
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        return super().init_parser(**{**kwargs, "prog": "lightning-tricks", "exit_on_error": False})
+        own = {"prog": "lightning-tricks", "exit_on_error": False, "allow_abbrev": False}
+        parser = super().init_parser(**{**kwargs, **own})
+        self._parsers = [*getattr(self, "_parsers", []), parser]  # that of LightningCLI and those of its subcommands
+        return parser
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -41,14 +50,18 @@ class Reader(LightningCLI):
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
-            raise ArgumentError(None, _reason(str(error))) from error
+            if missing := re.search(r'Parser key "config": File does not exist: \'?(.*?)\'?$', str(error)):
+                raise FileNotFoundError(f"There is no file {missing[1]}.") from error
+            reason = _reason(str(error))
+            raise ArgumentError(None, reason + near_names(reason, self._parsers)) from error
 
     @override
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise ValueError(_reason(str(error))) from error
+            reason = _reason(str(error))
+            raise ValueError(reason + near_names(reason, self._parsers)) from error
 
 
 class _SaveBesideLogs(SaveConfigCallback):
@@ -85,6 +98,26 @@ class Prepared(Reader):
     def run(self) -> None:
         """Call the Trainer's method."""
         getattr(self.trainer, str(self.subcommand))(**self.arguments)
+
+    def what_is_next(self, arguments: Sequence[str]) -> str:
+        """After a fit, on rank zero: where the checkpoint is, and the command that evaluates it; nothing without one.
+
+        Args:
+            arguments: The arguments of the fit.
+        """
+        checkpoint = self.trainer.checkpoint_callback
+        kept = checkpoint.best_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
+        kept = kept or getattr(checkpoint, "last_model_path", "")
+        if not kept or not self.trainer.is_global_zero:
+            return ""
+        path = os.path.relpath(kept) if Path(kept).is_relative_to(Path.cwd()) else kept
+        told = f"checkpoint: {path}\n"
+        source = self.model if self.datamodule is None else self.datamodule
+        for command, parts in {"test": ("test_step", "test"), "validate": ("validation_step", "val")}.items():
+            if is_overridden(parts[0], self.model) and is_overridden(f"{parts[1]}_dataloader", source):
+                again = re.sub(r"(^| )--ckpt_path[ =]\S+", "", shlex.join(arguments)).strip()
+                return f"{told}next: lightning-tricks {command} {again} --ckpt_path {shlex.quote(path)}\n"
+        return told
 
 
 def _reason(message: str) -> str:

@@ -1,0 +1,37 @@
+"""Write lightning_tricks_cli/names.json, the names that the command knows without importing torch: `make exports`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+import lightning_tricks as lt
+
+FILE = Path(__file__).parents[1] / "lightning_tricks_cli" / "names.json"
+
+
+def names() -> dict[str, Any]:
+    """The presets, the callbacks of this package and of Lightning, and the arguments of a Trainer."""
+    ours, theirs = (
+        [
+            name
+            for name in package.__all__
+            if inspect.isclass(thing := getattr(package, name)) and issubclass(thing, pl.Callback)
+        ]
+        for package in (lt, pl.callbacks)
+    )
+    arguments = [name for name in inspect.signature(pl.Trainer).parameters if name != "self"]
+    return {
+        "presets": lt.presets(),
+        "callbacks": sorted(ours),
+        "lightning_callbacks": sorted(set(theirs) - {"Callback", "LambdaCallback"}),
+        "trainer": arguments,
+    }
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(names(), indent=1) + "\n")

@@ -1,0 +1,59 @@
+"""Suggestions for the misspelt names that Lightning and jsonargparse complain about."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_tricks_cli.nearest import did_you_mean
+
+
+def near_names(message: str, parsers: Iterable[ArgumentParser]) -> str:
+    """A question with the name that was probably meant, or nothing.
+
+    Args:
+        message: The error of jsonargparse or of the Trainer.
+        parsers: The parsers whose arguments may have been meant.
+    """
+    kinds = (
+        (r"unrecognized arguments: --([\w.]+)", lambda found: flags(parsers)),
+        (r"does not accept option '([\w.]+)'", lambda found: flags(parsers)),
+        (r"Expected a dot import path string: (\w+)", lambda found: classes()),
+        (r"module '([\w.]+)' has no attribute '(\w+)'", lambda found: dir(importlib.import_module(found[1]))),
+        (r"class_path '([\w.]+)': Option '(\w+)' is not accepted", lambda found: arguments(found[1])),
+        (r"invalid strategy name: `strategy='(\w+)'`", lambda found: StrategyRegistry.available_strategies()),
+    )
+    for pattern, names in kinds:
+        if found := re.search(pattern, message):
+            return did_you_mean(found[found.re.groups], names(found))
+    return ""
+
+
+def flags(parsers: Iterable[ArgumentParser]) -> list[str]:
+    """The arguments of parsers, without the dashes."""
+    return [flag for parser in parsers for flag in re.findall(r"--([\w.]+)", parser.format_help())]
+
+
+def classes() -> list[str]:
+    """The short names that a configuration may have: callbacks, modules, data modules, strategies."""
+    found = (kind for base in (Callback, LightningModule, LightningDataModule, Strategy) for kind in subclasses(base))
+    return [kind.__name__ for kind in found if not kind.__name__.startswith("_")]
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """All subclasses of a class, also of subclasses."""
+    for kind in base.__subclasses__():
+        yield from (kind, *subclasses(kind))
+
+
+def arguments(class_path: str) -> list[str]:
+    """The names of the arguments of a class and of its bases."""
+    module, _, name = class_path.rpartition(".")
+    bases = inspect.getmro(getattr(importlib.import_module(module), name))
+    return [argument for base in bases for argument in inspect.signature(base).parameters]
