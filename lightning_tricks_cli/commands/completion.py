@@ -6,10 +6,12 @@ import argparse
 
 from lightning_tricks_cli.catalogue import CATALOGUE
 from lightning_tricks_cli.commands.names import known_names
+from lightning_tricks_cli.commands.trainer import METHODS
 
 SCRIPT = """\
 _lightning_tricks() {
-    local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command="${COMP_WORDS[1]}" start="" known=""
+    local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command="${COMP_WORDS[1]}"
+    local start="" known=""
     if [[ "$cur" == -*=* ]]; then  # --flag=value is one word in zsh, three in bash
         start="${cur%%=*}=" before="${cur%%=*}" cur="${cur#*=}"
     elif [[ "$cur" == "=" ]]; then
@@ -59,7 +61,6 @@ def _cases(main_parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
     names = known_names()
     presets = [row["name"] for row in names["presets"]]
     callbacks = [*names["callbacks"], *names["lightning_callbacks"]]
-    tricks = [name for row in CATALOGUE for name in (*row.names, *row.beside)]
     lightning = [f"--trainer.{name}" for name in names["trainer"]]
     lightning += ["--trainer.callbacks+", "--model", "--data", "--config", "--ckpt_path", "--seed_everything"]
     cases = [
@@ -72,8 +73,10 @@ def _cases(main_parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
         choices = [action for action in command._actions if action.choices]
         for action in choices:
             cases += [(f'"{name} {flag} "*', list(map(str, action.choices or ()))) for flag in action.option_strings]
-        cases.append((f'"{name} "*" -"*', [*flags, *(lightning if name in ("fit", "validate", "test", "predict") else [])]))
-        words = tricks if name == "tricks" else [word for each in choices if not each.option_strings for word in each.choices]
+        cases.append((f'"{name} "*" -"*', [*flags, *(lightning if name in METHODS else [])]))
+        words = [str(word) for action in choices if not action.option_strings for word in action.choices or ()]
+        if name == "tricks":
+            words = [trick for row in CATALOGUE for trick in (*row.names, *row.beside)]
         if words:
             cases.append((f'"{name} {name} "*', words))
     return [*cases, ('" "*', [*commands.choices, "--version", "--help", "--debug"])]

@@ -40,13 +40,14 @@ class Advice(NamedTuple):
 
 
 ADVICE = {
-    "preset": Advice("One word for the strategy and its precision.", "strategy: {preset}\ndevices: {devices}", "preset"),
+    "preset": Advice("A strategy and its precision.", "strategy: {preset}\ndevices: {devices}", "preset"),
     "clip": Advice("The gradients of a transformer have rare peaks.", "gradient_clip_val: 1.0"),
     "accumulate": Advice(
-        "Steps of the same size from batches a quarter as large: divide batch_size by 4.", "accumulate_grad_batches: 4"
+        "Divide batch_size by 4: steps of the same size, a quarter of the activations.",
+        "accumulate_grad_batches: 4",
     ),
     "cosine": Advice(
-        "A short warm-up, then half a cosine down to zero: a good default for any training.",
+        "A short warm-up, then half a cosine down to zero: a good default.",
         "- class_path: LRSchedule\n  init_args: {curve: cosine, warmup: 0.05}",
         "LRSchedule",
     ),
@@ -61,29 +62,29 @@ ADVICE = {
         "LRSchedule",
     ),
     "EMA": Advice(
-        "Averaged weights follow single wrong labels less: a gain on images in our benchmarks, none told on texts.",
+        "Averaged weights follow wrong labels less: a gain on images in our benchmarks, not on texts.",
         "- class_path: EMA\n  init_args: {decay: 0.999}",
         "EMA",
     ),
     "unfreeze image": Advice(
-        "Few data: the head trains first, deeper layers join later with smaller learning rates.",
+        "The head trains first; deeper layers join later with smaller learning rates.",
         "- class_path: GradualUnfreeze\n  init_args:\n    at: [0.2, 0.5]\n"
         "    parameters: ['network\\.layer[34]', 'network\\.(conv1|bn1|layer[12])']\n    lr_factor: 0.4",
         "GradualUnfreeze",
     ),
     "unfreeze text": Advice(
-        "Few data: the head trains first, deeper layers join later with smaller learning rates.",
+        "The head trains first; deeper layers join later with smaller learning rates.",
         "- class_path: GradualUnfreeze\n  init_args:\n    at: [0.2, 0.5]\n"
         "    parameters: ['encoder\\.(encoder|pooler)', 'encoder\\.embeddings']\n    lr_factor: 0.4",
         "GradualUnfreeze",
     ),
     "LoRA": Advice(
-        "Only small adapters train and are saved; base: nf4 also keeps the frozen weights in 4 bits.",
+        "Only small adapters train and are saved; base: nf4 keeps the other weights in 4 bits.",
         "- class_path: LoRA\n  init_args: {modules: (q|k|v|o|gate|up|down)_proj, r: 8}",
         "LoRA",
     ),
     "SkipNonFinite": Advice(
-        "Leaves out steps with a NaN on all devices, and stops with the parameters' names if they do not end.",
+        "Leaves out steps with a NaN; stops and names the parameters after ten in a row.",
         "- class_path: SkipNonFinite\n  init_args: {max_consecutive: 10}",
         "SkipNonFinite",
     ),
@@ -93,17 +94,17 @@ ADVICE = {
         "AdaptiveClip",
     ),
     "ActivationCheckpointing": Advice(
-        "Blocks compute their activations again in the backward pass: less memory for one more forward pass.",
+        "Blocks compute their activations twice: less memory, about a third more time.",
         "- class_path: ActivationCheckpointing",
         "ActivationCheckpointing",
     ),
     "DataWait": Advice(
-        "First find out what is slow: this says how long training waits for data (then: lightning-tricks find-workers).",
+        "Says how long training waits for data; if it does: lightning-tricks find-workers.",
         "- class_path: DataWait",
         "DataWait",
     ),
     "Compile": Advice(
-        "If it does not wait for data: compiled modules; eager where the compiler fails.",
+        "For a model that does not wait for data: compiled, and eager where that fails.",
         "- class_path: Compile",
         "Compile",
     ),
@@ -216,6 +217,11 @@ def ask(name: str) -> str | bool | int | None:
             return answer == "yes" if name == "pretrained" else answer
 
 
+def noisy(case: Case) -> bool:
+    """Whether what helps against wrong labels applies; the texts of a language model have none."""
+    return case.labels == "noisy" and case.task != "llm"
+
+
 def chosen(case: Case) -> Iterator[str]:
     """The names in ``ADVICE`` for a case; what is first is listed first."""
     yield "preset"
@@ -231,7 +237,7 @@ def chosen(case: Case) -> Iterator[str]:
         yield "LoRA"
     elif case.pretrained and case.data == "small" and case.task in ("image", "text"):
         yield f"unfreeze {case.task}"
-    if case.labels == "noisy":
+    if noisy(case):
         yield from ("EMA", "flat_cos")
     else:
         yield "linear" if case.pretrained else "cosine"
@@ -244,18 +250,20 @@ def chosen(case: Case) -> Iterator[str]:
 def notes(case: Case) -> Iterator[str]:
     """What is to be said about a case as a whole."""
     if (case.labels, case.data, case.problem) == ("clean", "large", "none"):
-        yield "Clean labels and much data: no trick is needed beyond a schedule. Our benchmarks tell none from plain training."
-    if case.labels == "noisy":
+        yield "Clean labels and much data: no trick is needed beyond a schedule, and none helped in our benchmarks."
+    if case.labels == "noisy" and case.task == "llm":
+        yield "Our benchmarks have no language model with wrong labels: measure, by lightning-tricks compare."
+    if noisy(case):
         yield "SAM (docs/tricks/SAMMixin.md) gains as much for twice the time; the gains do not add up."
         yield "Leave out HardExampleFilter: wrong labels are the hardest examples, so it does harm."
     if case.data == "small" and not case.pretrained and case.task != "tabular":
-        yield "Few data: pretrained weights bring more than any trick (--pretrained)."
+        yield "With little data, pretrained weights bring more than any trick (--pretrained)."
     if case.problem == "nan":
         yield "bf16 has the range of fp32: leave fp16 presets to devices without bf16."
     if case.problem == "memory":
         yield "lightning-tricks memory and suggest count the bytes, and name the preset that fits."
     if case.problem == "overfits":
-        yield "Also try a larger weight_decay, and label_smoothing of 0.1: it gained with clean labels in our benchmarks."
+        yield "Also try a larger weight_decay, and label smoothing, which gained with clean labels in our benchmarks."
     if case.problem == "many-devices" or (case.devices or 1) > 1:
         yield "A larger global batch wants another learning rate: lt.scale_lr (docs/tricks/BatchSizeWarmup.md)."
 
@@ -285,7 +293,7 @@ def configuration(case: Case) -> str:
 
 def reason(part: Advice) -> str:
     """The comment above a part."""
-    return f"{part.why} Card: docs/tricks/{part.card}.md" if part.card else part.why
+    return f"{part.why} (docs/tricks/{part.card}.md)" if part.card else part.why
 
 
 def indented(text: str, width: int) -> list[str]:

@@ -15,14 +15,14 @@ from lightning_tricks_cli.nearest import did_you_mean
 
 
 def near_names(message: str, parsers: Iterable[ArgumentParser]) -> str:
-    """A question with the name that was probably meant, or nothing.
+    """A question to append to a message, with the name that was probably meant; or nothing.
 
     Args:
         message: The error of jsonargparse or of the Trainer.
         parsers: The parsers whose arguments may have been meant.
     """
     kinds = (
-        (r"unrecognized arguments: --([\w.]+)", lambda found: flags(parsers)),
+        (r"unrecognized arguments: (--[\w.]+)", lambda found: [f"--{flag}" for flag in flags(parsers)]),
         (r"does not accept option '([\w.]+)'", lambda found: flags(parsers)),
         (r"Expected a dot import path string: (\w+)", lambda found: classes()),
         (r"module '([\w.]+)' has no attribute '(\w+)'", lambda found: dir(importlib.import_module(found[1]))),
@@ -31,7 +31,8 @@ def near_names(message: str, parsers: Iterable[ArgumentParser]) -> str:
     )
     for pattern, names in kinds:
         if found := re.search(pattern, message):
-            return did_you_mean(found[found.re.groups], names(found))
+            question = did_you_mean(found[found.re.groups], names(found))
+            return question if message.endswith(".") or not question else f".{question}"
     return ""
 
 
@@ -42,7 +43,8 @@ def flags(parsers: Iterable[ArgumentParser]) -> list[str]:
 
 def classes() -> list[str]:
     """The short names that a configuration may have: callbacks, modules, data modules, strategies."""
-    found = (kind for base in (Callback, LightningModule, LightningDataModule, Strategy) for kind in subclasses(base))
+    bases: tuple[type, ...] = (Callback, LightningModule, LightningDataModule, Strategy)
+    found = (kind for base in bases for kind in subclasses(base))
     return [kind.__name__ for kind in found if not kind.__name__.startswith("_")]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import lightning_tricks as lt
 from lightning_tricks_cli.commands import presets
 from lightning_tricks_cli.main import main
 from tests.ranks import run_alone
@@ -126,6 +127,14 @@ def test_an_error_of_a_file_is_one_line_on_stderr_and_exit_code_1(
     ("arguments", "message"),
     [
         (["dmeo"], "invalid choice: 'dmeo'"),
+        (["dmeo"], "Did you mean 'demo'?"),
+        (["plot-schedule", "cosin", "-o", "a.png"], "Did you mean 'cosine'?"),
+        (
+            ["find-lr", "-c", "a.yaml", "--step", "3"],
+            "find-lr has no argument --step 3: see lightning-tricks find-lr -h.",
+        ),
+        (["find-lr", "-c", "a.yaml", "--step=3"], "Did you mean '--steps'?"),
+        (["--versoin"], "the following arguments are required: COMMAND"),
         (["average", "a.ckpt"], "the following arguments are required: -o/--output"),
         (["average", "-o", "c.ckpt"], "the following arguments are required: CKPT"),
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "half"], "invalid float value: 'half'"),
@@ -147,8 +156,8 @@ def test_usage_errors_exit_with_2(arguments: list[str], message: str, capsys: py
 
 COMMANDS = (
     *("fit", "validate", "test", "predict", "find-lr", "find-workers", "cross-validate", "compare", "demo"),
-    *("tricks", "presets", "optimizers", "plot-schedule", "memory", "suggest", "doctor"),
-    *("average", "export", "consolidate"),
+    *("recommend", "tricks", "presets", "optimizers", "plot-schedule", "memory", "suggest", "doctor"),
+    *("average", "export", "consolidate", "completion"),
 )
 
 
@@ -165,32 +174,80 @@ def test_the_help_has_every_command_in_its_group(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     words = re.findall(r"^ {3,4}(\S+)", capsys.readouterr().out.partition("commands:")[2], re.MULTILINE)
-    assert words == ["training", *COMMANDS[:9], "looking", *COMMANDS[9:16], "files", *COMMANDS[16:]]
+    assert words == ["training", *COMMANDS[:9], "looking", *COMMANDS[9:17], "files", *COMMANDS[17:]]
 
 
-HELP = """
+STATIC = """
 import json, sys
 from lightning_tricks_cli.main import main
-for command in sys.argv[1:]:
+for arguments in json.loads(sys.argv[1]):
     try:
-        main([command, "--help"])
+        assert main(arguments) == 0
     except SystemExit as stop:
         assert stop.code == 0
 print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
 """
 
 
-def test_help_imports_neither_torch_nor_lightning() -> None:
-    shown = subprocess.run([sys.executable, "-c", HELP, *COMMANDS], capture_output=True, text=True, check=True)
-    assert not {"torch", "lightning", "lightning_tricks", "rich"} & set(json.loads(shown.stdout.splitlines()[-1]))
+def test_help_and_static_text_import_neither_torch_nor_lightning() -> None:
+    """With torch they would take seconds; so they take a tenth."""
+    texts = [
+        [],
+        ["--version"],
+        ["presets"],
+        ["presets", "--json"],
+        ["completion", "bash"],
+        ["recommend", "--task", "llm"],
+    ]
+    arguments = json.dumps([*([command, "--help"] for command in COMMANDS), *texts])
+    command = [sys.executable, "-c", STATIC, arguments]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    loaded = set(json.loads(shown.stdout.splitlines()[-1]))
+    assert not {"torch", "lightning", "lightning_tricks", "rich", "yaml", "jsonargparse"} & loaded
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_completion_names_every_command(shell: str) -> None:
-    command = [sys.executable, "-m", "shtab", "--shell", shell, "-u", "lightning_tricks_cli.main.parser"]
-    script = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert all(re.search(rf"['\" (]{name}['\":) ]", script) for name in COMMANDS)
-    assert "--milestones" in script
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lightning-tricks {lt.__version__}\n"
+
+
+def test_without_arguments_it_helps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert capsys.readouterr().out.startswith("usage: lightning-tricks [-h] [--version]")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([command, "-c", "none.yaml"] for command in COMMANDS[:7]),
+        *(
+            ["fit", "-c", "{digits}", "--ckpt_path", "none.ckpt"],
+            ["test", "-c", "{digits}", "--ckpt_path", "none.ckpt"],
+        ),
+        ["compare", "-c", "none.yaml", "--with", "EMA", "--metric", "val_accuracy", "--mode", "max"],
+        ["compare", "-c", "{digits}", "--with", "none.yaml", "--metric", "val_accuracy", "--mode", "max"],
+        ["demo", "--seeds", "1", "--epochs", "1", "--output", "file/demo"],
+        *(["memory", "none.yaml"], ["memory", "none.json"], ["suggest", "none.yaml"], ["doctor", "-c", "none.yaml"]),
+        ["plot-schedule", "cosine", "-o", "none/a.png"],
+        *(["average", "none.ckpt", "-o", "a.ckpt"], ["export", "none.ckpt", "-o", "a.pt"]),
+        ["consolidate", "none.ckpt", "-o", "a.pt"],
+    ],
+    ids=" ".join,
+)
+def test_a_missing_file_is_one_line_and_exit_code_1(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every command that reads a file, or writes one to a folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    digits = Path(__file__).parents[2] / "configs" / "digits.yaml"
+    assert main([argument.format(digits=digits) for argument in arguments]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-tricks: ")]
+    assert len(lines) == 1
+    assert "none" in lines[0] or "file/demo" in lines[0]
 
 
 def test_ctrl_c_exits_with_130_and_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

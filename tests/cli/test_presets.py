@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -16,18 +15,12 @@ def test_json_is_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == lt.presets()
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_it_is_readable_at_80_columns(
-    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_readable_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["presets"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert max(map(len, out.splitlines())) <= 80
-    words = " ".join(out.replace("│", " ").split())
+    words = " ".join(out.split())
     for row in lt.presets():
-        assert f"{row['name']} {row['precision']} {row['strategy']} {row['when'].split()[0]}" in words
-    assert ("┃" in out) == rich
+        assert f"{row['name']} {row['precision']} {row['strategy']} {row['when']}" in words

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -142,17 +143,24 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["-c", "none.yaml"], 2, 'Parser key "config": File does not exist'),
-        (["-c", "base.yaml", "--trainer.epochs", "3"], 2, "trainer.epochs"),
+        (["-c", "none.yaml"], 1, "There is no file "),
+        (["-c", "base.yaml", "--trainer.max_epoch", "3"], 2, "3. Did you mean '--trainer.max_epochs'?"),
+        (["-c", "key.yaml"], 2, "option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?"),
         (["-c", "base.yaml", "--trainer.max_epochs", "few"], 2, "Expected a <class 'int'>, got few"),
-        (["-c", "base.yaml", "--trainer.callbacks+=EMAA"], 2, 'Parser key "trainer.callbacks": '),
-        (["-c", "base.yaml", "--model", "here_net.Nett"], 2, 'Parser key "model": '),
+        (["-c", "base.yaml", "--trainer.callbacks+=EMAA"], 2, "EMAA. Did you mean 'EMA'?"),
+        (["-c", "base.yaml", "--trainer.callbacks+=modelcheckpiont"], 2, "Did you mean 'ModelCheckpoint'?"),
+        (["-c", "base.yaml", "--trainer.callbacks+=Zzz"], 2, "Expected a dot import path string: Zzz"),
+        (["-c", "base.yaml", "--model", "here_net.Nett"], 2, "no attribute 'Nett'. Did you mean 'Net'?"),
         (["-c", "cut.yaml"], 2, "Problems parsing config"),
         (["-c", "empty.yaml"], 2, "lightning-tricks: a configuration is empty."),
-        (["-c", "base.yaml", "--trainer.callbacks+=EMA", "--trainer.callbacks.decy=2"], 2, "'decy' is not accepted"),
+        (
+            ["-c", "base.yaml", "--trainer.callbacks+=EMA", "--trainer.callbacks.decy=2"],
+            2,
+            "accepted. Did you mean 'decay'?",
+        ),
         ([], 2, "the following arguments are required: fit.model"),
         (["-c", "base.yaml", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=2"], 1, "decay must be in [0.0,"),
-        (["-c", "base.yaml", "--trainer.strategy=ddp_bf61"], 1, "You selected an invalid strategy name"),
+        (["-c", "base.yaml", "--trainer.strategy=ddp_bf61"], 1, ". Did you mean 'ddp_bf16'?"),
         (["-c", "base.yaml", "--trainer.callbacks+=Timer"], 1, "lightning-tricks: ('cannot represent an object'"),
         (["-c", "base.yaml", "--trainer.callbacks+=LRSchedule"], 1, "both would set the learning rate"),
         (["-c", "base.yaml", "--ckpt_path", "none.ckpt"], 1, "There is no checkpoint none.ckpt."),
@@ -163,12 +171,31 @@ def test_a_wrong_configuration_is_one_line(
     arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty.yaml").touch()
+    write("key.yaml", trainer={"max_epoch": 2})
     Path("cut.yaml").write_text("trainer: {max_epochs: 2\nmodel: [\n")
     assert main(["fit", *arguments]) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-tricks: ")]
     assert message in line
     assert not line.endswith(":")
     assert len(line) < 400
+
+
+def test_a_fit_says_where_its_checkpoint_is_and_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
+    saves = write("it saves.yaml", trainer={"enable_checkpointing": True, "default_root_dir": "a run"})
+    first = ["fit", "-c", "base.yaml", "-c", saves]
+    assert main(first) == 0
+    (kept,) = map(str, Path().rglob("*.ckpt"))
+    for arguments in (first, [*first, "--ckpt_path", kept, "--trainer.max_epochs=2"]):
+        assert main(arguments) == 0
+        place, command = capsys.readouterr().out.splitlines()[-2:]
+        path = place.removeprefix("checkpoint: ")
+        assert Path(path).is_file()
+        words = shlex.split(command.removeprefix("next: lightning-tricks "))
+        own = [word for word in arguments if word.startswith("--trainer")]
+        assert words == ["test", *first[1:], *own, "--ckpt_path", path]
+        assert main(words) == 0
+    assert main(["fit", "-c", "base.yaml"]) == 0  # saves none
+    assert "checkpoint: " not in capsys.readouterr().out
 
 
 def test_the_users_own_error_keeps_its_traceback_and_debug_shows_the_others() -> None:
