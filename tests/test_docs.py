@@ -167,8 +167,6 @@ def check_command(words: list[str], folder: Path) -> None:
             parser().parse_args(arguments)
         case ["python" | "bash" | "sbatch", script, *_]:
             assert (folder / script).is_file(), f"{folder / script} does not exist"
-        case ["shtab", "--shell", "bash" | "zsh", "lightning_tricks_cli.main.parser", ">", _]:
-            pass  # tests/cli/test_main.py runs it
         case ["pip", "install", what]:
             extras = re.search(r"optional-dependencies\](.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]
             for extra in re.findall(r"\w+", re.search(r"\[(.*)\]", what)[1]):

@@ -62,7 +62,7 @@ ADVICE = {
         "LRSchedule",
     ),
     "EMA": Advice(
-        "Averaged weights follow wrong labels less: a gain on images in our benchmarks, not on texts.",
+        "Averaged weights follow wrong labels less: a gain on images in our benchmarks, none told on texts.",
         "- class_path: EMA\n  init_args: {decay: 0.999}",
         "EMA",
     ),
@@ -94,7 +94,7 @@ ADVICE = {
         "AdaptiveClip",
     ),
     "ActivationCheckpointing": Advice(
-        "Blocks compute their activations twice: less memory, about a third more time.",
+        "Blocks compute their activations twice: less memory, for the time of a forward pass.",
         "- class_path: ActivationCheckpointing",
         "ActivationCheckpointing",
     ),
@@ -109,11 +109,11 @@ ADVICE = {
         "Compile",
     ),
     "best accuracy": Advice(
-        "Keeps the weights of the best epoch, which is before the model overfits.",
+        "Keeps the weights of the best epoch, from before the model overfits.",
         "- class_path: ModelCheckpoint\n  init_args: {monitor: val_accuracy, mode: max}",
     ),
     "best loss": Advice(
-        "Keeps the weights of the best epoch, which is before the model overfits.",
+        "Keeps the weights of the best epoch, from before the model overfits.",
         "- class_path: ModelCheckpoint\n  init_args: {monitor: val_loss, mode: min}",
     ),
 }
@@ -130,8 +130,8 @@ init_args:
 NETWORK = """\
 class_path: lightning_tricks.examples.tasks.Classifier
 init_args:
-  network: lightning_tricks.examples.{network}{pretrained}
-  lr: {lr}
+  network: lightning_tricks.examples.{network}
+  lr: {lr}{pretrained}
   optimizer: {optimizer}"""
 LANGUAGE = """\
 class_path: lightning_tricks.examples.language.LanguageModel{pretrained}
@@ -250,7 +250,7 @@ def chosen(case: Case) -> Iterator[str]:
 def notes(case: Case) -> Iterator[str]:
     """What is to be said about a case as a whole."""
     if (case.labels, case.data, case.problem) == ("clean", "large", "none"):
-        yield "Clean labels and much data: no trick is needed beyond a schedule, and none helped in our benchmarks."
+        yield "Clean labels and much data: no trick is needed beyond a schedule. None was told to help in our benchmarks."
     if case.labels == "noisy" and case.task == "llm":
         yield "Our benchmarks have no language model with wrong labels: measure, by lightning-tricks compare."
     if noisy(case):
@@ -293,7 +293,7 @@ def configuration(case: Case) -> str:
 
 def reason(part: Advice) -> str:
     """The comment above a part."""
-    return f"{part.why} (docs/tricks/{part.card}.md)" if part.card else part.why
+    return f"{part.why[:-1]} (docs/tricks/{part.card}.md)." if part.card else part.why
 
 
 def indented(text: str, width: int) -> list[str]:

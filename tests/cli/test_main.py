@@ -230,7 +230,12 @@ def test_without_arguments_it_helps(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ["compare", "-c", "none.yaml", "--with", "EMA", "--metric", "val_accuracy", "--mode", "max"],
         ["compare", "-c", "{digits}", "--with", "none.yaml", "--metric", "val_accuracy", "--mode", "max"],
         ["demo", "--seeds", "1", "--epochs", "1", "--output", "file/demo"],
-        *(["memory", "none.yaml"], ["memory", "none.json"], ["suggest", "none.yaml"], ["doctor", "-c", "none.yaml"]),
+        *(
+            ["memory", "none.yaml"],
+            ["memory", "none.json"],
+            ["suggest", "none.yaml", "--device-memory", "9GB"],
+            ["doctor", "-c", "none.yaml"],
+        ),
         ["plot-schedule", "cosine", "-o", "none/a.png"],
         *(["average", "none.ckpt", "-o", "a.ckpt"], ["export", "none.ckpt", "-o", "a.pt"]),
         ["consolidate", "none.ckpt", "-o", "a.pt"],
