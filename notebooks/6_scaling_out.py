@@ -25,8 +25,12 @@ import lightning_tricks as lt
 _ = pl.seed_everything(0, verbose=False)
 
 # %%
-import json
 import logging
+
+for name in ("torchao", "torch.utils._pytree"):  # without their notes when transformers imports them
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+import json
 import os
 import subprocess
 import sys

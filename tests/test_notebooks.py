@@ -18,6 +18,7 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
+from lightning_tricks_cli.catalogue import CATALOGUE
 from tests.ranks import _free_port, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +121,37 @@ def test_it_opens_in_colab_and_its_links_lead_somewhere(stem: str) -> None:
     prose = "\n".join(cell.source for cell in notebook(stem).cells if cell.cell_type == "markdown")
     assert f"/blob/main/notebooks/{stem}.ipynb)" in prose
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith("http")]
-    assert not [link for link in links if not (NOTEBOOKS / link).exists()]
+    cards = {f"../docs/tricks/{row.names[0]}.md" for row in CATALOGUE}
+    assert not [link for link in links if link not in cards and not (NOTEBOOKS / link).exists()]
+
+
+@each
+def test_its_first_cell_installs_imports_and_seeds(stem: str) -> None:
+    first = next(cell.source for cell in notebook(stem).cells if cell.cell_type == "code")
+    condition, install, *rest = [line for line in first.splitlines() if line]
+    assert condition == 'if "google.colab" in str(get_ipython()):'
+    (extras,) = re.findall(r'"install -q lightning-tricks\[(\S+)\]"', install)
+    known = (ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in known for extra in extras.split(","))
+    imports = ["import lightning.pytorch as pl", "import lightning_tricks as lt"]
+    assert rest == [*imports, "_ = pl.seed_everything(0, verbose=False)"]
+
+
+@each
+def test_it_uses_public_names_of_installed_packages(stem: str) -> None:
+    code = "\n".join(cell.source for cell in notebook(stem).cells if cell.cell_type == "code")
+    assert not re.findall(
+        r"^ *(?:from|import) (?:tests|benchmarks|\S*\._\w)|^ *from \S+ import .*\b_\w", code, re.MULTILINE
+    )
+    assert not re.findall(r"\b(?!self)\w+\._[a-z]\w*", code)
+
+
+@each
+def test_it_ends_with_what_was_learned_and_cards(stem: str) -> None:
+    last = notebook(stem).cells[-1].source
+    learned = last.partition("## What we learned\n")[2]
+    assert learned.count("\n- ") >= 4
+    assert len(re.findall(r"\]\(\.\./docs/tricks/\w+\.md\)", learned)) >= 3
 
 
 @each

@@ -62,7 +62,7 @@ ADVICE = {
         "LRSchedule",
     ),
     "EMA": Advice(
-        "Averaged weights follow wrong labels less: a gain on images in our benchmarks, none told on texts.",
+        "Averaged weights follow wrong labels less: a gain on images, none told on texts.",
         "- class_path: EMA\n  init_args: {decay: 0.999}",
         "EMA",
     ),
@@ -94,7 +94,7 @@ ADVICE = {
         "AdaptiveClip",
     ),
     "ActivationCheckpointing": Advice(
-        "Blocks compute their activations twice: less memory, for the time of a forward pass.",
+        "Blocks compute activations twice: less memory, one more forward pass.",
         "- class_path: ActivationCheckpointing",
         "ActivationCheckpointing",
     ),

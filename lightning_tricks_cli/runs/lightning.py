@@ -115,9 +115,15 @@ class Prepared(Reader):
         source = self.model if self.datamodule is None else self.datamodule
         for command, parts in {"test": ("test_step", "test"), "validate": ("validation_step", "val")}.items():
             if is_overridden(parts[0], self.model) and is_overridden(f"{parts[1]}_dataloader", source):
-                again = re.sub(r"(^| )--ckpt_path[ =]\S+", "", shlex.join(arguments)).strip()
-                return f"{told}next: lightning-tricks {command} {again} --ckpt_path {shlex.quote(path)}\n"
+                words = [command, *_without_checkpoint(arguments), "--ckpt_path", path]
+                return f"{told}next: lightning-tricks {shlex.join(words)}\n"
         return told
+
+
+def _without_checkpoint(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a fit without ``--ckpt_path PATH`` and ``--ckpt_path=PATH``."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [word for before, word in pairs if "--ckpt_path" not in (before, word.partition("=")[0])]
 
 
 def _reason(message: str) -> str:
