@@ -250,7 +250,7 @@ def chosen(case: Case) -> Iterator[str]:
 def notes(case: Case) -> Iterator[str]:
     """What is to be said about a case as a whole."""
     if (case.labels, case.data, case.problem) == ("clean", "large", "none"):
-        yield "Clean labels and much data: no trick is needed beyond a schedule. None was told to help in our benchmarks."
+        yield "Clean labels, much data: no trick is needed beyond a schedule. In our benchmarks none was told to help."
     if case.labels == "noisy" and case.task == "llm":
         yield "Our benchmarks have no language model with wrong labels: measure, by lightning-tricks compare."
     if noisy(case):

@@ -130,7 +130,7 @@ def test_its_advice_on_labels_is_what_was_measured() -> None:
         trick for task in clean.values() for trick, sign in task.items() if sign == 1 and "smoothing" not in trick
     ]
     plain = configuration(Case("image"))
-    assert plain.startswith("# Clean labels and much data: no trick is needed beyond a schedule")
+    assert plain.startswith("# Clean labels, much data: no trick is needed beyond a schedule")
     assert re.findall("class_path: ([A-Z][A-Za-z]+)", plain) == ["LRSchedule"]
 
 
