@@ -50,12 +50,14 @@ def classes() -> list[str]:
 
 def subclasses(base: type) -> Iterator[type]:
     """All subclasses of a class, also of subclasses."""
-    for kind in base.__subclasses__():
+    children: list[type] = base.__subclasses__()
+    for kind in children:
         yield from (kind, *subclasses(kind))
 
 
 def arguments(class_path: str) -> list[str]:
-    """The names of the arguments of a class and of its bases."""
+    """The names of the arguments of a class and of its bases, or of a function."""
     module, _, name = class_path.rpartition(".")
-    bases = inspect.getmro(getattr(importlib.import_module(module), name))
-    return [argument for base in bases for argument in inspect.signature(base).parameters]
+    thing = getattr(importlib.import_module(module), name)
+    called = [base.__init__ for base in inspect.getmro(thing)] if inspect.isclass(thing) else [thing]  # type: ignore[misc]
+    return [argument for each in called for argument in inspect.signature(each).parameters]

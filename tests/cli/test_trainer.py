@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from lightning_tricks_cli.main import main
+from lightning_tricks_cli.runs.near_names import arguments
 from tests.ranks import run_alone
 
 ROOT = Path(__file__).parents[2]
@@ -178,6 +179,18 @@ def test_a_wrong_configuration_is_one_line(
     assert message in line
     assert not line.endswith(":")
     assert len(line) < 400
+
+
+@pytest.mark.parametrize(
+    ("class_path", "names"),
+    [
+        ("lightning_tricks.examples.digits.Digits", {"schedule", "lr", "optimizer"}),  # also those of its base
+        ("lightning_tricks.examples.tasks.mislabel", {"labels", "noise", "classes"}),
+        ("torch.optim.SGD", {"lr", "momentum"}),
+    ],
+)
+def test_the_nearest_argument_is_one_of_the_class_its_bases_or_a_function(class_path: str, names: set[str]) -> None:
+    assert names <= {*arguments(class_path)}
 
 
 def told_next(shown: str) -> tuple[str, list[str]]:
