@@ -78,6 +78,7 @@ FITTED = [
 
 @pytest.mark.parametrize("case", FITTED, ids=lambda case: "-".join(map(str, case)))
 @pytest.mark.filterwarnings("ignore:The '\\\\w+_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch, when it loads its compiler
 def test_what_is_printed_is_fitted(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
