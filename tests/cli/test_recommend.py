@@ -72,13 +72,10 @@ FITTED = [
         Case("text", labels="noisy", data="small", pretrained=True, problem="overfits"), marks=pytest.mark.slow
     ),
     pytest.param(Case("llm", pretrained=True, problem="memory"), marks=pytest.mark.slow),
-    pytest.param(Case("llm", problem="slow"), marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("case", FITTED, ids=lambda case: "-".join(map(str, case)))
-@pytest.mark.filterwarnings("ignore:The '\\\\w+_dataloader' does not have many workers")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch, when it loads its compiler
 def test_what_is_printed_is_fitted(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
