@@ -11,10 +11,19 @@ from tables import placed
 from lightning_tricks.core.trick import Conflict
 from lightning_tricks.modules.grad_cache.mixin import GradCacheHooks
 from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
-from lightning_tricks_cli.runs.tricks import public
 
+KINDS = (
+    *("advisor", "callbacks", "checkpoints", "data", "evaluation", "losses", "modules", "optimizers"),
+    *("schedules", "strategies"),
+)
 PAGE = Path(__file__).parent.parent / "docs" / "conflicts.md"
 MARKS = ("<!-- conflicts: make tables -->", "<!-- end of conflicts -->")
+
+
+def public() -> dict[str, str]:
+    """Every public name and the sub-package that exports it."""
+    packages = {kind: importlib.import_module(f"lightning_tricks.{kind}") for kind in KINDS}
+    return {name: kind for kind, package in packages.items() for name in package.__all__}
 
 
 def declared() -> dict[Conflict, list[str]]:
@@ -32,10 +41,14 @@ def markdown() -> str:
     """The table."""
     lines = ["| this | with | | what is wrong | remedy |", "|---|---|---|---|---|"]
     for conflict, names in declared().items():
-        others = [name for other in conflict.others for name in _public(other)]
-        cells = [_code(names), _code(others), "warns" if conflict.warns else "raises", conflict.rule, conflict.remedy]
+        cells = [_code(names), _code(others(conflict)), "warns" if conflict.warns else "raises", conflict.rule, conflict.remedy]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def others(conflict: Conflict) -> list[str]:
+    """The public names that a conflict is with."""
+    return [name for other in conflict.others for name in _public(other)]
 
 
 def _public(other: str) -> list[str]:

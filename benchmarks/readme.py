@@ -1,118 +1,62 @@
-"""The tables of README.md, made from the catalogue and the committed figures.
+"""``make tables``: everything that is written from the catalogue, the docstrings and the committed figures.
 
-``make tables`` runs it, and writes the tables of ``benchmarks/README.md`` and docs/compatibility.md as well.
+The cards of ``docs/tricks``, the tables of ``docs/`` and ``benchmarks/README.md``, and the picture of gains.
 """
 
 from __future__ import annotations
 
-import json
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import clients
 import conflicts
+import evidence
+import forest
 import matrix
 import optimizer_table
 import quality_report
 from run import discovered
-from tables import grid, placed, renew
+from tables import grid, renew
 
-from lightning_tricks_cli.catalogue import Row
-from lightning_tricks_cli.runs.tricks import catalogue
+from lightning_tricks_cli.cards import card, cards
+from lightning_tricks_cli.catalogue import CATALOGUE
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-RESULTS = "benchmarks/results"
-TASKS = ("digits", "textures", "glosses")
-ALL = "SAM + EMA + flat_cos"
+FOLDER = Path(__file__).parent.parent / "docs" / "tricks"
+HEAD = """\
+# Tricks
 
+A card says what a trick does, when to take it and when not, the code, values to start with, what it costs, what it brought
+on our tasks, where it works, and its pitfalls. `lightning-tricks tricks EMA` prints it in a terminal.
 
-def tables() -> dict[str, str]:
-    """Each table by its name."""
-    return {"tricks": tricks()}
-
-
-def tricks() -> str:
-    """What each trick does and costs, and the points that it gains on each task."""
-    lines = []
-    for row in catalogue():
-        names = ", ".join(f"`{name}`" for name in row.names)
-        lines.append([names, f"`{row.line}`", row.what, cost(row), *(gains(row, task) for task in TASKS)])
-    head = ["trick", "one line of yours", "what it does", "cost", *(f"{task} ¹" for task in TASKS)]
-    return grid(head, [*lines, ["all three", "the diff above", ALL, "", *(points(ALL, task) for task in TASKS)]])
+In the code of the cards `L` is `lightning`, `lt` is `lightning_tricks`, `nn` and `F` are torch's. `Net` is your
+LightningModule, here with `self.model` of a stem, blocks and a head; `net = Net()`; `loader` and `data` are yours.
+"""
 
 
-def gains(row: Row, task: str) -> str:
-    """The points of the tricks of a row that were measured."""
-    tricks = {each["trick"].split(",")[0]: each["trick"] for each in reversed(result("quality")["rows"])}
-    told = {name: points(tricks[name], task) for name in row.names if name in tricks}
-    return "; ".join((f"`{name}` " if len(row.names) > 1 else "") + text for name, text in told.items() if text)
+def index() -> str:
+    """docs/tricks/README.md: a table for each group of cards."""
+    parts = [HEAD]
+    for group, rows in groupby(CATALOGUE, lambda row: row.group):
+        lines = [(", ".join(f"`{name}`" for name in row.names), row.what, row.names[0]) for row in rows]
+        table = grid(["trick", "what it does"], [(f"[{names}]({card}.md)", what) for names, what, card in lines])
+        parts.append(f"## {group}\n\n{table}\n")
+    return "\n".join(parts)
 
 
-def points(trick: str, task: str) -> str:
-    """The difference to plain training, in bold where its interval leaves out 0."""
-    told = {(each["trick"], each["setting"]): _told(each["over_plain"]) for each in result("quality")["rows"]}
-    return told.get((trick, f"{task}, noisy labels"), "")
-
-
-def _told(difference: dict[str, float]) -> str:
-    text = f"{difference['points']:+.1f}"
-    return f"**{text}**" if difference["low"] > 0 or difference["high"] < 0 else text
-
-
-def cost(row: Row) -> str:
-    """What the catalogue says, with the figure that was measured."""
-    measure = MEASURED.get(row.names[0])
-    return ", ".join(filter(None, (row.cost, measure and measure())))
-
-
-def guards() -> str:
-    """The dearest of the guards on a network that is not tiny, of a pass of clipping."""
-    names = ("SkipNonFinite", "TerminateOnNonFinite", "RewindOnSpike")
-    rows = result("guards")["rows"]
-    most = max(row["over_floor"] for row in rows if row["what"] in names and row["case"] != "step, tiny")
-    return link(f"{most:.1f} clipping passes a step", "guards")
-
-
-def hard_examples() -> str:
-    """What is left of a step of a ResNet-18."""
-    what = "HardExampleFilter(0.5, score_scale=0.5)"
-    (left,) = (row["over_floor"] for row in result("hard_examples")["rows"] if row["what"] == what)
-    return link(f"{left:.2f} of a step", "hard_examples")
-
-
-def estimate() -> str:
-    """The largest error of an estimate."""
-    error = max(abs(row["over_floor"] - 1) for row in result("memory")["rows"])
-    return link(f"within {error:.1%} of measured bytes", "memory")
-
-
-MEASURED = {"SkipNonFinite": guards, "HardExampleFilter": hard_examples, "estimate_memory": estimate}
-
-
-def link(text: str, name: str) -> str:
-    """A link to the figures."""
-    return f"[{text}]({RESULTS}/{name}.json)"
-
-
-def result(name: str) -> dict[str, Any]:
-    """The figures of a benchmark."""
-    found: dict[str, Any] = json.loads((ROOT / RESULTS / f"{name}.json").read_text())
-    return found
-
-
-def renewed(text: str) -> str:
-    """A README with the tables between their markers."""
-    for name, table in tables().items():
-        text = placed(text, f"<!-- {name}: make tables -->", table, f"<!-- end of {name} -->")
-    return text
+def pages() -> dict[Path, str]:
+    """The index and the cards."""
+    return {FOLDER / "README.md": index(), **{FOLDER / f"{name}.md": card(name) for name in cards()}}
 
 
 if __name__ == "__main__":
+    evidence.FILE.write_text(evidence.text())
+    FOLDER.mkdir(exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text)
     clients.PAGE.write_text(clients.page())
     conflicts.PAGE.write_text(conflicts.page())
     optimizer_table.PAGE.write_text(optimizer_table.page())
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))
-    quality_report.renew(result("quality"))
-    README.write_text(renewed(README.read_text()))
+    quality_report.renew(evidence.result("quality"))
+    forest.draw(forest.PICTURE, evidence.gains())

@@ -26,8 +26,9 @@ from tests.public import KINDS
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+CARDS = sorted((DOCS / "tricks").glob("*.md"))
 CLIENTS = DOCS / "your_library.md"  # each block needs a library: tests/clients runs it where that is installed
-MARKDOWN = sorted([*PAGES, *ROOT.glob("*.md"), ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md"])
+MARKDOWN = sorted([*PAGES, *CARDS, *ROOT.glob("*.md"), ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md"])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -72,7 +73,7 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
     """In docs/ below, README in test_readme and newcomer/, configs/ in test_configs, walks and guide in test_walks."""
-    kinds = {"docs": {"python", "yaml", "bash", "mermaid"}, "configs": {"python", "bash"}}
+    kinds = {"docs": {"python", "yaml", "bash", "mermaid"}, "tricks": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
     at_root = {"README.md": {"python", "yaml", "bash", "diff"}, "CONTRIBUTING.md": {"python"}}
     run = at_root.get(page.name, set()) if page.parent == ROOT else kinds.get(page.parent.name, set())
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)

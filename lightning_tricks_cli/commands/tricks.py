@@ -1,4 +1,4 @@
-"""List all tricks of the package."""
+"""List the tricks, or print the card of one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of the command."""
     tricks = commands.add_parser(
         "tricks",
-        help="list the tricks: what each does and costs, and where it works",
-        description="List all public names of lightning_tricks with their kind, what they do, the line of code to add,"
-        " what they cost, and the regimes (precisions, strategies, ...) in which the tests show that they are correct.",
-        epilog="examples: lightning-tricks tricks; lightning-tricks tricks mixup; lightning-tricks tricks --json",
+        help="list the tricks, or print the card of one",
+        description="List the tricks, one line each. With a name, print its card: what it does, when to take it and"
+        " when not, code, starting values, cost, evidence, where it works, pitfalls. With another word, list the"
+        " tricks whose name or description has it.",
+        epilog="examples: lightning-tricks tricks; lightning-tricks tricks EMA; lightning-tricks tricks memory;"
+        " lightning-tricks tricks --json",
     )
     tricks.set_defaults(run=run)
-    tricks.add_argument("word", nargs="?", default="", help="list only names and descriptions with this word")
-    tricks.add_argument("--json", action="store_true", help="print JSON")
+    tricks.add_argument("word", nargs="?", default="", help="a name, or a word to look for")
+    tricks.add_argument("--json", action="store_true", help="print JSON, a row for every public name")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from lightning_tricks.core.report import table
-    from lightning_tricks_cli.runs.tricks import tricks
+    from itertools import groupby
 
-    rows = tricks(options.word)
+    from lightning_tricks_cli.cards import card, every_name
+    from lightning_tricks_cli.runs.tricks import rows, tricks
+
     if options.json:
-        print(json.dumps([row._asdict() for row in rows], indent=1))
-        return
-    print(table(("name", "kind", "what it does"), [(row.name, row.kind, row.description()) for row in rows]))
+        print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
+    elif options.word in every_name():
+        print(card(options.word), end="")
+    else:
+        for group, members in groupby(rows(options.word), key=lambda row: row.group):
+            print(f"{group}:")
+            for row in members:
+                print(f"  {row.names[0]:<23} {row.what}")
+        print("lightning-tricks tricks NAME prints the card of one.")

@@ -1,0 +1,247 @@
+"""What the cards say of docstrings, conflicts and figures: ``lightning_tricks_cli/evidence.json``.
+
+``make tables`` writes it, so that an installed package has it without the benchmarks and without an import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import conflicts
+from quality_report import PLAIN
+from tables import RESULTS
+
+from lightning_tricks_cli.catalogue import CATALOGUE
+
+FILE = Path(__file__).parent.parent / "lightning_tricks_cli" / "evidence.json"
+REFERENCE = ("label smoothing",)
+
+
+def text() -> str:
+    """The file."""
+    found = {
+        "names": names(),
+        "gains": gains(),
+        "told": {"EMA": [fifteen_seeds()]},
+        "measured": measured(),
+        "conflicts": [
+            {"names": mine, "others": conflicts.others(each), "warns": each.warns, "rule": each.rule}
+            | {"remedy": each.remedy}
+            for each, mine in conflicts.declared().items()
+        ],
+    }
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def names() -> dict[str, dict[str, str]]:
+    """Of every public name the sub-package, the first line of the docstring, and its references."""
+    return {name: {"kind": kind, **_docstring(name, kind)} for name, kind in conflicts.public().items()}
+
+
+def _docstring(name: str, kind: str) -> dict[str, str]:
+    written = inspect.getdoc(getattr(importlib.import_module(f"lightning_tricks.{kind}"), name)) or ""
+    papers = re.findall(r"^References:\n((?:    .*\n?|\n)+)", written, re.MULTILINE)
+    return {
+        "what": written.split("\n")[0].replace("``", "`"),
+        "papers": " ".join(" ".join(papers).replace("``", "`").split()),
+    }
+
+
+def result(name: str) -> dict[str, Any]:
+    """The figures of a benchmark."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def gains() -> dict[str, list[dict[str, Any]]]:
+    """Of each trick the differences from plain training by setting, as ``quality.py`` measured them."""
+    rows = [row for row in result("quality")["rows"] if not row["trick"].startswith((PLAIN, *REFERENCE))]
+    rows.sort(key=lambda row: row["trick"])
+    return {
+        trick: [{"setting": row["setting"].replace("noisy", "40% wrong"), **row["over_plain"]} for row in each]
+        for trick, each in groupby(rows, lambda row: row["trick"])
+    }
+
+
+def fifteen_seeds() -> str:
+    """What more seeds say of the average on digits."""
+    *_, row = result("five_seeds")["rows"]
+    return (
+        f"On digits with 40% wrong labels, {len(row['seeds'])} other runs gave {row['points']:+.1f} points"
+        f" ({row['low']:+.1f} to {row['high']:+.1f}). Trust these: the five seeds in the table were lucky."
+    )
+
+
+def figure(name: str, case: str, what: str, key: str = "median") -> float:
+    """One figure of a benchmark."""
+    (found,) = (row[key] for row in result(name)["rows"] if (row["case"], row["what"]) == (case, what))
+    return float(found)
+
+
+def of_floor(name: str, case: str, what: str) -> float:
+    """The ratio of a time to that of the benchmark's floor."""
+    return figure(name, case, what, "over_floor")
+
+
+def measured() -> dict[str, list[str]]:
+    """Sentences with measured costs, by card."""
+    found = {name: [write() for write in writers] for name, writers in MEASURED.items()}
+    assert found.keys() <= {row.names[0] for row in CATALOGUE}
+    return found
+
+
+def ema() -> str:
+    ours, theirs = (
+        figure("ema", "added to a step, tiny", what) for what in ("lightning_tricks EMA", "Lightning EMAWeightAveraging")
+    )
+    return f"It adds {ours:.0f} µs to a step of a tiny network; Lightning's `EMAWeightAveraging` adds {theirs:.0f} µs."
+
+
+def sam() -> str:
+    ratio = of_floor("sam", "step over a plain one, resnet50", "lightning_tricks SAM")
+    return f"A step of a ResNet-50 takes {ratio:.2f} times as long."
+
+
+def mixup() -> str:
+    ratio = figure("mixup", "lightning_tricks over timm", "Mixup, 64x3x224x224")
+    return f"A batch of 64 images of 224 x 224 and its loss take {ratio:.2f} of the time of timm's `Mixup`."
+
+
+def resizing() -> str:
+    seconds = {
+        row["variant"]: row["seconds_to_target"][0] for row in result("inputs")["rows"] if row["task"] == "textures"
+    }
+    crop, resize = 'ProgressiveResizing(0.5, mode="crop")', "ProgressiveResizing(0.5)"
+    reached = {row["variant"]: row["reached"] for row in result("inputs")["rows"] if row["task"] == "textures"}
+    return (
+        f"Textures: with `mode=\"crop\"` the accuracy that plain training reaches in {seconds['plain']:.2f} s was there"
+        f" after {seconds[crop]:.2f} s. With `mode=\"resize\"` only {reached[resize]} runs reached it at all."
+    )
+
+
+def length() -> str:
+    words = {row["variant"]: row["inputs_to_target"][0] for row in result("inputs")["rows"] if row["task"] == "glosses"}
+    share = words["SequenceLengthWarmup(0.25, stop=0.8)"] / words["plain"]
+    return f"Dictionary definitions: `SequenceLengthWarmup(0.25, stop=0.8)` needed {share:.2f} of the words."
+
+
+def hard_examples() -> str:
+    scaled, full, loss = (
+        of_floor("hard_examples", "step, resnet18", f"HardExampleFilter(0.5{rest})")
+        for rest in (", score_scale=0.5", "", ', mode="loss"')
+    )
+    return (
+        f"A step of a ResNet-18 takes {scaled:.2f} of a plain one with `score_scale=0.5`, {full:.2f} without it, and"
+        f' {loss:.2f} with `mode="loss"`.'
+    )
+
+
+def lean_loss() -> str:
+    case = "peak memory, head and loss"
+    ours, plain = (figure("lean_loss", case, what) for what in ("lightning_tricks", "with logits"))
+    ratio = of_floor("lean_loss", "head and loss", "lightning_tricks")
+    return f"Head and loss took {ours:.0f} MiB in place of {plain:.0f} MiB, and {ratio:.2f} times the time."
+
+
+def min_snr() -> str:
+    rows = {(row["prediction"], row["min_snr"]): row for row in result("diffusion")["rows"]}
+    sample, plain, v = rows["sample", True], rows["sample", False], rows["v", True]
+    return (
+        f"Diffusion of digits, five seeds: the distance fell from {plain['distance']:.2f} to {sample['distance']:.2f} for a"
+        f" network that predicts the sample, and was better in {v['seeds_better']} of 5 seeds for one that predicts v."
+    )
+
+
+def schedules() -> str:
+    ours, theirs = (figure("schedules", "1 group", what) for what in ("CurveLR flat_cos", "torch CosineAnnealingLR"))
+    return f"A step of the schedule takes {ours:.1f} µs; that of torch's `CosineAnnealingLR` {theirs:.1f} µs."
+
+
+def guards() -> str:
+    ratio = of_floor("guards", "step, vit_tiny", "SkipNonFinite")
+    return f"The check takes {ratio:.2f} of the time of `clip_grad_norm_` (ViT-tiny)."
+
+
+def rewinds() -> str:
+    check, take = (
+        of_floor("guards", case, what)
+        for case, what in (("step, vit_tiny", "RewindOnSpike"), ("snapshot of RewindOnSpike, vit_tiny", "take"))
+    )
+    return f"The check takes {check:.2f} of the time of `clip_grad_norm_`, and a snapshot {take:.1f} times it (ViT-tiny)."
+
+
+def clips() -> str:
+    auto = of_floor("guards", "step, vit_tiny", "AutoClip")
+    units = of_floor("guards", "clipping by unit, vit_tiny", "AdaptiveClip")
+    return (
+        f"`AutoClip` takes {auto:.2f} times as long as `clip_grad_norm_`, `AdaptiveClip` {units:.2f} of the time of timm's"
+        " (ViT-tiny)."
+    )
+
+
+def freezing() -> str:
+    ratio = of_floor("networks", "step, vit_tiny_patch16_224", "LayerFreezing: half stopped")
+    return f"With half of the layers stopped, a step of a ViT-tiny takes {ratio:.2f} of a plain one."
+
+
+def checkpointing() -> str:
+    case, step = "checkpointing, kept for backward, vit_tiny_patch16_224", "checkpointing, step, vit_tiny_patch16_224"
+    ours, plain = (figure("speed", case, what) for what in ("full", "plain"))
+    return (
+        f"A ViT-tiny keeps {ours:.1f} MiB of activations in place of {plain:.1f} MiB, and a step takes"
+        f" {of_floor('speed', step, 'full'):.2f} times as long (on a CPU)."
+    )
+
+
+def layouts() -> str:
+    best, worst = (
+        of_floor("speed", f"channels last, step, {case}", "ChannelsLast")
+        for case in ("mobilenetv3_small_100, fp32", "resnet18, fp32")
+    )
+    return (
+        f"`ChannelsLast` on a CPU: {best:.2f} of the time of a step for a MobileNetV3, {worst:.2f} for a ResNet-18 (fp32)."
+    )
+
+
+def estimate() -> str:
+    error = max(abs(row["over_floor"] - 1) for row in result("memory")["rows"])
+    return f"Estimates are within {error:.1%} of the bytes that were measured."
+
+
+def looks() -> str:
+    busy = of_floor("networks", "step, vit_tiny_patch16_224", "InspectTraining: looks")
+    idle = of_floor("networks", "step, tiny", "InspectTraining: idle")
+    return f"A step takes {busy:.2f} times as long while `InspectTraining` looks, and {idle:.2f} times between (tiny network)."
+
+
+def blur() -> str:
+    ratio = of_floor("networks", "forward, resnet50", "blurred")
+    return f"`add_blur_pool`: a forward pass of a ResNet-50 takes {ratio:.2f} times as long."
+
+
+MEASURED: dict[str, list[Callable[[], str]]] = {
+    "EMA": [ema],
+    "SAMMixin": [sam],
+    "Mixup": [mixup],
+    "SequenceLengthWarmup": [resizing, length],
+    "HardExampleFilter": [hard_examples],
+    "LeanLoss": [lean_loss],
+    "min_snr_weight": [min_snr],
+    "flat_cos": [schedules],
+    "SkipNonFinite": [guards],
+    "RewindOnSpike": [rewinds],
+    "AdaptiveClip": [clips],
+    "LayerFreezing": [freezing],
+    "ActivationCheckpointing": [checkpointing],
+    "Compile": [layouts],
+    "estimate_memory": [estimate],
+    "inspect_training": [looks],
+    "add_stochastic_depth": [blur],
+}

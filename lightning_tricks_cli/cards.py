@@ -1,0 +1,184 @@
+"""The card of a trick: what it does, when to take it, code, cost, evidence, limits, paper. In Markdown.
+
+``lightning-tricks tricks EMA`` prints a card, and ``make tables`` writes ``docs/tricks/EMA.md``. The prose is in
+``cards/EMA.md``; everything else comes from the catalogue, from the matrix of tests that passed, and from
+``evidence.json``, which ``make tables`` makes of docstrings, declared conflicts and committed figures. Nothing is
+imported for it, so a card is there at once.
+"""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from lightning_tricks_cli.catalogue import CATALOGUE, Row
+
+HERE = Path(__file__).parent
+FOLDER = HERE / "cards"
+REGIMES = {
+    "accumulate": "gradient accumulation",
+    "clip": "gradient clipping",
+    "manual": "manual optimization",
+    "DeepSpeed": "ZeRO-3",
+    "compile": "`torch.compile`",
+    "resume": "resuming",
+    "exception": "a retry after an error",
+    "second": "a second fit",
+    "yaml": "YAML",
+}  # What the keys of the matrix mean, where they do not say it.
+MEANT_TO_HELP = ("Samples", "Losses", "Optimizers", "Fine-tuning")  # groups whose tricks should make results better
+
+
+def card(name: str) -> str:
+    """The card of a trick.
+
+    Args:
+        name: A public name of the catalogue. Names that belong together share a card.
+
+    Raises:
+        ValueError: If the catalogue has no such name.
+    """
+    row = row_of(name)
+    intro, after = _split((FOLDER / f"{row.names[0]}.md").read_text())
+    sections = [
+        f"# {', '.join(row.names)}",
+        row.what,
+        f"`{row.line}`",
+        _names(row),
+        intro,
+        *(section for heading, section in after.items() if heading != "Pitfalls"),
+        _section("Cost", "\n".join(_costs(row))),
+        _section("Evidence", _gains(row)),
+        _section("Works with", "\n".join(_regimes(row))),
+        _section("Conflicts", "\n".join(_conflicts(row))),
+        after.get("Pitfalls", ""),
+        _section("Papers", "\n".join(_papers(row))),
+    ]
+    return "\n\n".join(section.strip() for section in sections if section.strip()) + "\n"
+
+
+def row_of(name: str) -> Row:
+    """The row of the catalogue that has a name.
+
+    Raises:
+        ValueError: If there is none; the message has the most similar names.
+    """
+    rows = {each: row for row in CATALOGUE for each in (*row.names, *row.beside)}
+    if name not in rows:
+        similar = get_close_matches(name, rows, n=3)
+        raise ValueError(
+            f"there is no trick {name!r}{'; did you mean ' + ' or '.join(similar) + '?' if similar else '.'}"
+            " See lightning-tricks tricks."
+        )
+    return rows[name]
+
+
+@cache
+def evidence() -> dict[str, Any]:
+    """Docstrings, figures and conflicts, as ``make tables`` wrote them."""
+    found: dict[str, Any] = json.loads((HERE / "evidence.json").read_text())
+    return found
+
+
+@cache
+def matrix() -> dict[str, dict[str, dict[str, str]]]:
+    """What the conformance tests found, by trick and regime."""
+    found: dict[str, dict[str, dict[str, str]]] = json.loads((HERE / "matrix.json").read_text())["tricks"]
+    return found
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    """The text before the first heading of the second level, and the sections by their headings."""
+    intro, *sections = text.split("\n## ")
+    return intro, {section.split("\n")[0]: f"## {section}" for section in sections}
+
+
+def _section(heading: str, text: str) -> str:
+    return f"## {heading}\n\n{text}" if text else ""
+
+
+def _names(row: Row) -> str:
+    """What the docstring of each name says."""
+    names = evidence()["names"]
+    return "\n".join(_bullet(f"`{name}`: {names[name]['what']}") for name in (*row.names, *row.beside))
+
+
+def _costs(row: Row) -> list[str]:
+    measured = evidence()["measured"].get(row.names[0], [])
+    return [_bullet(text) for text in (*([f"{row.cost[0].upper()}{row.cost[1:]}."] if row.cost else []), *measured)]
+
+
+def _bullet(text: str) -> str:
+    return fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _gains(row: Row) -> str:
+    """A table of the differences from plain training, with their intervals."""
+    gains = {trick: rows for trick, rows in evidence()["gains"].items() if trick.split(",")[0] in row.names}
+    if not gains:
+        unknown = row.group in MEANT_TO_HELP and row.names[0] not in evidence()["measured"]
+        return "What it brings was not measured on our tasks." if unknown else ""
+    lines = ["| trick | task | points over plain training |", "|---|---|---|"]
+    for trick, rows in gains.items():
+        lines += [f"| `{trick}` | {each['setting']} | {gain(each)} |" for each in rows]
+    note = (
+        "Points of test accuracy: the mean of five seeds and its 95% interval, bold where that leaves out 0. [How it was"
+        " measured](../../benchmarks/README.md)."
+    )
+    told = [fill(text, 120) for text in evidence()["told"].get(row.names[0], [])]
+    return "\n".join([*told, "", *lines, "", fill(note, 120, break_long_words=False, break_on_hyphens=False)])
+
+
+def gain(difference: dict[str, float]) -> str:
+    """A difference in points with its interval, in bold where that leaves out 0."""
+    points, low, high = (f"{difference[key]:+.1f}" for key in ("points", "low", "high"))
+    return f"{f'**{points}**' if difference['low'] > 0 or difference['high'] < 0 else points} ({low} to {high})"
+
+
+def _regimes(row: Row) -> list[str]:
+    """Where tests show that the names are right, and where they are refused."""
+    lines = []
+    for entry, cells in matrix().items():
+        if entry.split("(")[0] not in row.names:
+            continue
+        right = [REGIMES.get(regime, regime) for regime, cell in cells.items() if cell["cell"] == "right"]
+        lines.append(_bullet(f"`{entry}`: tests show that it is right with {', '.join(right)}."))
+        lines += [
+            _bullet(f"`{entry}` is refused with {REGIMES.get(regime, regime)}: {cell['why']}")
+            for regime, cell in cells.items()
+            if cell["cell"] == "refused"
+        ]
+    return [*lines, *(["", "[The whole matrix](../compatibility.md)."] if lines else [])]
+
+
+def _conflicts(row: Row) -> list[str]:
+    """What is refused or warned of when a fit begins, from either side."""
+    lines = []
+    for each in evidence()["conflicts"]:
+        for mine, theirs in ((each["names"], each["others"]), (each["others"], each["names"])):
+            if named := [name for name in mine if name in row.names]:
+                others = ", ".join(f"`{name}`" for name in theirs)
+                verb = "warns" if each["warns"] else "raises"
+                ours = ", ".join(f"`{name}`" for name in named)
+                lines.append(_bullet(f"{ours} with {others} {verb}: {each['rule']}. Remedy: {each['remedy']}."))
+    return [*dict.fromkeys(lines)]
+
+
+def _papers(row: Row) -> list[str]:
+    names = evidence()["names"]
+    return [*dict.fromkeys(_bullet(names[name]["papers"]) for name in row.names if names[name]["papers"])]
+
+
+def cards() -> list[str]:
+    """The names of all cards, in the order of the catalogue."""
+    return [row.names[0] for row in CATALOGUE]
+
+
+def every_name() -> list[str]:
+    """All names that have a card."""
+    return [*chain.from_iterable((*row.names, *row.beside) for row in CATALOGUE)]

@@ -1,0 +1,182 @@
+"""The cards of the tricks: complete, current, and every block of code in them runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_tricks as lt
+from lightning_tricks_cli.cards import FOLDER, card, cards, every_name, row_of
+from lightning_tricks_cli.catalogue import CATALOGUE
+from tests.public import PUBLIC
+
+ROOT = Path(__file__).parent.parent
+SLOW = {"compare", "Compile", "LoRA", "environment_report"}  # several fits, a compiler, imports of seconds
+TEXTS = [torch.randint(1, 100, (length,)) for length in (3, 9, 4, 12) * 8]
+
+
+class Model(nn.Module):
+    """What the head of docs/tricks/README.md says: a stem, blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((-2, -1)))
+
+
+class Net(pl.LightningModule):
+    """A stock module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (FOLDER / f"{name}.md").read_text(), re.S | re.M)
+
+
+def namespace() -> dict[str, Any]:
+    """What the cards take as given; a Trainer of theirs is short and quiet."""
+    short: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "accelerator": "cpu"}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    lightning = SimpleNamespace(**vars(pl))
+    lightning.Trainer = lambda **given: pl.Trainer(**{**short, **quiet, **given})
+    data = TensorDataset(torch.randn(16, 3, 16, 16), torch.arange(16) % 2)
+    loader = DataLoader(data, batch_size=8)
+    given = {"L": lightning, "lt": lt, "torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader}
+    mine = {"Net": Net, "net": Net(), "data": data, "loader": loader, "batch": next(iter(loader))}
+    return {**given, **mine, "texts": TEXTS, "padded": nn.utils.rnn.pad_sequence}
+
+
+@pytest.mark.parametrize("name", [name for name in cards() if name not in SLOW])
+@pytest.mark.filterwarnings("ignore")  # of Lightning, of fits of two batches
+def test_the_code_of_a_card_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SLOW))
+@pytest.mark.filterwarnings("ignore")
+def test_the_dear_code_of_a_card_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(name, tmp_path, monkeypatch)
+
+
+def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    precision = torch.get_float32_matmul_precision()
+    given = namespace()
+    try:
+        for code in blocks(name, "python"):
+            exec(compile(code, f"{name}.md", "exec"), given)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_the_yaml_of_the_cards_configures_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callbacks of different classes share a configuration, so that few are parsed."""
+    configs: list[dict[str, Any]] = []
+    classes = set()
+    for name in cards():
+        for block in blocks(name, "yaml"):
+            trainer = yaml.safe_load(block)["trainer"]
+            callbacks = trainer.pop("callbacks", [])
+            if trainer:
+                configs.append(trainer)
+            for callback in callbacks:
+                classes.add(callback["class_path"])
+                free = (each for each in configs if callback["class_path"] not in kinds(each) and "callbacks" in each)
+                if (config := next(free, None)) is None:
+                    configs.append(config := {"callbacks": []})
+                config["callbacks"].append(callback)
+    assert len(classes) > 25
+    file = tmp_path / "config.yaml"
+    monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(file)])
+    for config in configs:
+        file.write_text(
+            yaml.safe_dump({"model": "tests.nets.Net", "trainer": {**config, "accelerator": "cpu", "logger": False}})
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            LightningCLI(save_config_callback=None, seed_everything_default=0, run=False)
+
+
+def kinds(trainer: dict[str, Any]) -> set[str]:
+    return {callback["class_path"] for callback in trainer.get("callbacks", [])}
+
+
+def test_every_name_of_the_top_level_has_a_card() -> None:
+    names = every_name()
+    assert len(names) == len(set(names))
+    assert {*lt.__all__} - {"functional"} <= {*names} <= {*PUBLIC}
+    assert sorted(path.stem for path in FOLDER.glob("*.md")) == sorted(cards())
+
+
+@pytest.mark.parametrize("name", cards())
+def test_a_card_says_what_a_reader_needs(name: str) -> None:
+    text = card(name)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    order = ("When", "When not", "Code", "Starting values", "Cost", "Evidence", "Works with", "Conflicts", "Pitfalls")
+    assert headings == [heading for heading in (*order, "Papers") if heading in headings]
+    assert {"When", "When not", "Code"} <= {*headings}
+    assert f"`{row_of(name).line}`" in text
+    callbacks = [each for each in row_of(name).names if isinstance(getattr(lt, each), type)]
+    if "callbacks=" in row_of(name).line and callbacks:
+        assert blocks(name, "yaml"), "a callback is shown in YAML, too"
+        assert "manual optimization" in text.lower(), "and what manual optimization does with it"
+
+
+def test_a_card_has_the_figures_conflicts_and_regimes_of_its_trick() -> None:
+    text = " ".join(card("SAMMixin").split())
+    assert card("SAM") == card("SAMCallback") == card("SAMMixin")
+    assert "| `SAM` | digits, 40% wrong labels | **+4.4** (+2.6 to +6.2) |" in text
+    assert "A step of a ResNet-50 takes 2.16 times as long." in text
+    assert "is refused with ZeRO-3: " in text
+    assert "`SAMMixin`, `SAMCallback` with `HardExampleFilter` raises" in text
+    assert "arXiv 2010.01412" in text
+    with pytest.raises(ValueError, match="no trick 'EMMA'; did you mean EMA"):
+        card("EMMA")
+
+
+def test_what_make_tables_writes_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    evidence, readme = (importlib.import_module(name) for name in ("evidence", "readme"))
+    assert evidence.FILE.read_text() == evidence.text(), "run make tables"
+    pages = readme.pages()
+    assert {path: path.read_text() for path in readme.FOLDER.glob("*.md")} == pages, "run make tables"
+    assert all(len(row.what) <= 74 and row.what.endswith(".") for row in CATALOGUE)
+    assert len(lt.optimizers()) == int(row_of("optimizer").what.split()[0])
