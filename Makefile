@@ -42,7 +42,7 @@ bench: $(VENV)/.test ## measure what tricks cost and bring, in three minutes; wi
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
 
-tables: $(VENV)/.test ## write the tables of README.md, benchmarks/README.md and docs/ from the committed figures
+tables: $(VENV)/.test ## write the cards, the tables of docs/ and benchmarks/, the picture of gains
 	$(BIN)/python benchmarks/readme.py
 
 test-versions: $(VENV)/.made ## the fast tests with the oldest and newest Lightning and torch; ONLY="2.6.0:newest", Python 3.11+

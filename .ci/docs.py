@@ -7,6 +7,7 @@ repository that are no pages lead to copies of them.
 from __future__ import annotations
 
 import importlib
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ KINDS = {
     "advisor": "Advice",
 }
 FIRST = (
+    *("choose", "faq", "troubleshooting", "glossary"),
     *(
         "cli",
         "strategies",
@@ -47,6 +49,7 @@ FIRST = (
     "architecture",
 )
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+PICTURE = re.compile(r'\b(src|srcset)="(?!https?:)([^"]+)"')
 HREF = re.compile(r'<a href="(?!https?:|#)([^"#]+)">(.*?)</a>')
 
 
@@ -54,12 +57,17 @@ def sources() -> dict[str, Path]:
     """The Markdown pages by their place in the site."""
     pages = {"index.md": ROOT / "README.md"}
     pages |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"), key=_place)}
+    pages |= {f"tricks/{path.name}": path for path in sorted((ROOT / "docs" / "tricks").glob("*.md"), key=_index_first)}
     pages |= {f"{folder}.md": ROOT / folder / "README.md" for folder in ("configs", "benchmarks")}
     return pages | {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
 
 
 def _place(path: Path) -> tuple[int, str]:
     return (FIRST.index(path.stem) if path.stem in FIRST else len(FIRST)), path.stem
+
+
+def _index_first(path: Path) -> tuple[bool, str]:
+    return path.stem != "README", path.stem.lower()
 
 
 def notebooks() -> list[Path]:
@@ -80,7 +88,8 @@ def place(path: Path) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """All pages, in their order."""
-    pages: list[Any] = [*sources()]
+    pages: list[Any] = [uri for uri in sources() if not uri.startswith("tricks/")]
+    pages.insert(2, {"Tricks": [uri for uri in sources() if uri.startswith("tricks/")]})
     if notebooks():
         pages.insert(1, {"Notebooks": [f"notebooks/{path.name}" for path in notebooks()]})
     config.nav = [*pages[:-2], {"API": [f"api/{kind}.md" for kind in KINDS]}, *pages[-2:]]
@@ -91,7 +100,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/."""
     for uri, source in sources().items():
-        if source.parent.name != "docs":
+        if ROOT / "docs" not in source.parents:
             files.append(File.generated(config, uri, content=source.read_text()))
     for kind in KINDS:
         files.append(File.generated(config, f"api/{kind}.md", content=api(kind)))
@@ -110,9 +119,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def replaced(match: re.Match[str]) -> str:
         text, link, anchor = match.groups("")
         file = _found(source.parent / link, config, files)
-        return f"[{text}]({file.src_uri}{anchor})" if file else text
+        return f"[{text}]({_from(page, file)}{anchor})" if file else text
 
-    return LINK.sub(replaced, markdown)
+    def drawn(match: re.Match[str]) -> str:
+        file = _found(source.parent / match[2], config, files)
+        return f'{match[1]}="{get_relative_url(file.url, page.url)}"' if file else match[0]
+
+    return PICTURE.sub(drawn, LINK.sub(replaced, markdown))
+
+
+def _from(page: Page, file: File) -> str:
+    """The link from one page to another, by their places in docs/."""
+    return posixpath.relpath(file.src_uri, posixpath.dirname(page.file.src_uri) or ".")
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

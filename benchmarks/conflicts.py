@@ -41,7 +41,13 @@ def markdown() -> str:
     """The table."""
     lines = ["| this | with | | what is wrong | remedy |", "|---|---|---|---|---|"]
     for conflict, names in declared().items():
-        cells = [_code(names), _code(others(conflict)), "warns" if conflict.warns else "raises", conflict.rule, conflict.remedy]
+        cells = [
+            _code(names),
+            _code(others(conflict)),
+            "warns" if conflict.warns else "raises",
+            conflict.rule,
+            conflict.remedy,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -99,7 +99,8 @@ def measured() -> dict[str, list[str]]:
 
 def ema() -> str:
     ours, theirs = (
-        figure("ema", "added to a step, tiny", what) for what in ("lightning_tricks EMA", "Lightning EMAWeightAveraging")
+        figure("ema", "added to a step, tiny", what)
+        for what in ("lightning_tricks EMA", "Lightning EMAWeightAveraging")
     )
     return f"It adds {ours:.0f} µs to a step of a tiny network; Lightning's `EMAWeightAveraging` adds {theirs:.0f} µs."
 
@@ -121,8 +122,8 @@ def resizing() -> str:
     crop, resize = 'ProgressiveResizing(0.5, mode="crop")', "ProgressiveResizing(0.5)"
     reached = {row["variant"]: row["reached"] for row in result("inputs")["rows"] if row["task"] == "textures"}
     return (
-        f"Textures: with `mode=\"crop\"` the accuracy that plain training reaches in {seconds['plain']:.2f} s was there"
-        f" after {seconds[crop]:.2f} s. With `mode=\"resize\"` only {reached[resize]} runs reached it at all."
+        f'Textures: with `mode="crop"` the accuracy that plain training reaches in {seconds["plain"]:.2f} s was there'
+        f' after {seconds[crop]:.2f} s. With `mode="resize"` only {reached[resize]} runs reached it at all.'
     )
 
 
@@ -174,7 +175,9 @@ def rewinds() -> str:
         of_floor("guards", case, what)
         for case, what in (("step, vit_tiny", "RewindOnSpike"), ("snapshot of RewindOnSpike, vit_tiny", "take"))
     )
-    return f"The check takes {check:.2f} of the time of `clip_grad_norm_`, and a snapshot {take:.1f} times it (ViT-tiny)."
+    return (
+        f"The check takes {check:.2f} of the time of `clip_grad_norm_`, and a snapshot {take:.1f} times it (ViT-tiny)."
+    )
 
 
 def clips() -> str:
@@ -205,9 +208,7 @@ def layouts() -> str:
         of_floor("speed", f"channels last, step, {case}", "ChannelsLast")
         for case in ("mobilenetv3_small_100, fp32", "resnet18, fp32")
     )
-    return (
-        f"`ChannelsLast` on a CPU: {best:.2f} of the time of a step for a MobileNetV3, {worst:.2f} for a ResNet-18 (fp32)."
-    )
+    return f"`ChannelsLast` on a CPU: {best:.2f} of the time of a step for a MobileNetV3, {worst:.2f} for a ResNet-18 (fp32)."
 
 
 def estimate() -> str:

@@ -53,7 +53,9 @@ def _panel(axis: Any, task: str, gains: dict[str, list[dict[str, Any]]]) -> None
                 axis.plot([start, end], [height, height], color=colour, linewidth=1.6)
         inside = [(height, row["points"]) for height, row in rows if low < row["points"] < high]
         outside = [height for height, row in rows if row["points"] <= low]
-        axis.plot([points for _, points in inside], [height for height, _ in inside], "o", color=colour, label=labels, ms=4)
+        axis.plot(
+            [points for _, points in inside], [height for height, _ in inside], "o", color=colour, label=labels, ms=4
+        )
         axis.plot([low + 0.02 * (high - low)] * len(outside), outside, "<", color=colour, ms=5)
     axis.set_title(task, fontsize=10)
     axis.set_xlim(low, high)

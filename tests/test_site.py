@@ -42,7 +42,7 @@ def test_the_navigation_has_every_page_once(hook: Any) -> None:
 
     pages = flat(hook.on_config(Config()).nav)
     found = [f"api/{kind}.md" for kind in hook.KINDS] + [f"notebooks/{path.name}" for path in hook.notebooks()]
-    found += [path.name for path in (ROOT / "docs").glob("*.md")]
+    found += [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(pages) == sorted(
         [*found, *(f"{name}.md" for name in ("index", "configs", "benchmarks", "contributing", "changelog"))]
     )

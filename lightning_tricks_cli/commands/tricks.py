@@ -29,10 +29,11 @@ def run(options: argparse.Namespace) -> None:
     from lightning_tricks_cli.cards import card, every_name
     from lightning_tricks_cli.runs.tricks import rows, tricks
 
+    names = {name.lower(): name for name in every_name()}
     if options.json:
         print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
-    elif options.word in every_name():
-        print(card(options.word), end="")
+    elif name := names.get(options.word.lower()):
+        print(card(name), end="")
     else:
         for group, members in groupby(rows(options.word), key=lambda row: row.group):
             print(f"{group}:")
