@@ -60,7 +60,7 @@ def page() -> str:
         ]
         for name in tricks
     ]
-    numbered = "\n".join(f"{number}. {why}" for number, why in enumerate(notes, 1))
+    numbered = "\n".join(f"{number}. {why}".replace("['", "\\['") for number, why in enumerate(notes, 1))
     table = grid(["", *heads], rows)
     return (
         "\n\n".join([HEAD, LEGEND, _count(projects), table, "## Models", _models(projects), "## Notes", numbered])

@@ -155,8 +155,9 @@ def min_snr() -> str:
     rows = {(row["prediction"], row["min_snr"]): row for row in result("diffusion")["rows"]}
     sample, plain, v = rows["sample", True], rows["sample", False], rows["v", True]
     return (
-        f"Diffusion of digits, five seeds: the distance fell from {plain['distance']:.2f} to {sample['distance']:.2f} for a"
-        f" network that predicts the sample, and was better in {v['seeds_better']} of 5 seeds for one that predicts v."
+        f"Diffusion of digits, five seeds: for a network that predicts the sample, the distance fell from"
+        f" {plain['distance']:.2f} to {sample['distance']:.2f}; for one that predicts v it was better in"
+        f" {v['seeds_better']} of 5 seeds."
     )
 
 
@@ -184,8 +185,8 @@ def clips() -> str:
     auto = of_floor("guards", "step, vit_tiny", "AutoClip")
     units = of_floor("guards", "clipping by unit, vit_tiny", "AdaptiveClip")
     return (
-        f"`AutoClip` takes {auto:.2f} times as long as `clip_grad_norm_`, `AdaptiveClip` {units:.2f} of the time of timm's"
-        " (ViT-tiny)."
+        f"`AutoClip` takes {auto:.2f} times as long as `clip_grad_norm_`, `AdaptiveClip` {units:.2f} of the time of"
+        " timm's (ViT-tiny)."
     )
 
 
@@ -208,7 +209,7 @@ def layouts() -> str:
         of_floor("speed", f"channels last, step, {case}", "ChannelsLast")
         for case in ("mobilenetv3_small_100, fp32", "resnet18, fp32")
     )
-    return f"`ChannelsLast` on a CPU: {best:.2f} of the time of a step for a MobileNetV3, {worst:.2f} for a ResNet-18 (fp32)."
+    return f"`ChannelsLast`, fp32 on a CPU: {best:.2f} of a plain step for a MobileNetV3, {worst:.2f} for a ResNet-18."
 
 
 def estimate() -> str:
@@ -219,7 +220,7 @@ def estimate() -> str:
 def looks() -> str:
     busy = of_floor("networks", "step, vit_tiny_patch16_224", "InspectTraining: looks")
     idle = of_floor("networks", "step, tiny", "InspectTraining: idle")
-    return f"A step takes {busy:.2f} times as long while `InspectTraining` looks, and {idle:.2f} times between (tiny network)."
+    return f"While `InspectTraining` looks, a step takes {busy:.2f} times as long; between, {idle:.2f} (tiny network)."
 
 
 def blur() -> str:

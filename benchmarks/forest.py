@@ -32,7 +32,9 @@ def draw(path: Path, gains: dict[str, list[dict[str, Any]]]) -> None:
         axes[0].set_yticks(range(len(ORDER)), ORDER)
         axes[0].invert_yaxis()
         figure.supxlabel("points of test accuracy over plain training, 95% interval of five seeds", fontsize=9)
-        axes[0].legend(loc="lower left", fontsize=8, frameon=False)
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=8, frameon=False
+        )
         figure.savefig(path, metadata={"Date": None}, facecolor="white")
         pyplot.close(figure)
 
@@ -52,12 +54,14 @@ def _panel(axis: Any, task: str, gains: dict[str, list[dict[str, Any]]]) -> None
             if start < end:
                 axis.plot([start, end], [height, height], color=colour, linewidth=1.6)
         inside = [(height, row["points"]) for height, row in rows if low < row["points"] < high]
-        outside = [height for height, row in rows if row["points"] <= low]
+        outside = [(height, row["points"]) for height, row in rows if row["points"] <= low]
         axis.plot(
             [points for _, points in inside], [height for height, _ in inside], "o", color=colour, label=labels, ms=4
         )
-        axis.plot([low + 0.02 * (high - low)] * len(outside), outside, "<", color=colour, ms=5)
-    axis.set_title(task, fontsize=10)
+        for height, points in outside:
+            axis.plot(low + 0.02 * (high - low), height, "<", color=colour, ms=5)
+            axis.text(low + 0.06 * (high - low), height, f"{points:.0f}", color=colour, fontsize=8, va="center")
+    axis.set_title(f"{task} ({'text' if task == 'glosses' else 'images'})", fontsize=10)
     axis.set_xlim(low, high)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)

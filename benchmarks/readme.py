@@ -10,6 +10,7 @@ from pathlib import Path
 
 import clients
 import conflicts
+import curves
 import evidence
 import forest
 import matrix
@@ -25,8 +26,8 @@ FOLDER = Path(__file__).parent.parent / "docs" / "tricks"
 HEAD = """\
 # Tricks
 
-A card says what a trick does, when to take it and when not, the code, values to start with, what it costs, what it brought
-on our tasks, where it works, and its pitfalls. `lightning-tricks tricks EMA` prints it in a terminal.
+A card says what a trick does, when to take it and when not. It has the code, values to start with, what the trick
+costs, what it brought on our tasks, where it works, and its pitfalls. `lightning-tricks tricks EMA` prints it.
 
 In the code of the cards `L` is `lightning`, `lt` is `lightning_tricks`, `nn` and `F` are torch's. `Net` is your
 LightningModule, here with `self.model` of a stem, blocks and a head; `net = Net()`; `loader` and `data` are yours.
@@ -60,3 +61,4 @@ if __name__ == "__main__":
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
     forest.draw(forest.PICTURE, evidence.gains())
+    curves.draw(curves.PICTURE)

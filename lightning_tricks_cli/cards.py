@@ -123,15 +123,18 @@ def _gains(row: Row) -> str:
     if not gains:
         unknown = row.group in MEANT_TO_HELP and row.names[0] not in evidence()["measured"]
         return "What it brings was not measured on our tasks." if unknown else ""
-    lines = ["| trick | task | points over plain training |", "|---|---|---|"]
-    for trick, rows in gains.items():
-        lines += [f"| `{trick}` | {each['setting']} | {gain(each)} |" for each in rows]
+    lines = [f"| task | {' | '.join(f'`{trick}`' for trick in gains)} |", f"|---|{'---|' * len(gains)}"]
+    for setting in dict.fromkeys(each["setting"] for rows in gains.values() for each in rows):
+        found = ([gain(each) for each in rows if each["setting"] == setting] for rows in gains.values())
+        lines.append(f"| {setting} | {' | '.join(''.join(cell) for cell in found)} |")
     note = (
-        "Points of test accuracy: the mean of five seeds and its 95% interval, bold where that leaves out 0. [How it was"
-        " measured](../../benchmarks/README.md)."
+        "Points of test accuracy: the mean of five seeds and its 95% interval, bold where that leaves out 0. [How it"
+        " was measured](../../benchmarks/README.md)."
     )
     told = [fill(text, 120) for text in evidence()["told"].get(row.names[0], [])]
-    return "\n".join([*told, "", *lines, "", fill(note, 120, break_long_words=False, break_on_hyphens=False)])
+    return "\n".join(
+        [*told, *([""] if told else []), *lines, "", fill(note, 120, break_long_words=False, break_on_hyphens=False)]
+    )
 
 
 def gain(difference: dict[str, float]) -> str:
@@ -142,18 +145,19 @@ def gain(difference: dict[str, float]) -> str:
 
 def _regimes(row: Row) -> list[str]:
     """Where tests show that the names are right, and where they are refused."""
-    lines = []
+    right: dict[str, list[str]] = {}
+    refused = []
     for entry, cells in matrix().items():
         if entry.split("(")[0] not in row.names:
             continue
-        right = [REGIMES.get(regime, regime) for regime, cell in cells.items() if cell["cell"] == "right"]
-        lines.append(_bullet(f"`{entry}`: tests show that it is right with {', '.join(right)}."))
-        lines += [
-            _bullet(f"`{entry}` is refused with {REGIMES.get(regime, regime)}: {cell['why']}")
-            for regime, cell in cells.items()
-            if cell["cell"] == "refused"
-        ]
-    return [*lines, *(["", "[The whole matrix](../compatibility.md)."] if lines else [])]
+        cell = {REGIMES.get(regime, regime): found for regime, found in cells.items()}
+        right.setdefault(", ".join(name for name in cell if cell[name]["cell"] == "right"), []).append(f"`{entry}`")
+        for name, found in cell.items():
+            if found["cell"] == "refused":
+                why = found["why"].replace("CPUDeepSpeedStrategy", "DeepSpeedStrategy")  # as the tests run it
+                refused.append(_bullet(f"`{entry}` is refused with {name}: {why}"))
+    lines = [_bullet(f"{', '.join(names)}: tests passed with {regimes}.") for regimes, names in right.items()]
+    return [*lines, *refused, *(["", "[The whole matrix](../compatibility.md)."] if lines else [])]
 
 
 def _conflicts(row: Row) -> list[str]:
@@ -166,6 +170,7 @@ def _conflicts(row: Row) -> list[str]:
                 verb = "warns" if each["warns"] else "raises"
                 ours = ", ".join(f"`{name}`" for name in named)
                 lines.append(_bullet(f"{ours} with {others} {verb}: {each['rule']}. Remedy: {each['remedy']}."))
+                break
     return [*dict.fromkeys(lines)]
 
 

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
 from lightning_tricks.core.trick import Trick
+from lightning_tricks_cli.cards import every_name
 from tests import fresh
 from tests.conformance.settings import SETTINGS
 from tests.public import KINDS
@@ -193,6 +194,8 @@ def lacks(found: Any) -> Iterator[str]:
         yield "a line in CHANGELOG.md"
     if found.on_top and not any(name in words(str(file)) for file in (ROOT / "tests").rglob("test_*.py")):
         yield f"a test in tests/{found.kind}/"
+    if found.on_top and name not in every_name():
+        yield "a row in lightning_tricks_cli/catalogue.py, and a card in lightning_tricks_cli/cards/"
     if not needs_settings(name, thing):
         return
     if not any(entry.split("(")[0] == name for entry in SETTINGS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_tricks_cli.catalogue import CATALOGUE
 from tests.public import PUBLIC
 
 ROOT = Path(__file__).parent.parent
-SLOW = {"compare", "Compile", "LoRA", "environment_report"}  # several fits, a compiler, imports of seconds
+SLOW = {"compare", "Compile", "LoRA", "QAT", "environment_report"}  # several fits, a compiler, imports of seconds
 TEXTS = [torch.randint(1, 100, (length,)) for length in (3, 9, 4, 12) * 8]
 
 
@@ -118,6 +119,8 @@ def test_the_yaml_of_the_cards_configures_trainers(tmp_path: Path, monkeypatch: 
             if trainer:
                 configs.append(trainer)
             for callback in callbacks:
+                assert issubclass(getattr(lt, callback["class_path"]), pl.Callback)
+                callback["class_path"] = f"lightning_tricks.{callback['class_path']}"  # a test module may have the name
                 classes.add(callback["class_path"])
                 free = (each for each in configs if callback["class_path"] not in kinds(each) and "callbacks" in each)
                 if (config := next(free, None)) is None:
@@ -163,7 +166,7 @@ def test_a_card_says_what_a_reader_needs(name: str) -> None:
 def test_a_card_has_the_figures_conflicts_and_regimes_of_its_trick() -> None:
     text = " ".join(card("SAMMixin").split())
     assert card("SAM") == card("SAMCallback") == card("SAMMixin")
-    assert "| `SAM` | digits, 40% wrong labels | **+4.4** (+2.6 to +6.2) |" in text
+    assert "| digits, 40% wrong labels | **+4.4** (+2.6 to +6.2) |" in text
     assert "A step of a ResNet-50 takes 2.16 times as long." in text
     assert "is refused with ZeRO-3: " in text
     assert "`SAMMixin`, `SAMCallback` with `HardExampleFilter` raises" in text
@@ -172,11 +175,24 @@ def test_a_card_has_the_figures_conflicts_and_regimes_of_its_trick() -> None:
         card("EMMA")
 
 
-def test_what_make_tables_writes_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def words(picture: Path) -> list[str]:
+    """The text in an SVG."""
+    return re.findall(r">([^<>\n]+)</text>", picture.read_text())
+
+
+def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    evidence, readme = (importlib.import_module(name) for name in ("evidence", "readme"))
+    evidence, readme, forest, curves = (
+        importlib.import_module(name) for name in ("evidence", "readme", "forest", "curves")
+    )
     assert evidence.FILE.read_text() == evidence.text(), "run make tables"
     pages = readme.pages()
     assert {path: path.read_text() for path in readme.FOLDER.glob("*.md")} == pages, "run make tables"
     assert all(len(row.what) <= 74 and row.what.endswith(".") for row in CATALOGUE)
+    for picture, draw in (
+        (forest.PICTURE, partial(forest.draw, gains=evidence.gains())),
+        (curves.PICTURE, curves.draw),
+    ):
+        draw(tmp_path / picture.name)
+        assert words(tmp_path / picture.name) == words(picture), "run make tables"
     assert len(lt.optimizers()) == int(row_of("optimizer").what.split()[0])

@@ -28,7 +28,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 CARDS = sorted((DOCS / "tricks").glob("*.md"))
 CLIENTS = DOCS / "your_library.md"  # each block needs a library: tests/clients runs it where that is installed
-MARKDOWN = sorted([*PAGES, *CARDS, *ROOT.glob("*.md"), ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md"])
+MARKDOWN = sorted([*PAGES, *CARDS, *ROOT.glob("*.md"), *(ROOT / at / "README.md" for at in ("configs", "benchmarks"))])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -72,8 +72,13 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=named)
 def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
-    """In docs/ below, README in test_readme and newcomer/, configs/ in test_configs, walks and guide in test_walks."""
-    kinds = {"docs": {"python", "yaml", "bash", "mermaid"}, "tricks": {"python", "yaml", "bash"}, "configs": {"python", "bash"}}
+    """Which one, for each folder.
+
+    docs/ below, cards in test_cards, README in test_readme and newcomer/, configs/ in test_configs, walks and guide in
+    test_walks.
+    """
+    code = {"python", "yaml", "bash"}
+    kinds = {"docs": {*code, "mermaid"}, "tricks": code, "configs": {"python", "bash"}}
     at_root = {"README.md": {"python", "yaml", "bash", "diff"}, "CONTRIBUTING.md": {"python"}}
     run = at_root.get(page.name, set()) if page.parent == ROOT else kinds.get(page.parent.name, set())
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
     elif name := names.get(options.word.lower()):
-        print(card(name), end="")
+        print(re.sub(r"^!\[.*\n\n", "", card(name), flags=re.MULTILINE), end="")  # no pictures in a terminal
     else:
         for group, members in groupby(rows(options.word), key=lambda row: row.group):
             print(f"{group}:")

@@ -36,7 +36,8 @@ def test_a_line_for_each_card_fits_100_columns(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("name", ["EMA", "SAM", "CutMix", "scale_ema_decay"])
 def test_a_name_prints_its_card(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tricks", name]) == 0
-    assert capsys.readouterr().out == card(name)
+    text = [line for line in card(name).splitlines() if line and not line.startswith("![")]
+    assert [line for line in capsys.readouterr().out.splitlines() if line] == text
 
 
 def test_another_word_filters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,8 +50,8 @@ def test_another_word_filters(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_name_in_other_letters_prints_its_card(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tricks", "ema"]) == 0
-    assert capsys.readouterr().out == card("EMA")
+    assert main(["tricks", "swa"]) == 0
+    assert capsys.readouterr().out == card("SWA")
 
 
 def test_only_the_name_in_a_line_of_code_has_it() -> None:
