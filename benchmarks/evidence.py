@@ -29,8 +29,8 @@ def text() -> str:
     found = {
         "names": names(),
         "gains": gains(),
-        "told": {"EMA": [fifteen_seeds()]},
-        "measured": measured(),
+        "told": written(TOLD),
+        "measured": written(MEASURED),
         "conflicts": [
             {"names": mine, "others": conflicts.others(each), "warns": each.warns, "rule": each.rule}
             | {"remedy": each.remedy}
@@ -90,9 +90,9 @@ def of_floor(name: str, case: str, what: str) -> float:
     return figure(name, case, what, "over_floor")
 
 
-def measured() -> dict[str, list[str]]:
-    """Sentences with measured costs, by card."""
-    found = {name: [write() for write in writers] for name, writers in MEASURED.items()}
+def written(sentences: dict[str, list[Callable[[], str]]]) -> dict[str, list[str]]:
+    """Sentences with figures, by card."""
+    found = {name: [write() for write in writers] for name, writers in sentences.items()}
     assert found.keys() <= {row.names[0] for row in CATALOGUE}
     return found
 
@@ -228,14 +228,18 @@ def blur() -> str:
     return f"`add_blur_pool`: a forward pass of a ResNet-50 takes {ratio:.2f} times as long."
 
 
+TOLD: dict[str, list[Callable[[], str]]] = {
+    "EMA": [fifteen_seeds],
+    "SequenceLengthWarmup": [resizing, length],
+    "min_snr_weight": [min_snr],
+    "estimate_memory": [estimate],
+}  # what was found, beside the table of gains
 MEASURED: dict[str, list[Callable[[], str]]] = {
     "EMA": [ema],
     "SAMMixin": [sam],
     "Mixup": [mixup],
-    "SequenceLengthWarmup": [resizing, length],
     "HardExampleFilter": [hard_examples],
     "LeanLoss": [lean_loss],
-    "min_snr_weight": [min_snr],
     "flat_cos": [schedules],
     "SkipNonFinite": [guards],
     "RewindOnSpike": [rewinds],
@@ -243,7 +247,6 @@ MEASURED: dict[str, list[Callable[[], str]]] = {
     "LayerFreezing": [freezing],
     "ActivationCheckpointing": [checkpointing],
     "Compile": [layouts],
-    "estimate_memory": [estimate],
     "inspect_training": [looks],
     "add_stochastic_depth": [blur],
 }

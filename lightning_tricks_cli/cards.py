@@ -118,11 +118,12 @@ def _bullet(text: str) -> str:
 
 
 def _gains(row: Row) -> str:
-    """A table of the differences from plain training, with their intervals."""
+    """What was found, and a table of the differences from plain training with their intervals."""
+    told = [fill(text, 120, break_long_words=False) for text in evidence()["told"].get(row.names[0], [])]
     gains = {trick: rows for trick, rows in evidence()["gains"].items() if trick.split(",")[0] in row.names}
     if not gains:
         unknown = row.group in MEANT_TO_HELP and row.names[0] not in evidence()["measured"]
-        return "What it brings was not measured on our tasks." if unknown else ""
+        return "\n\n".join(told) or ("What it brings was not measured on our tasks." if unknown else "")
     lines = [f"| task | {' | '.join(f'`{trick}`' for trick in gains)} |", f"|---|{'---|' * len(gains)}"]
     for setting in dict.fromkeys(each["setting"] for rows in gains.values() for each in rows):
         found = ([gain(each) for each in rows if each["setting"] == setting] for rows in gains.values())
@@ -131,10 +132,7 @@ def _gains(row: Row) -> str:
         "Points of test accuracy: the mean of five seeds and its 95% interval, bold where that leaves out 0. [How it"
         " was measured](../../benchmarks/README.md)."
     )
-    told = [fill(text, 120) for text in evidence()["told"].get(row.names[0], [])]
-    return "\n".join(
-        [*told, *([""] if told else []), *lines, "", fill(note, 120, break_long_words=False, break_on_hyphens=False)]
-    )
+    return "\n\n".join([*told, "\n".join(lines), fill(note, 120, break_long_words=False, break_on_hyphens=False)])
 
 
 def gain(difference: dict[str, float]) -> str:
@@ -148,7 +146,7 @@ def _regimes(row: Row) -> list[str]:
     right: dict[str, list[str]] = {}
     refused = []
     for entry, cells in matrix().items():
-        if entry.split("(")[0] not in row.names:
+        if entry.split("(")[0] not in row.names and not ("*" in entry and "preset" in row.names):
             continue
         cell = {REGIMES.get(regime, regime): found for regime, found in cells.items()}
         right.setdefault(", ".join(name for name in cell if cell[name]["cell"] == "right"), []).append(f"`{entry}`")

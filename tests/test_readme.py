@@ -16,7 +16,7 @@ import pytest
 import lightning_tricks as lt
 from lightning_tricks.evaluation.statistics import paired_difference
 from lightning_tricks.examples.digits import SharpDigits
-from lightning_tricks_cli.cards import evidence
+from lightning_tricks_cli.cards import card, evidence
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
 from lightning_tricks_cli.main import parser
 from tests.ranks import run_alone
@@ -140,6 +140,31 @@ def test_the_costs_are_those_that_were_measured() -> None:
         for what in ("lightning_tricks EMA", "Lightning EMAWeightAveraging")
     )
     assert f"takes {ours:.1f} ms for a ResNet-50; Lightning's takes {theirs:.1f} ms" in COSTS
+
+
+def card_says(name: str, text: str) -> bool:
+    return text in " ".join(card(name).split())
+
+
+def test_what_the_prose_of_the_cards_says_of_our_tasks() -> None:
+    assert card_says("SAM", "on our tasks it gains as much in half the time")
+    for setting in ("digits, noisy labels", "textures, noisy labels"):
+        difference = paired_difference(runs(setting, "SAM"), runs(setting, "EMA"))
+        assert difference.low < 0 < difference.high
+    assert card_says("HardExampleFilter", "It loses on all of our tasks with wrong labels")  # shown above
+    assert card_says("AutoClip", "on our tasks `AutoClip` changed nothing")
+    assert not better()["AutoClip"] | worse()["AutoClip"]
+    assert card_says("flat_cos", "it gains on both of our tasks of images")
+    assert better()["flat_cos"] == {*IMAGES}
+    (row,) = (row for row in evidence()["gains"]["one_cycle"] if row["setting"] == WRONG[2])
+    assert card_says("one_cycle", f"it lost {-row['points']:.0f} points there, though the interval includes 0")
+    assert row["low"] < 0 < row["high"]
+    told = {(row["prediction"], row["min_snr"]): row for row in result("diffusion")["rows"]}
+    assert card_says("min_snr_weight", "epsilon or v: it did not help in our test")
+    assert all(told[kind, True]["seeds_better"] < 3 for kind in ("epsilon", "v"))
+    reached = {row["variant"]: row["reached"] for row in result("inputs")["rows"] if row["task"] == "textures"}
+    assert card_says("ProgressiveResizing", 'in our test `mode="crop"` did better')
+    assert reached['ProgressiveResizing(0.5, mode="crop")'] > reached["ProgressiveResizing(0.5)"]
 
 
 # -- the demo ---------------------------------------------------------------------------------------------------------
