@@ -240,5 +240,5 @@ for name, sam in cheaper.items():
 # - The minimum is flatter, and it can be measured: the largest eigenvalue is a third of SGD's.
 # - A step takes twice as long; `every_n_steps=2` takes a third off that, for the same accuracy here.
 #
-# Cards: [SAM](../docs/tricks/SAMMixin.md), [SAMCallback](../docs/tricks/SAMCallback.md),
+# Cards: [SAM](../docs/tricks/SAMMixin.md), [SAMCallback](../docs/tricks/SAMMixin.md),
 # [sharpness](../docs/tricks/sharpness.md).
