@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from types import NoneType
 from typing import Any, Literal, NamedTuple, final
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_tricks.advisor.environment import devices_here, host_memory
@@ -18,6 +19,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.adapters.inject import adaptable_linear
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
 from lightning_tricks.optimizers.table import row_of
+from lightning_tricks.strategies.fsdp2.plan import planned_layers
 
 __all__ = ["Hardware", "Suggestion", "suggest_strategy"]
 
@@ -69,6 +71,10 @@ class Hardware:
         """The number of devices on all nodes."""
         return self.devices * self.nodes
 
+    def batches(self, preset: str) -> int:
+        """The number of batches that the devices compute at a time: one each, or one in a node (``tp_bf16``)."""
+        return self.nodes if preset == "tp_bf16" else self.world
+
     @classmethod
     def detect(cls, **known: Any) -> Hardware:
         """Describe this machine.
@@ -93,7 +99,7 @@ class Hardware:
 DEVICE = "on each device"
 UNLIMITED = 1e18  # bytes
 SPLIT = (
-    "split it among devices (tensor parallelism), or into tiles that ZeRO-3 gathers one after the other"
+    "split it among devices (preset('tp_bf16', plan=...)), or into tiles that ZeRO-3 gathers one after the other"
     " (deepspeed.zero.TiledLinear, with the settings in docs/scaling.md)"
 )
 
@@ -172,11 +178,12 @@ def advice(
         texts.append("Pass the folder on the disk: Trainer(**preset('zero3_nvme_bf16', nvme_path=...)).")
     if estimate.strategy.startswith("zero"):
         texts.append("It needs DeepSpeed: pip install 'lightning-tricks[deepspeed]'.")
-    effective = None if micro is None else micro * accumulate * hardware.world
+    batches = hardware.batches(estimate.strategy)
+    effective = None if micro is None else micro * accumulate * batches
     if effective is None or effective == batch_size:
         return tuple(texts)
     if batch_size is not None:
-        fewer = f": {batch_size} devices are enough" if batch_size < hardware.world else ""
+        fewer = f": {batch_size} devices are enough" if batch_size < batches == hardware.world else ""
         texts.append(f"The devices can share {effective} samples per step evenly, not {batch_size}{fewer}.")
     texts.append(
         f"An optimizer step sees {effective} sample{'s' * (effective > 1)}: scale the learning rate by it, linearly for"
@@ -243,7 +250,7 @@ class Suggestion:
         """The number of samples of an optimizer step; None if no batch was given."""
         if self.micro_batch_size is None:
             return None
-        return self.micro_batch_size * self.accumulate_grad_batches * self.hardware.world
+        return self.micro_batch_size * self.accumulate_grad_batches * self.hardware.batches(self.preset)
 
     @property
     def trainer(self) -> dict[str, Any]:
@@ -287,7 +294,8 @@ def suggest_strategy(
     It takes the first preset that fits with at least one sample on each device. On one device these are: everything on
     the device; optimizer states in host memory; weights in host memory, too; all on a disk. On several devices: a full
     model on each (DDP, with compressed gradients over slow links); sharded (FSDP2; over slow links first ZeRO-1 and
-    ZeRO-2, which send no more than DDP, and on several nodes HSDP); then offloaded as above. Then it takes as many
+    ZeRO-2, which send no more than DDP, and on several nodes HSDP); over fast links with split layers (tensor
+    parallelism, for a model of transformers with a plan of its own); then offloaded as above. Then it takes as many
     samples at a time as fit, up to the device's share of ``batch_size``; accumulation does the rest.
 
     Args:
@@ -318,8 +326,9 @@ def suggest_strategy(
             raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")
     hardware = hardware or Hardware.detect()
 
-    refused = [name for name in candidates(hardware) if isinstance(optimizer, str) and _refuses(optimizer, name)]
-    names = [name for name in candidates(hardware) if name not in refused]
+    possible = [name for name in candidates(hardware) if name != "tp_bf16" or _can_split(model, hardware.devices)]
+    refused = [name for name in possible if isinstance(optimizer, str) and _refuses(optimizer, name)]
+    names = [name for name in possible if name not in refused]
 
     def first_that_fits(machines: Hardware) -> tuple[MemoryEstimate | None, list[MemoryEstimate]]:
         """The memory of the first preset that fits, and that of the presets before it."""
@@ -388,7 +397,18 @@ def _refuses(optimizer: str, preset: str) -> bool:
     if optimizer in SETTINGS:
         return False
     row = row_of(optimizer)
-    return (preset.startswith(("fsdp2", "hsdp")) and not row.fsdp2) or (preset.startswith("zero") and not row.zero)
+    if preset.startswith("zero"):
+        return not row.zero
+    refuses = not row.fsdp2 or (preset == "tp_bf16" and not row.tensor_parallel)
+    return refuses and preset.startswith(("fsdp2", "hsdp", "tp"))
+
+
+def _can_split(model: nn.Module | int, devices: int) -> bool:
+    """Whether a model has a plan of its own, by which its layers can be split."""
+    try:
+        return devices > 1 and isinstance(model, nn.Module) and bool(planned_layers(model, None, devices))
+    except MisconfigurationException:
+        return False
 
 
 def alternatives(
@@ -419,7 +439,9 @@ def alternatives(
         on_device = adapters is not None and adapters.base != "keep"
         tried = []
         for name in (each.strategy for each in failed):
-            if (isinstance(stepping, str) and _refuses(stepping, name)) or (on_device and not name.startswith(DENSE)):
+            if isinstance(stepping, str) and _refuses(stepping, name):
+                continue
+            if (on_device and not name.startswith(DENSE)) or (adapters is not None and name == "tp_bf16"):
                 continue
             tried.append(estimate(name, stepping, adapters))
             if fits(tried[-1]):
@@ -442,7 +464,7 @@ def candidates(hardware: Hardware) -> list[str]:
         within_nodes = ["hsdp_bf16"] if hardware.nodes > 1 and hardware.devices > 1 else []
         on_device = ["ddp_compressed_bf16", "zero1_bf16", "zero2_bf16", *within_nodes, "fsdp2_bf16"]
     else:
-        on_device = ["ddp_bf16", "fsdp2_bf16"]
+        on_device = ["ddp_bf16", "fsdp2_bf16", "tp_bf16"]
     return [*on_device, "zero2_offload_bf16", "zero3_offload_bf16", "zero3_nvme_bf16"]
 
 
@@ -455,7 +477,7 @@ def _batches(
     largest = estimate.largest_batch(hardware.device_memory * (1 - margin))
     if batch_size is None:
         return (largest - largest % 8 if largest > 8 else largest), 1  # Tensor cores prefer multiples of 8.
-    share = max(1, -(-batch_size // hardware.world))  # Rounded up, as below.
+    share = max(1, -(-batch_size // hardware.batches(estimate.strategy)))  # Rounded up, as below.
     accumulate = -(-share // largest)
     return -(-share // accumulate), accumulate
 
@@ -470,7 +492,7 @@ def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: floa
         remedy += ", more host memory, or an NVMe disk (nvme=)" if nearest.nvme == 0 else ", or a larger disk"
     remedy += ", or train fewer of the weights (LoRA)"
     if nearest.activations > hardware.device_memory / 4:
-        remedy += ", or use activation checkpointing"
+        remedy += ", or use activation checkpointing, or split layers by a plan (preset('tp_bf16', plan=...))"
     if nearest.largest_layer > hardware.device_memory / 4:
         remedy += f". The largest layer alone takes {readable(nearest.largest_layer)}: {SPLIT}"
     return f"Nothing fits. Nearest is {nearest.strategy}, for which {missing} is missing. {remedy}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import Metric
 
 from lightning_tricks.advisor.memory.fake import LikeCUDA, LiveBytes, fake_mode
+from lightning_tricks.advisor.memory.parts import Parts
 from lightning_tricks.core.lightning.trainer import step_arguments
 from lightning_tricks.core.replay.module_state import ModuleState
 
@@ -126,12 +127,14 @@ class Regime:
         autocast: The dtype of matrix products; None without autocast.
         keeps_gradients: Whether gradients stay in memory during the backward pass, as in DDP's buckets.
         cuda: Whether the estimate is for CUDA, wherever the tensors are.
+        parts: The layers of which a process has a part.
     """
 
     dtype: torch.dtype | None
     autocast: torch.dtype | None
     keeps_gradients: bool
     cuda: bool
+    parts: Parts = field(default_factory=Parts)
 
 
 def batch_samples(batch: Any) -> int:
@@ -195,7 +198,8 @@ def _run(model: nn.Module, batch: Any, samples: int, regime: Regime) -> _Run:
         live = stack.enter_context(LiveBytes(on_cpu=not regime.cuda))
         buffers = {name: fake(buffer, dtype=regime.dtype) for name, buffer in step.named_buffers()}
         weights = {
-            name: nn.Parameter(fake(p, dtype=regime.dtype), p.requires_grad) for name, p in step.named_parameters()
+            name: nn.Parameter(fake(p, regime.parts.shapes.get(id(p)), regime.dtype), p.requires_grad)
+            for name, p in step.named_parameters()
         }
         for tensor in weights.values():
             tensor.grad = torch.empty_like(tensor) if tensor.requires_grad else None
@@ -205,7 +209,7 @@ def _run(model: nn.Module, batch: Any, samples: int, regime: Regime) -> _Run:
         live.now = gradients
         live.times.clear()
         inputs = tree_map_only(Tensor, sized, batch)
-        with _autocast(device, regime):
+        with _autocast(device, regime), regime.parts.running():
             loss = step.loss({**weights, **buffers}, inputs)
         if not regime.keeps_gradients:
             for tensor in weights.values():

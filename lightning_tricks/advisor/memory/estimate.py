@@ -13,12 +13,14 @@ from torch import nn
 from lightning_tricks.advisor.memory.activations import Activations, Regime, batch_samples, measure
 from lightning_tricks.advisor.memory.adapters import with_adapters
 from lightning_tricks.advisor.memory.layout import Layout, layout_of
-from lightning_tricks.advisor.memory.parameters import Parameters
+from lightning_tricks.advisor.memory.parameters import Parameters, parameters_of
+from lightning_tricks.advisor.memory.parts import Parts, parts_of
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.checks import check_choice, check_count, check_type
 from lightning_tricks.optimizers.by_name import optimizer as optimizer_by_name
 from lightning_tricks.optimizers.table import row_of
+from lightning_tricks.strategies.fsdp2.plan import planned_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -235,6 +237,7 @@ def estimate_memory(
 
     Raises:
         ValueError: If a name is unknown, the precision is not the preset's, or the step fails without a Trainer.
+        MisconfigurationException: Under "tp_bf16", for a module without a plan of its own (see ``FSDP2Preset``).
         TypeError: If an argument has the wrong type.
 
     Example:
@@ -261,13 +264,24 @@ def estimate_memory(
     layout = layout_of(strategy, precision)
     if lora is not None and lora.base != "keep" and layout.engine not in ("single", "ddp"):
         raise ValueError(f"LoRA(base={lora.base!r}) trains on a single device or under DDP, got strategy={strategy!r}.")
+    if lora is not None and layout.splits_layers:
+        raise ValueError(f"strategy={strategy!r} splits no layer with an adapter, got lora={lora}: leave one out.")
     with with_adapters(model, lora) as parameters:
         trainable = [weight for weight in parameters.weights if weight.trainable]
         dtype = torch.float32 if layout.engine == "zero" else layout.weight_dtype
         if isinstance(model, nn.Module) and isinstance(optimizer, str):
             optimizer = _of_shapes(optimizer, model)
         states = states_of(optimizer, trainable, dtype, foreach=device == "cuda")
-        measured = _measure_activations(model, batch, batch_size, layout, device)
+        parts = Parts()
+        if layout.splits_layers:
+            whole = parameters.bytes(trainable=True)
+            if isinstance(model, nn.Module):
+                parts = parts_of(planned_layers(model, None, devices), devices)
+                parameters = parameters_of(model, shapes=parts.shapes)
+            else:
+                parameters = parameters_of(_shard(model, devices))
+            states = states.scaled(parameters.bytes(trainable=True) / max(whole, 1))
+        measured = _measure_activations(model, batch, batch_size, layout, device, parts)
     samples = None if measured is None else batch_size or measured.samples
     return MemoryEstimate(
         strategy=layout.strategy,
@@ -287,7 +301,7 @@ def _of_shapes(name: str, module: nn.Module) -> OptimizerLike:
 
 
 def _measure_activations(
-    model: nn.Module | int, batch: Any, batch_size: int | None, layout: Layout, device: str
+    model: nn.Module | int, batch: Any, batch_size: int | None, layout: Layout, device: str, parts: Parts
 ) -> Activations | None:
     if batch_size is not None:
         check_count("batch_size", batch_size)
@@ -304,6 +318,7 @@ def _measure_activations(
         autocast=layout.autocast,
         keeps_gradients=layout.engine != "single",
         cuda=device == "cuda",
+        parts=parts,
     )
     return measure(model, batch, batch_size or batch_samples(batch), regime)
 

@@ -27,6 +27,8 @@ class Layout:
         offload: The place of sharded parts: "none" (the device), "cpu" or "nvme".
         bucket_view: Whether gradients are views into DDP's buckets, rather than copied there.
         within_nodes: Whether each node has a copy of its own of what is sharded (HSDP).
+        splits_layers: Whether the devices of a node share each layer (tensor parallelism), of which they have parts
+            that are sharded among nodes.
     """
 
     strategy: str
@@ -36,6 +38,7 @@ class Layout:
     offload: str = "none"
     bucket_view: bool = True
     within_nodes: bool = False
+    splits_layers: bool = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -60,9 +63,11 @@ class Layout:
         return self.autocast is not None and self.compute_dtype is None
 
     def shards(self, stage: int, world: int, nodes: int) -> int:
-        """The number of shards of the part that ZeRO shards from ``stage`` on, with ``world`` devices on all nodes."""
+        """The number of shards of what ZeRO shards from ``stage`` on, with ``world`` devices on all nodes."""
         if self.stage < stage:
             return 1
+        if self.splits_layers:
+            return nodes
         return world // nodes if self.within_nodes else world
 
 
@@ -95,4 +100,5 @@ def layout_of(strategy: str | None, precision: str | None) -> Layout:
         stage={"zero": arguments.get("stage", 3), "fsdp2": 3}.get(engine, 0),
         offload={True: "cpu", False: "none"}.get(offload, offload),
         within_nodes=arguments.get("replicas") == "nodes",
+        splits_layers=arguments.get("tensor_parallel") == "node",
     )

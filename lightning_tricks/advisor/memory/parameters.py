@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -60,12 +60,17 @@ class Parameters:
         return sum(weight.numel for weight in self.weights)
 
 
-def parameters_of(model: nn.Module | int, packed: Mapping[int, int] = MappingProxyType({})) -> Parameters:
+def parameters_of(
+    model: nn.Module | int,
+    packed: Mapping[int, int] = MappingProxyType({}),
+    shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+) -> Parameters:
     """The parameters of a module; a number stands for trainable fp32 weights in ``BLOCKS`` equal blocks.
 
     Args:
         model: The module, or the number.
         packed: The bytes of the parameters that will be quantized, by ``id``.
+        shapes: The shapes of the parameters of which a process has a part, by ``id``.
     """
     if not isinstance(model, nn.Module):
         block = -(-model // BLOCKS)
@@ -73,11 +78,11 @@ def parameters_of(model: nn.Module | int, packed: Mapping[int, int] = MappingPro
     weights = tuple(
         Weight((packed[id(p)],), torch.uint8, False)
         if id(p) in packed
-        else Weight(tuple(p.shape), p.dtype, p.requires_grad)
+        else Weight(shapes.get(id(p), tuple(p.shape)), p.dtype, p.requires_grad)
         for p in model.parameters()
     )
-    layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
-    groups = [sum(p.numel() for p in group.parameters()) for group in sharding_groups(model)]
+    layers = [_numel(module.parameters(recurse=False), shapes) for module in model.modules()]
+    groups = [_numel(group.parameters(), shapes) for group in sharding_groups(model)]
     return Parameters(
         weights,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
@@ -85,3 +90,7 @@ def parameters_of(model: nn.Module | int, packed: Mapping[int, int] = MappingPro
         largest_group=max(groups, default=0),
         outside_groups=sum(weight.numel for weight in weights) - sum(groups),
     )
+
+
+def _numel(parameters: Iterable[nn.Parameter], shapes: Mapping[int, tuple[int, ...]]) -> int:
+    return sum(math.prod(shapes.get(id(p), p.shape)) for p in parameters)

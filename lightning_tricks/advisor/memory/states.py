@@ -35,6 +35,10 @@ class States:
     persistent: int
     temporary: int
 
+    def scaled(self, fraction: float) -> States:
+        """Those of a fraction of the parameters."""
+        return States(round(self.persistent * fraction), round(self.temporary * fraction))
+
 
 def states_of(optimizer: OptimizerLike, weights: list[Weight], dtype: torch.dtype | None, *, foreach: bool) -> States:
     """Count the bytes of an optimizer.

@@ -197,7 +197,7 @@ def _style(layer: nn.Module, given: str | ParallelStyle) -> ParallelStyle:
 
 
 def _check_layer(name: str, layer: nn.Module, style: ParallelStyle, size: int) -> None:
-    dim = _split_dimension(layer, style)
+    dim = split_dimension(layer, style)
     saved_buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()
     if saved_buffers and (dim is not None or isinstance(style, SequenceParallel)):
         raise _cannot(name, "has buffers that are saved")
@@ -232,7 +232,7 @@ def _check_tied(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle]) ->
     for name, owner in module.named_modules():
         for parameter in planned.intersection(owner.parameters(recurse=False)):
             style = layers.get(owner)
-            split_by.setdefault(parameter, {})[name] = None if style is None else _split_dimension(owner, style)
+            split_by.setdefault(parameter, {})[name] = None if style is None else split_dimension(owner, style)
     for dims in split_by.values():
         if len({*dims.values()}) > 1:
             ways = ", ".join(f"{name!r} {_WAYS[dim]}" for name, dim in dims.items())
@@ -245,7 +245,7 @@ def _check_tied(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle]) ->
 _WAYS = {0: "in its rows", 1: "in its columns", None: "not at all"}
 
 
-def _split_dimension(layer: nn.Module, style: ParallelStyle) -> int | None:
+def split_dimension(layer: nn.Module, style: ParallelStyle) -> int | None:
     """The dimension of the layer's weight that a style splits; None for a style that splits no weight."""
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None

@@ -217,6 +217,8 @@ N, W = 4, 8  # devices of a node, and of two nodes
         ("zero2_bf16", 2 + 14 / W, 0, 0),
         ("zero3_bf16", 16 / W, 0, 0),
         ("fsdp2_bf16", 16 / W, 0, 0),
+        ("hsdp_bf16", 16 / N, 0, 0),
+        ("tp_bf16", 16 / W, 0, 0),
         ("zero2_offload_bf16", 2, 16 / 2, 0),
         ("zero3_offload_bf16", 0, 18 / 2, 0),
         ("fsdp2_offload_bf16", 0, 16 / 2, 0),

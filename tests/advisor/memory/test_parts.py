@@ -1,0 +1,198 @@
+"""estimate_memory of layers that are split among processes, beside the bytes that real ones take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+
+import lightning_tricks as lt
+from lightning_tricks.advisor import Hardware, estimate_memory, suggest_strategy
+from lightning_tricks.advisor.memory.activations import Regime, measure
+from lightning_tricks.advisor.memory.parameters import parameters_of
+from lightning_tricks.advisor.memory.parts import parts_of
+from lightning_tricks.strategies.fsdp2.plan import planned_layers
+from tests.nets import build, fit
+from tests.ranks import run_ranks
+from tests.strategies.sharded import local_bytes
+
+TOKENS, SAMPLES = 32, 8
+
+
+class Llama(pl.LightningModule):
+    """Large enough for its activations to be seen beside what a Trainer allocates."""
+
+    def __init__(self) -> None:
+        import transformers
+
+        super().__init__()
+        config = transformers.LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=TOKENS,
+        )  # fmt: skip
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Meter(Callback):
+    """Bytes of the second step: what lasts, and the peaks before and in the optimizer's step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Tensor, number: int) -> None:
+        states = [t for state in trainer.optimizers[0].state.values() for t in state.values() if t.ndim]
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        self.found = {
+            "weights": local_bytes(module.parameters()),
+            "gradients": local_bytes(gradients),
+            "optimizer": local_bytes(states),
+        }
+        if number == 1:
+            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profiler.start()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == 1:
+            self.profiler.stop()
+            events = [e for e in self.profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+            now = peak = 0
+            for event in sorted(events, key=lambda e: e.start_ns()):
+                now += event.nbytes()
+                peak = max(peak, now)
+            self.peak = peak
+
+
+def tokens(samples: int) -> Tensor:
+    return torch.arange(samples * TOKENS).reshape(samples, TOKENS) % 512
+
+
+def measured(preset: str) -> dict[str, int]:
+    meter, devices = Meter(), int(os.environ["LOCAL_WORLD_SIZE"])
+    fit(
+        build(Llama),
+        train=DataLoader([tokens(SAMPLES)] * 2, batch_size=None),
+        callbacks=[meter],
+        devices=devices,
+        num_nodes=int(os.environ["WORLD_SIZE"]) // devices,
+        max_epochs=1,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        **lt.preset(preset),
+    )
+    return {**meter.found, "total": meter.found["weights"] + meter.found["optimizer"] + meter.peak}
+
+
+def all_measured() -> dict[str, dict[str, int]]:
+    return {preset: measured(preset) for preset in ("fsdp2_bf16", "tp_bf16")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_process_takes_what_was_estimated(nodes: int) -> None:
+    module = build(Llama)
+    for rank in run_ranks(all_measured, nprocs=2 * nodes, nodes=nodes):
+        for preset, found in rank.items():
+            estimate = estimate_memory(
+                module, strategy=preset, devices=2, nodes=nodes, batch=tokens(2), batch_size=SAMPLES, device="cpu"
+            )
+            steps = 4 * sum(1 for _ in module.parameters())
+            assert (estimate.weights, estimate.gradients) == (found["weights"], found["gradients"])
+            assert estimate.optimizer == pytest.approx(found["optimizer"], abs=steps)
+            assert estimate.total == pytest.approx(found["total"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_layers_are_split_where_one_sample_is_too_long() -> None:
+    module, batch = build(Llama), tokens(2)
+    per_preset = {
+        name: estimate_memory(module, strategy=name, devices=2, batch=batch).with_batch(1).total
+        for name in ("fsdp2_bf16", "tp_bf16")
+    }
+    between = Hardware(sum(per_preset.values()) / 2 / 0.9, devices=2)
+    suggestion = suggest_strategy(module, hardware=between, batch=batch, batch_size=6)
+    assert suggestion.preset == "tp_bf16"
+    assert (suggestion.micro_batch_size, suggestion.accumulate_grad_batches) == (1, 6)
+    assert suggestion.effective_batch_size == 6, "both devices compute each sample"
+    assert "fsdp2_bf16 needs" in str(suggestion)
+    slow = Hardware(between.device_memory, devices=2, links="slow")
+    for hardware in (slow, Hardware(between.device_memory, devices=3)):  # three do not divide the heads
+        with pytest.raises(ValueError, match=r"Nothing fits.*preset\('tp_bf16', plan=...\)"):
+            suggest_strategy(module, hardware=hardware, batch=batch)
+
+
+def narrow(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Changes what goes into a layer."""
+    layer.register_forward_pre_hook(lambda _, x: change(x[0]))
+    return layer
+
+
+def twice(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.cat([x, x], dim)
+
+
+Layers = tuple[nn.Module, ...]
+BY_HAND: dict[str, tuple[Layers, dict[str, str], Layers]] = {  # layers, a plan, and what a process has by it
+    "mlp": (
+        (nn.Linear(16, 128), nn.Sigmoid(), nn.Linear(128, 32)),
+        {"0": "colwise", "2": "rowwise"},
+        (nn.Linear(16, 64), nn.Sigmoid(), nn.Linear(64, 32)),
+    ),
+    "gathered": (
+        (nn.Linear(16, 128), nn.Sigmoid()),
+        {"0": "colwise_gather_output"},
+        (nn.Linear(16, 64), narrow(nn.Sigmoid(), twice(-1))),
+    ),
+    "split": (
+        (nn.Linear(16, 128),),
+        {"0": "rowwise_split_input"},
+        (narrow(nn.Linear(8, 128), lambda x: x[..., :8]),),
+    ),
+    "tokens": (
+        (nn.LayerNorm(16), nn.Linear(16, 128), nn.Sigmoid(), nn.Linear(128, 16), nn.Sigmoid()),
+        {"0": "sequence_parallel", "1": "sequence_colwise", "3": "rowwise_sequence"},
+        (
+            nn.LayerNorm(16),
+            narrow(nn.Linear(16, 64), twice(1)),
+            nn.Sigmoid(),
+            nn.Linear(64, 16),
+            narrow(nn.Sigmoid(), lambda x: x[:, : x.shape[1] // 2]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_a_part_takes_what_layers_of_its_size_do(case: str) -> None:
+    layers, plan, parts = BY_HAND[case]
+    whole, by_hand = nn.Sequential(*layers), nn.Sequential(*parts)
+    found = parts_of(planned_layers(whole, plan, 2), 2)
+    assert parameters_of(whole, shapes=found.shapes) == parameters_of(by_hand)
+    regime = partial(Regime, dtype=torch.bfloat16, autocast=torch.bfloat16, keeps_gradients=True, cuda=True)
+    batch = torch.zeros(4, 6, 16)
+    taken, expected = measure(whole, batch, 4, regime(parts=found)), measure(by_hand, batch, 4, regime())
+    assert [taken.at(samples) for samples in (1, 4, 16)] == [expected.at(samples) for samples in (1, 4, 16)]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "error", "message"),
+    [
+        (nn.Linear(2, 2), {}, MisconfigurationException, "neither plan= nor a transformers model"),
+        (10**6, {"lora": lt.LoRA(".")}, ValueError, "'tp_bf16' splits no layer with an adapter"),
+    ],
+)
+def test_what_cannot_be_split_is_said(model: Any, arguments: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        estimate_memory(model, strategy="tp_bf16", devices=2, **arguments)
