@@ -32,6 +32,8 @@ class FailOnce(Callback):
 
 def failing(options: dict[str, Any]) -> None:
     """The script's own function with a failure, and notes on the Trainer."""
+    from ray.train.lightning import RayLightningEnvironment
+
     from configs.multi_node import ray_train
 
     original = lt.ray_trainer
@@ -42,7 +44,7 @@ def failing(options: dict[str, Any]) -> None:
         facts = {
             "device": str(trainer.strategy.root_device),
             "devices": trainer.num_devices,
-            "environment": type(trainer.strategy.cluster_environment).__name__,
+            "environment": isinstance(trainer.strategy.cluster_environment, RayLightningEnvironment),
             "nodes": trainer.num_nodes,
             "precision": trainer.precision,
             "preset": trainer.strategy.strategy_name,
