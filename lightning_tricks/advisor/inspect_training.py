@@ -22,6 +22,7 @@ from lightning_tricks.core.figures import pyplot
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 from lightning_tricks.core.report import plain_table
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.weights.gradients import GradientCallback
 from lightning_tricks.core.weights.local import LocalWeights
 
@@ -341,6 +342,9 @@ class InspectTraining(Inspector):
             path = Path(self.folder) / f"step={inspection.first}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             figure, _ = inspection.plot()
-            figure.savefig(path)
-            pyplot().close(figure)
+            try:
+                with atomic_write(path) as temporary:
+                    figure.savefig(temporary)
+            finally:
+                pyplot().close(figure)
             rank_zero_info("\n".join([f"InspectTraining: {path}", *inspection.findings]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from lightning_tricks.core.batches.paths import INPUTS, Names, check_names, described, find, get, locate
-from lightning_tricks.core.lightning.trainer import log_every_n_steps, will_step
+from lightning_tricks.core.lightning.trainer import log_every_n_steps, takes_dataloader_iter, will_step
 from lightning_tricks.core.trick import Trick
 
 __all__ = ["Throughput"]
@@ -64,6 +64,8 @@ class Throughput(Trick):
 
     def _reset(self) -> None:
         self._batches = 0
+        self._iterates = False  # whether training_step gets its batch itself
+        self._here: tuple[int, int | Tensor | None] = 0, None  # samples and tokens of the present batch
         self._samples = 0  # since the last logged value
         self._counted: int | Tensor | None = None  # tokens since the last logged value; on the device
         self._flops = 0.0  # of a token, or of a sample if there are no tokens
@@ -80,21 +82,26 @@ class Throughput(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._undo.push(self._counting)
+        self._iterates = takes_dataloader_iter(pl_module)
         self._since = time.perf_counter()
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if not self._iterates:  # the step may change the batch
+            self._here = samples_in(batch), self._tokens_in(batch)
         if self._batches == WARMED_UP and not is_compiled(pl_module):
             self._paused = time.perf_counter()
-            self._counter = self._counting.enter_context(FlopCounterMode(display=False))
+            self._counter = FlopCounterMode(display=False)
+            self._counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+            self._counting.enter_context(self._counter)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        samples, tokens = samples_in(batch), self._tokens_in(batch)
+        samples, tokens = (samples_in(batch), self._tokens_in(batch)) if self._iterates else self._here
         self._batches += 1
         if self._counter is not None:  # such a step takes longer, and is no part of the rates
             self._counting.close()
@@ -146,6 +153,12 @@ class Throughput(Trick):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused
+
+
+class _NoModules(nullcontext[None]):
+    """In place of torch's tracker of modules, whose hooks need the gradient of every output: LeanLoss's has none."""
+
+    parents = ("Global",)
 
 
 def samples_in(batch: Any) -> int:

@@ -70,9 +70,9 @@ def export_adapters(
     if (folder / "adapter_config.json").exists() and not force:
         raise FileExistsError(f"{folder} has adapters: choose another folder, or overwrite them with force=True.")
     folder.mkdir(exist_ok=True)
-    save(state, folder / "adapter_model.safetensors", force=force)
     with atomic_write(folder / "adapter_config.json") as temporary:
         temporary.write_text(json.dumps(config, indent=2))
+        save(state, folder / "adapter_model.safetensors", force=force)  # both files are written before one has its name
 
 
 def _read(source: Path) -> tuple[dict[str, Any], Record | None]:

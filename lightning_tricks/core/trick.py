@@ -27,6 +27,7 @@ from lightning_tricks.core.lightning.trainer import (
     is_fitting,
 )
 from lightning_tricks.core.report import Row, active_tricks, curve_row, described, settings, spelled_rows
+from lightning_tricks.core.safe_load.damage import require_undamaged_file
 
 
 class Conflict(NamedTuple):
@@ -70,6 +71,13 @@ class Trick(Callback):
         self._close()
         if is_fitting(trainer) and self._is_first(trainer):
             check_conflicts(trainer)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._is_first(trainer):
+            require_undamaged_file(trainer)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

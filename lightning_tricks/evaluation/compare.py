@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 import time
 import traceback
@@ -30,7 +29,7 @@ from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.report import progress
 from lightning_tricks.evaluation.comparison import Comparison, Mode, Run
 from lightning_tricks.evaluation.fresh import Fresh, caller_unchanged, parts_of_module, parts_of_trainer
-from lightning_tricks.evaluation.plan import require_plan, this_rank, write_json
+from lightning_tricks.evaluation.plan import read_record, require_plan, this_rank, write_record
 
 __all__ = ["Comparison", "compare"]
 
@@ -174,7 +173,7 @@ class _Runs:
             },
         }
         file = self._of(name) / "plan.json"
-        if not this_rank() and not file.exists() and file.parent.exists() and any(file.parent.iterdir()):
+        if not this_rank() and not file.exists() and any(_lasting(file.parent)):
             raise ValueError(f"{file.parent} has files of something else: choose another folder.")
         require_plan(file, plan)
         return plan
@@ -183,10 +182,11 @@ class _Runs:
         """The runs of all arms, seed by seed, so that a machine that becomes slower does so for all of them."""
         jobs = [(seed, name) for seed in self._seeds for name in arms]
         runs: dict[str, list[Run]] = {name: [] for name in arms}
+        paths = {(seed, name): self._of(name) / f"seed{seed}.json" for seed, name in jobs}
+        done: dict[Any, Run] = {job: read_record(path) for job, path in paths.items() if path.exists()}
         for seed, name in progress(jobs, "compare"):
-            path = self._of(name) / f"seed{seed}.json"
-            done = json.loads(path.read_text()) if path.exists() else None
-            run = done or self._run(name, arms[name], seed, path, may_fail=name != baseline)
+            job = seed, name
+            run = done.get(job) or self._run(name, arms[name], seed, paths[job], may_fail=name != baseline)
             if self._metric not in (found := run.get("metrics", [self._metric])):
                 raise ValueError(
                     f"the arm {name!r} logs no metric={self._metric!r} in validation or test, but {sorted(found)}:"
@@ -215,7 +215,7 @@ class _Runs:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
         run = trainer.strategy.broadcast({**run, "epochs": trainer.current_epoch, "steps": trainer.global_step})
         if trainer.is_global_zero:
-            write_json(path, run)
+            write_record(path, run)
         return run
 
     def _new(self, name: str, arm: Arm, seed: int) -> tuple[Any, ...]:
@@ -235,6 +235,11 @@ class _Runs:
 
     def _of(self, name: str) -> Path:
         return self._folder / quote(name, safe=" ,+=()")
+
+
+def _lasting(folder: Path) -> list[Path]:
+    """What is in a folder, without temporary files of a process that was killed."""
+    return [path for path in folder.glob("*") if not path.name.startswith(".")]
 
 
 def _parts(data: Sequence[Any]) -> list[Any]:

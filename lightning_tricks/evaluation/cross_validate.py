@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_tricks.core.checks import check_bool, check_count, check_type
 from lightning_tricks.core.figures import figure_and_axes
@@ -221,7 +220,7 @@ def cross_validate(
     require_plan(path / "folds.json", plan)
     run = FoldRuns(make_module, make_trainer, data, folds, path, seed, predict)
     run.all(workers)
-    done = [torch.load(run.result(k), weights_only=True) for k in range(len(folds))]
+    done = [run.read(k) for k in range(len(folds))]
     predictions = None
     if predict:
         outputs = [(fold.validation, each["predictions"]) for fold, each in zip(folds, done, strict=True)]

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
+from lightning_tricks.checkpoints.files import load
 from lightning_tricks.core.checks import check_type
 from lightning_tricks.core.lightning.loaders import on_device
 from lightning_tricks.core.lightning.namespace import require_same_lightning
@@ -67,9 +68,22 @@ class FoldRuns:
         """The file with the result of a fold."""
         return self.folder / f"fold{number}.pt"
 
+    def read(self, number: int) -> dict[str, Any]:
+        """The result of a fold.
+
+        Raises:
+            ValueError: If its file is damaged.
+        """
+        try:
+            return load(self.result(number))
+        except ValueError as error:
+            raise ValueError(f"{error} Remove it, and fold {number} is trained again.") from error
+
     def all(self, workers: int) -> None:
         """Train the folds that have no result yet."""
         left = [number for number in range(len(self.folds)) if not self.result(number).exists()]
+        for number in {*range(len(self.folds))} - {*left}:
+            self.read(number)  # which tells of damage before hours of training
         if workers == 1 or len(left) < 2:
             for number in progress(left, "cross-validation"):
                 with caller_unchanged():
@@ -150,8 +164,8 @@ class FoldRuns:
             "checkpoints": [self._inside(path) for path in writer.checkpoints()],
             "predictions": self._predictions(number, writer) if self.predict else None,
         }
-        with atomic_write(self.result(number)) as temporary:
-            torch.save(result, temporary)
+        with atomic_write(self.result(number)) as temporary, temporary.open("xb") as file:
+            torch.save(result, file)  # given a path, torch 2.9 misses a disk that is full near the end
 
     def _inside(self, path: str) -> str:
         """The path from the folder, which may be moved; the absolute one of a file outside of it."""
@@ -268,5 +282,6 @@ class _Writer(BasePredictionWriter):
             "positions": [position for batch in batches for position in batch],
             "outputs": joined(predictions, [len(batch) for batch in batches]),
         }
-        with atomic_write(self.folder / f"predictions-{trainer.global_rank}.pt") as temporary:
-            torch.save(part, temporary)
+        path = self.folder / f"predictions-{trainer.global_rank}.pt"
+        with atomic_write(path) as temporary, temporary.open("xb") as file:
+            torch.save(part, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,30 @@ def write_json(file: Path, what: Any) -> None:
     """Write plain data to a file, atomically."""
     with atomic_write(file) as temporary:
         temporary.write_text(json.dumps(what, indent=1) + "\n")
+
+
+def write_record(file: Path, record: Mapping[str, Any]) -> None:
+    """Write a result in plain data with its checksum, atomically."""
+    write_json(file, {**record, "checksum": _checksum(record)})
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """The result that ``write_record`` has written.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    try:
+        record = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError):
+        record = {}
+    if record.pop("checksum", None) != _checksum(record):
+        raise ValueError(f"{file} is damaged: remove it, and what it tells of is done again.")
+    return record
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
 
 
 def require_plan(file: Path, plan: Mapping[str, Any]) -> None:

@@ -67,8 +67,8 @@ def cross_validate_config(
     )
     if this_rank() == 0:
         if predictions is not None:
-            with atomic_write(predictions) as temporary:
-                torch.save(result.predictions, temporary)
+            with atomic_write(predictions) as temporary, temporary.open("xb") as file:
+                torch.save(result.predictions, file)
         print(json.dumps(result.to_dict()) if as_json else result.table())
     return result
 

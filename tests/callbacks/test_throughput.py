@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks.progress import TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks import throughput
@@ -197,6 +197,40 @@ def test_a_batch_without_tensors_is_refused_by_name() -> None:
 
     with pytest.raises(MisconfigurationException, match="Throughput finds no tensor in the batch, which has names: 2"):
         rates(Names(), DataLoader([{"names": ["a", "b"]}], batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
+
+
+def test_a_batch_without_tensors_is_refused_before_a_step() -> None:
+    class Opaque:
+        pass
+
+    class Fixed(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(data(8)[:][0]).sum()
+
+    module, before = build(Fixed), weights(build(Fixed))
+    with pytest.raises(MisconfigurationException, match="Throughput finds no tensor in the batch"):
+        rates(module, DataLoader([Opaque()], batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
+    assert_equal(weights(module), before)
+
+
+def test_a_batch_that_the_step_empties_is_counted_before_it() -> None:
+    class Takes(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self(batch.pop("x")), batch.pop("y"))
+
+    batches = DataLoader(data(), 8, collate_fn=lambda samples: dict(zip("xy", default_collate(samples), strict=True)))
+    assert rates(Takes(), batches).keys() == {"samples_per_second", "teraflops"}
+
+
+def test_operations_are_counted_beside_lean_loss() -> None:
+    class Lean(PlainNet):
+        def configure_callbacks(self) -> Any:
+            return [lt.LeanLoss("layers.2")]
+
+    with_logits, without = rates(build(PlainNet)), rates(build(Lean))
+    assert without["teraflops"] / without["samples_per_second"] == pytest.approx(
+        with_logits["teraflops"] / with_logits["samples_per_second"], rel=1e-3
+    )
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`")

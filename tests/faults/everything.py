@@ -1,7 +1,8 @@
-"""A training with all tricks that go together at work, which can be interrupted anywhere and compared bit for bit."""
+"""Trainings with all tricks that go together at work, which can be interrupted anywhere and compared bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,15 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import lightning_tricks as lt
+from tests.conformance.trick import filled
 from tests.faults.runs import Resumable
 from tests.nets import NormNet, build, loader, trainer
 
 EPOCHS = 3
 
 
-class Everything(lt.SAMMixin, NormNet):
+class Images(NormNet):
     """Images for CutMix, BatchNorm for SAM and SWA; no dropout, whose random numbers Lightning does not save."""
-
-    sam = lt.SAM(rho=0.05)
 
     def __init__(self) -> None:
         super().__init__(0.03)
@@ -56,9 +56,69 @@ def tricks() -> list[Callback]:
     ]
 
 
-def make(folder: Path, *others: Callback, **settings: Any) -> pl.Trainer:
-    given = {"max_epochs": EPOCHS, "default_root_dir": folder, "callbacks": [*others, *tricks()], **settings}
-    return trainer(**given)
+class Everything(lt.SAMMixin, Images):
+    """With SAM."""
+
+    sam = lt.SAM(rho=0.05)
+
+
+class Growing(Images):
+    """Images that are small at first."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].unflatten(1, (2, 4)), batch[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(filled(x))
+
+
+class Free(Growing):
+    """With an optimizer that needs no schedule; without BatchNorm, whose statistics need the loader once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.Identity()
+
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("schedulefree_adamw", self, lr=0.03)
+
+
+def tricks_of_growth() -> list[Callback]:
+    """Those that look on, and those that grow, freeze and round."""
+    return [
+        lt.SkipNonFinite(),
+        lt.AutoClip(50),
+        lt.Doctor(),
+        lt.DataWait(warn=1.0),
+        lt.Throughput(),
+        lt.Preemption("runs"),
+        lt.LayerFreezing(start=7, stop=10, parameters=[r"^layers\.[01]\."]),
+        lt.ProgressiveResizing(0.5, stop=8, multiple_of=1),
+        lt.BatchTransform(lt.CutOut(0.5)),
+        lt.Mixup(0.4, per_sample=True, prob=0.5),
+        lt.QAT(start=4, modules=r"^layers\.[35]"),
+    ]
+
+
+def tricks_without_schedule() -> list[Callback]:
+    return [lt.ScheduleFree(), lt.LeanLoss("layers.5"), lt.SequenceLengthWarmup(0.5, stop=8, multiple_of=1, inputs=0)]
+
+
+def tricks_in_backward() -> list[Callback]:
+    return [lt.StepInBackward(), lt.EMA(0.9), lt.HiddenMixup("layers.2"), lt.BatchTransform(lt.CutOut(0.5))]
+
+
+TRAININGS: dict[str, tuple[type[Images], Callable[[], list[Callback]]]] = {
+    "everything": (Everything, tricks),
+    "growth": (Growing, tricks_of_growth),
+    "without schedule": (Free, tricks_without_schedule),
+    "in backward": (Growing, tricks_in_backward),
+}
+
+
+def make(folder: Path, *others: Callback, training: str = "everything", **settings: Any) -> pl.Trainer:
+    given = {"max_epochs": EPOCHS, "default_root_dir": folder, "callbacks": [*others, *TRAININGS[training][1]()]}
+    return trainer(**{**given, **settings})
 
 
 def run(made: pl.Trainer, module: pl.LightningModule, train: Any = None, ckpt_path: Path | None = None) -> None:
@@ -67,10 +127,13 @@ def run(made: pl.Trainer, module: pl.LightningModule, train: Any = None, ckpt_pa
     made.fit(module, Resumable() if train is None else train, loader(24), ckpt_path=ckpt_path)
 
 
-def resume(ckpt_path: Path | None, *, callbacks: tuple[Callback, ...] = (), **settings: Any) -> pl.Trainer:
+def resume(
+    ckpt_path: Path | None, *, callbacks: tuple[Callback, ...] = (), training: str = "everything", **settings: Any
+) -> pl.Trainer:
     """Train to the end, from the checkpoint if there is one, as ``runs.resume`` does with fewer tricks."""
-    made = trainer(**{"max_epochs": EPOCHS, "callbacks": [*tricks(), *callbacks], **settings})
-    run(made, fresh(), ckpt_path=ckpt_path)
+    kind, own = TRAININGS[training]
+    made = trainer(**{"max_epochs": EPOCHS, "callbacks": [*own(), *callbacks], **settings})
+    run(made, fresh(kind), ckpt_path=ckpt_path)
     return made
 
 
@@ -83,7 +146,7 @@ def outcome(made: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     states = {
         type(each).__name__: each.state_dict()
         for each in made.callbacks  # type: ignore[attr-defined]
-        if isinstance(each, lt.EMA | lt.SWA)
+        if isinstance(each, lt.AutoClip | lt.EMA | lt.SWA)
     }
     averages = {name: {k: v for k, v in each.items() if k != "history"} for name, each in states.items()}
     return {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from tests.faults.everything import fresh, make, outcome, run
+from lightning_tricks.callbacks.step_in_backward import _MODULE_HOOKS as REFUSED_HOOKS
+from tests.faults.everything import TRAININGS, fresh, make, outcome, run
 from tests.faults.runs import Resumable, differences
 from tests.nets import assert_equal
 
@@ -40,6 +43,11 @@ PLACES = [
     *(("loader", hook) for hook in LOADER_HOOKS),
 ]
 ENDED = [("last callback", "on_fit_end"), ("module", "on_fit_end"), *((each[0], "teardown") for each in PLACES)]
+OF_TRAININGS = [
+    (training, where, hook)
+    for training, (where, hook) in product(TRAININGS, PLACES)
+    if training != "in backward" or hook not in REFUSED_HOOKS
+]
 QUICK = [
     *(("last callback", "on_before_backward"), ("first callback", "on_validation_start")),
     *(("last callback", "on_train_end"), ("module", "forward"), ("module", "optimizer_step"), ("loader", "next")),
@@ -108,11 +116,11 @@ class Once(Callback):
 class Training:
     """A Trainer, its callbacks, a module and a loader, in which a bomb explodes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, training: str) -> None:
         self.first, self.last, self.watch = Callback(), Callback(), Watch()
-        self.trainer = make(folder, self.watch, self.first)
+        self.trainer = make(folder, self.watch, self.first, training=training)
         self.trainer.callbacks.append(self.last)  # type: ignore[attr-defined]
-        self.module, self.loader = fresh(), Loader()
+        self.module, self.loader = fresh(TRAININGS[training][0]), Loader()
         self.before = facts(self.trainer, self.module)
 
     def fit(self, where: str, hook: str, bomb: Bomb) -> None:
@@ -150,18 +158,23 @@ def is_ours(value: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """What comes of a training that nothing disturbs, and a checkpoint of it."""
-    folder = tmp_path_factory.mktemp("marked_busy")
-    made, module = make(folder), fresh()
-    made.callbacks.append(Once(folder / "middle.ckpt"))  # type: ignore[attr-defined]
-    run(made, module)
-    return deepcopy(outcome(made, module)), folder / "middle.ckpt"
+
+    @cache
+    def of(training: str) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path_factory.mktemp("marked_busy")
+        made, module = make(folder, training=training), fresh(TRAININGS[training][0])
+        made.callbacks.append(Once(folder / "middle.ckpt"))  # type: ignore[attr-defined]
+        run(made, module)
+        return deepcopy(outcome(made, module)), folder / "middle.ckpt"
+
+    return of
 
 
-def check(folder: Path, where: str, hook: str, error: type[BaseException], at: int, expected: Any) -> None:
-    whole, checkpoint = expected
-    training = Training(folder)
+def check(folder: Path, name: str, where: str, hook: str, error: type[BaseException], at: int, expected: Any) -> None:
+    whole, checkpoint = expected(name)
+    training = Training(folder, name)
     with pytest.raises(SystemExit if error is KeyboardInterrupt else error):  # as Lightning ends
         training.fit(where, hook, Bomb(error, at))
     left = facts(training.trainer, training.module)
@@ -173,9 +186,9 @@ def check(folder: Path, where: str, hook: str, error: type[BaseException], at: i
     training.module.train()  # Lightning leaves it in the mode of validation
     run(training.trainer, training.module, training.loader, ckpt_path=checkpoint)
     assert not differences(outcome(training.trainer, training.module), whole), "the same Trainer does not resume"
-    again = make(folder)
+    again = make(folder, training=name)
     again.callbacks[:] = training.trainer.callbacks  # type: ignore[attr-defined]
-    training.module.load_state_dict(fresh().state_dict())
+    training.module.load_state_dict(fresh(TRAININGS[name][0]).state_dict())
     training.loader.load_state_dict({"epoch": 0, "batches": 0})
     run(again, training.module, training.loader)
     assert not differences(outcome(again, training.module), whole), "another Trainer does not train as a first one"
@@ -187,17 +200,17 @@ def check(folder: Path, where: str, hook: str, error: type[BaseException], at: i
 def test_a_training_interrupted_in_its_middle_can_be_used_again(
     where: str, hook: str, error: type[BaseException], tmp_path: Path, expected: Any
 ) -> None:
-    check(tmp_path, where, hook, error, 1, expected)
+    check(tmp_path, "everything", where, hook, error, 1, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "hook"), PLACES, ids=str)
+@pytest.mark.parametrize(("training", "where", "hook"), OF_TRAININGS, ids=str)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_training_interrupted_anywhere_can_be_used_again(
-    where: str, hook: str, error: type[BaseException], tmp_path: Path, expected: Any
+    training: str, where: str, hook: str, error: type[BaseException], tmp_path: Path, expected: Any
 ) -> None:
     count = Bomb(error)
-    Training(tmp_path / "counted").fit(where, hook, count)
+    Training(tmp_path / "counted", training).fit(where, hook, count)
     assert count.calls, "this hook is not called"
     for at in sorted({1, (count.calls + 1) // 2, count.calls}):
-        check(tmp_path / str(at), where, hook, error, at, expected)
+        check(tmp_path / str(at), training, where, hook, error, at, expected)

@@ -111,8 +111,9 @@ class BatchTransform(BatchCallback):
     def _found_parts(self, batch: Any) -> tuple[list[Path], list[Path]]:
         """The paths of the inputs, and those of masks and lists that are transformed with them."""
         inputs = self.inputs_in(batch)
-        if any(get(batch, path).is_nested or not get(batch, path).ndim for path in inputs):
-            raise MisconfigurationException(f"BatchTransform needs inputs (B, ...), got {described(batch)}.")
+        tensors = [get(batch, path) for path in inputs]
+        if any(each.is_nested or each.layout != torch.strided or not each.ndim for each in tensors):
+            raise MisconfigurationException(f"BatchTransform needs dense inputs (B, ...), got {described(batch)}.")
         targets = self.targets_if_any(batch)
         self._require_range(batch, inputs)
         if not self._is_torchvisions:

@@ -27,11 +27,11 @@ def batchnorm_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def require_recalibration(pl_module: pl.LightningModule, trick: str) -> None:
+def require_recalibration(pl_module: pl.LightningModule, trick: str, remedy: str) -> None:
     """Raise if the module has BatchNorm statistics, and a ``training_step`` that cannot be run to recalculate them."""
     if not batchnorm_layers(pl_module):
         return
-    name, remedy = type(pl_module).__name__, "pass recalibrate_batchnorm=False"
+    name = type(pl_module).__name__
     rule = f"{trick} runs training_step for the BatchNorm statistics of the averaged weights"
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
@@ -81,7 +81,8 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
     if not trainer.strategy.reduce_boolean_decision(steps > 0, all=False):
         raise RuntimeError(
             "The training loader yielded no batch when it was read again for the BatchNorm statistics of the averaged"
-            " weights. If it can be read only once, pass recalibrate_batchnorm=False."
+            " weights. If it can be read only once, leave them out: SWA(recalibrate_batchnorm=False); with"
+            " ScheduleFree, use a norm without statistics, as GroupNorm."
         )
     return _means({name: trainer.strategy.reduce(total, reduce_op="mean") for name, total in sums.items()})
 

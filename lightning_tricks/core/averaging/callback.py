@@ -23,7 +23,6 @@ from lightning_tricks.core.averaging.state import (
     callback_state,
     find_state,
     local_state,
-    require_undamaged_file,
     save_shards,
 )
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -324,7 +323,7 @@ class AveragingCallback(Trick, ABC):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        require_undamaged_file(trainer)
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if not is_fitting(trainer):
             self._averages = None  # the module now holds the weights of that checkpoint
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.lightning.trainer import callbacks_of, saves_folder
-from lightning_tricks.core.safe_load.damage import damage, folder_error
+from lightning_tricks.core.safe_load.damage import folder_error
 from lightning_tricks.core.weights.tensors import float_buffers
 
 KINDS = ("raw", "averaged")
@@ -84,12 +83,3 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
 def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
     """The folder of the shards, the same on all ranks."""
     return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
-
-
-def require_undamaged_file(trainer: pl.Trainer) -> None:
-    """Raise if the file of the checkpoint is damaged."""
-    path = trainer.ckpt_path
-    if path and os.path.isfile(path) and (wrong := damage(path)):
-        raise MisconfigurationException(
-            f"{path} is damaged: {wrong}. What torch loads from it is not what was saved: use an earlier checkpoint."
-        )

@@ -7,6 +7,9 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
 UNSAFE = (
     "loading more than tensors and plain values can run code. If you trust it, allow that with"
     " torch.serialization.add_safe_globals"
@@ -27,6 +30,15 @@ def damage(path: str | os.PathLike[str] | IO[bytes]) -> str | None:
     except Exception as error:  # a damaged directory of the zip file can raise almost any exception
         return f"its records cannot be read ({type(error).__name__})"
     return wrong and f"the checksum of {wrong} is wrong"
+
+
+def require_undamaged_file(trainer: pl.Trainer) -> None:
+    """Raise if the file of the checkpoint is damaged, which a Trainer is about to load."""
+    path = trainer.ckpt_path
+    if path and os.path.isfile(path) and (wrong := damage(path)):
+        raise MisconfigurationException(
+            f"{path} is damaged: {wrong}. What torch loads from it is not what was saved: use an earlier checkpoint."
+        )
 
 
 def unfinished(folder: str | os.PathLike[str]) -> str | None:
