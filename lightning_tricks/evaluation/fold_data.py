@@ -34,11 +34,13 @@ class FoldData:
             data module's own loaders, or batches of 32 of a data set, shuffled for training.
 
     Raises:
-        TypeError: For a data set without length or items.
+        TypeError: For a data set without length or items, and a loader that is no function.
         ValueError: For a data module whose samples cannot be told, or whose loaders cannot be copied.
     """
 
     def __init__(self, dataset: Any, loader: MakeLoader | None = None) -> None:
+        if loader is not None and not callable(loader):
+            raise TypeError(f"loader must be None or a function that makes a DataLoader, got {loader!r}.")
         self._datamodule: Any = None
         self._loader: Any = loader or _default
         if isinstance(dataset, pl.LightningDataModule):

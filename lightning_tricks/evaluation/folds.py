@@ -41,8 +41,14 @@ def make_folds(splitter: Any, samples: int, targets: Any = None, groups: Any = N
     import numpy
 
     for name, values in (("targets", targets), ("groups", groups)):
-        if values is not None and len(values) != samples:
-            raise ValueError(f"{name} must have one entry per sample, got {len(values)} for {samples} samples.")
+        if values is None:
+            continue
+        try:
+            found = len(values)
+        except TypeError as error:
+            raise TypeError(f"{name} must have one entry per sample, got {values!r}.") from error
+        if found != samples:
+            raise ValueError(f"{name} must have one entry per sample, got {found} for {samples} samples.")
     if isinstance(splitter, int):
         check_count("splitter", splitter, least=2)
         if groups is not None:

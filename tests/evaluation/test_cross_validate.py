@@ -255,6 +255,8 @@ def test_what_would_leak_from_fold_to_fold_is_refused(changes: dict[str, Any], m
         ({"splitter": 45}, ValueError, "splitter=45 folds need as many samples, got 44"),
         ({"splitter": ShuffleSplit(1)}, ValueError, "at least 2 folds, got 1"),
         ({"groups": range(44)}, ValueError, "splitter=3 ignores groups"),
+        ({"loader": 0}, TypeError, "loader must be None or a function that makes a DataLoader, got 0"),
+        ({"targets": 0.5}, TypeError, "targets must have one entry per sample, got 0.5"),
         ({"targets": [0, 1]}, ValueError, "targets must have one entry per sample, got 2 for 44"),
         ({"dataset": Stream()}, TypeError, "needs __len__ and __getitem__, .* got Stream"),
         ({"make_module": lambda fold: nn.Linear(8, 2)}, TypeError, "make_module returns must be LightningModule"),

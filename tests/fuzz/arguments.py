@@ -6,6 +6,7 @@ import collections.abc
 import inspect
 import math
 import sys
+import tempfile
 import types
 import typing
 import warnings
@@ -23,7 +24,7 @@ from torch import nn
 
 import lightning_tricks as lt
 from lightning_tricks.core.selection import Patterns
-from tests.nets import Net, PlainNet, loader, trainer
+from tests.nets import Net, PlainNet, data, loader, trainer
 from tests.public import PUBLIC
 
 # ---- the calls: what each one needs besides the arguments that are tried
@@ -90,6 +91,13 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "folder": lambda: "compare",
         "seeds": lambda: 2,
     },
+    "cross_validate": {
+        "make_module": lambda: lambda fold: PlainNet(),
+        "dataset": lambda: data(8),
+        "make_trainer": lambda: lambda fold, folder: trainer(max_epochs=1),
+        "folder": tempfile.mkdtemp,  # another one for each call, whose settings differ
+        "splitter": lambda: 2,
+    },
     "Preemption": {"folder": lambda: "runs"},
     "newest_checkpoint": {"folder": lambda: "runs"},
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
@@ -152,7 +160,6 @@ LEFT_OUT = {
     "LeanLoss": "has the name of a module only",
     "merge_adapters": "has a module only",
     "Ensemble": "has a constructor of its own; tests/evaluation/test_ensemble.py",
-    "cross_validate": "needs makers and a folder; tests/evaluation/test_cross_validate.py",
     "fit_temperature": "needs a module and a loader; tests/evaluation/test_temperature.py",
     "soup_and_ensemble": "needs checkpoints and makers; tests/evaluation/test_ensemble.py",
     "BatchedDataset": "has a data set only",
@@ -190,6 +197,7 @@ COSTLY = {"steps", "max_size", "effective", "seeds"}  # what is done so often
 OBJECTS = {
     *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
     *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
+    *("make_module", "make_trainer", "dataset"),
     *("arms", "queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "lengths"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +21,9 @@ from tests.fuzz.states import State
 from tests.fuzz.test_modules import IMAGES, SWEEP, TRICKS, Outcome, difference, fitted, known, refusal_problem
 from tests.ranks import run_ranks
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "DDP": {"strategy": "ddp_find_unused_parameters_true"},
-    "FSDP2": lt.preset("fsdp2_bf16", precision="32-true"),
+STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "DDP": lambda: {"strategy": "ddp_find_unused_parameters_true"},
+    "FSDP2": lambda: lt.preset("fsdp2_bf16", precision="32-true"),
 }
 NETS = ("linear", "BatchNorm and dropout", "noise", "cached", "recurrent")
 STATES = ((), (State("list"),), (State("tensor", moment="on_train_batch_end"),), (State("number", moment="forward"),))
@@ -82,10 +83,10 @@ def problems(strategy: str, given: list[tuple[Spec, str]]) -> list[str]:
     """What is wrong with each of the tricks, on this rank."""
     said = []
     for spec, name in given:
-        plain = ended(spec, Trick(), STRATEGIES[strategy])
+        plain = ended(spec, Trick(), STRATEGIES[strategy]())
         assert plain.refused is None, f"{spec} does not train: {plain.refused}"
         try:
-            other = ended(spec, TRICKS[name], STRATEGIES[strategy])
+            other = ended(spec, TRICKS[name], STRATEGIES[strategy]())
             problem = refusal_problem(name, other.refused) if other.refused else difference(plain, other)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"

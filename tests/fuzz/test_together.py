@@ -1,4 +1,4 @@
-"""Random modules with two tricks at once, and with tricks at work: trained rightly, or refused before the first step."""
+"""Random modules with two tricks at once, and with tricks at work: trained rightly, or refused before a step."""
 
 from __future__ import annotations
 
