@@ -77,7 +77,7 @@ class Trick(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._is_first(trainer):
-            require_undamaged_file(trainer)
+            require_undamaged_file(trainer.ckpt_path)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -146,7 +146,9 @@ def test_a_changed_digit_of_a_run_is_refused_before_any_other_run(tmp_path: Path
 def test_what_a_killed_write_has_left_does_not_make_a_folder_one_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / ".0123456789abcdef.json").write_text("{")
-    make_runs(tmp_path)
+    with pytest.raises(AssertionError, match="a finished fold is made again"):  # by the second arm: the first is taken
+        lt.compare({"plain": ARMS["plain"], "EMA": never}, folder=tmp_path, **ASKED)
+    assert (tmp_path / "plain" / "plan.json").exists()
 
 
 # -- full disks -------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ STATES = ((), (State("list"),), (State("tensor", moment="on_train_batch_end"),),
 WITHOUT = {
     "complex",
     "empty",
+    "scalar",
     "parameters in a list",
     "integer parameter",
     "sparse embedding",

@@ -99,7 +99,7 @@ def told(problem: Any, *given: Any) -> str:
 
 
 def test_two_tricks_and_tricks_at_work_train_or_are_refused_in_time() -> None:
-    many(0, 3)
+    many(0, 2)
 
 
 @pytest.mark.slow

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import zipfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 UNSAFE = (
@@ -32,9 +31,8 @@ def damage(path: str | os.PathLike[str] | IO[bytes]) -> str | None:
     return wrong and f"the checksum of {wrong} is wrong"
 
 
-def require_undamaged_file(trainer: pl.Trainer) -> None:
-    """Raise if the file of the checkpoint is damaged, which a Trainer is about to load."""
-    path = trainer.ckpt_path
+def require_undamaged_file(path: Any) -> None:
+    """Raise if the file of a Trainer's ``ckpt_path`` is damaged; folders and None are left to others."""
     if path and os.path.isfile(path) and (wrong := damage(path)):
         raise MisconfigurationException(
             f"{path} is damaged: {wrong}. What torch loads from it is not what was saved: use an earlier checkpoint."
