@@ -416,6 +416,12 @@ def test_wrong_arguments_of_both(make: Any, error: Any, message: str) -> None:
         make()
 
 
+def test_sparse_inputs_are_refused_by_name() -> None:
+    batch = {"x": torch.eye(4).to_sparse(), "y": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(MisconfigurationException, match="BatchTransform needs dense inputs"):
+        lt.BatchTransform(nn.Identity(), inputs="x")._found_parts(batch)
+
+
 def test_both_go_into_a_data_set_and_a_compose() -> None:
     transform = v2.Compose([lt.CutOut(), lt.ColOut(0.5, 0.5), v2.ToDtype(torch.float64)])
     assert transform(Image(images()[0])).shape == (3, 8, 8)
