@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
 from tests.conformance.trick import Trick
-from tests.fuzz.modules import EXTRAS, HOOKS, LOSSES, Spec
+from tests.fuzz.modules import EXTRAS, HOOKS, LOSSES, TRAINERS, Spec
 from tests.fuzz.profiles import cases
 from tests.fuzz.states import State
 from tests.fuzz.test_modules import IMAGES, SWEEP, TRICKS, Outcome, difference, fitted, known, refusal_problem
@@ -73,7 +73,7 @@ def drawn(part: int, number: int) -> list[tuple[Spec, str]]:
 
 
 def ended(spec: Spec, trick: Trick, settings: dict[str, Any]) -> Outcome:
-    more = {"accumulate": {"accumulate_grad_batches": 2}, "clip": {"gradient_clip_val": 0.5}}.get(spec.trainer, {})
+    more = TRAINERS[spec.trainer]
     with TemporaryDirectory() as folder:
         outcome = fitted(spec, trick, {"max_epochs": 2, "devices": 2, **settings, **more}, Path(folder), None, "off")
     local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in outcome.weights.items()}
