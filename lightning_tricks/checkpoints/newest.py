@@ -112,12 +112,23 @@ def _folder_damage(folder: Path) -> str | None:
     if reason := unfinished(folder):
         return reason
     try:
+        if missing := _missing_averages(folder):
+            return f"it has no averages of {missing}: saving was interrupted"
         if (folder / "latest").is_file():
             _check_zero(folder / (folder / "latest").read_text().strip())
         for shards in sorted({file.parent for file in folder.rglob("*.distcp")}):  # weights of FSDP2, and averages
             _check_shards(shards)
     except Exception as error:  # a damaged file can raise almost any exception
         return str(error) if isinstance(error, ValueError) else type(error).__name__
+    return None
+
+
+def _missing_averages(folder: Path) -> str | None:
+    """The callback whose averages are to be in a folder of their own, which a stock strategy writes last."""
+    for key, state in _record(folder)["callbacks"].items():
+        of_average = isinstance(key, str) and key.startswith(("EMA(", "SWA("))
+        if of_average and "raw" not in state and not (folder / "averages" / key / ".metadata").is_file():
+            return key
     return None
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_tricks.core.averaging.state import FolderParts
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import saves_folder
 from lightning_tricks.core.safe_load.damage import folder_error, unfinished
@@ -122,7 +123,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class AtomicFolders(ParallelStrategy):
+class AtomicFolders(FolderParts, ParallelStrategy):
     """Base of a strategy whose checkpoints are folders: a folder with its final name is always complete.
 
     All ranks write to a hidden folder beside the final one. When they have finished and the files are on the disk,
@@ -149,6 +150,8 @@ class AtomicFolders(ParallelStrategy):
             self._run_on_rank_zero(partial(_make_folder, new, path), path)
             self._raise_on_all_ranks(_error_of(partial(_require_visible, new)), path)
             self._raise_on_all_ranks(self._write(checkpoint, new), path)
+            for part in self.parts:
+                self._raise_on_all_ranks(_error_of(partial(part, new)), path)
             self._raise_on_all_ranks(_error_of(partial(sync_tree, new)) if self.local_rank == 0 else None, path)
             self._run_on_rank_zero(partial(put_in_place, new, path), path)
         except OSError:

@@ -210,6 +210,10 @@ def test_a_folder_that_is_damaged_or_not_finished_is_left_out(
                 assert newest_checkpoint(tmp_path) == str(first), (file, harm)
             shutil.copy(tmp_path / "kept" / file, last / file)
     assert newest_checkpoint(tmp_path) == str(last)
+    shutil.rmtree(last / "averages")  # a stock strategy names the folder before they are written
+    with pytest.warns(UserWarning, match=r"3\.ckpt is left out: it has no averages of EMA\(decay=0.5\)"):
+        assert newest_checkpoint(tmp_path) == str(first)
+    shutil.copytree(tmp_path / "kept" / "averages", last / "averages")
     # Killed between two renames, and while saving: names by atomic_folder.py
     last.rename(atomic_folder.hidden(last, "0" * 8, "old"))
     (tmp_path / "kept").rename(atomic_folder.hidden(tmp_path / "run/5.ckpt", "0" * 8, "saving"))

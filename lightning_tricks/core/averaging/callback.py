@@ -23,7 +23,7 @@ from lightning_tricks.core.averaging.state import (
     callback_state,
     find_state,
     local_state,
-    save_shards,
+    saving_shards,
 )
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import StepObserver
@@ -407,9 +407,9 @@ def save(
                 hidden_from_autograd([*callback._running.parts(), *callback._running.weights.model_copies()])
             )
             stack.enter_context(callback._running.showing(callback._scored(trainer, filepath)))
+        if not weights_only and owners:
+            averages = {callback.state_key: callback._running for callback in owners}
+            stack.enter_context(saving_shards(trainer, averages, filepath))
         original(filepath, weights_only, storage_options)
-        for callback in owners:
-            if not weights_only:
-                save_shards(trainer, callback._running, callback.state_key, filepath)
     for callback in callbacks:
         callback._save_postponed()

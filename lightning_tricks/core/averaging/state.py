@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +28,40 @@ def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
     return {**state, **{kind: averages.weights.unshard(state[kind]) for kind in KINDS}}
 
 
-def save_shards(trainer: pl.Trainer, averages: Averages, key: str, filepath: str | Path) -> None:
-    """Write this rank's shards into the folder that the strategy wrote."""
-    if saves_folder(trainer):
-        from lightning_tricks.core.averaging.shards import write
+class FolderParts:
+    """A strategy that writes the parts of callbacks into a checkpoint folder before the folder gets its name."""
 
-        state = averages.state_dict()
-        write(
-            _folder(trainer, key, filepath),
-            averages.weights,
-            {kind: state[kind] for kind in KINDS},
-            stamp=trainer.global_step,
-        )
+    __slots__ = ()  # strategies have instance dictionaries of their own
+    parts: tuple[Callable[[Path], None], ...] = ()  # each is called with the folder, on all ranks
+
+
+@contextmanager
+def saving_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], filepath: str | Path) -> Iterator[None]:
+    """While the strategy saves a checkpoint, write this rank's shards into its folder; into a file nothing.
+
+    A strategy that has no place for parts gives the folder its name first.
+    """
+    strategy, write = trainer.strategy, partial(_write_shards, trainer, averages)
+    if not saves_folder(trainer):
+        yield
+    elif isinstance(strategy, FolderParts):
+        strategy.parts = (write,)
+        try:
+            yield
+        finally:
+            strategy.parts = ()
+    else:
+        yield
+        write(Path(filepath))
+
+
+def _write_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], folder: Path) -> None:
+    from lightning_tricks.core.averaging.shards import write
+
+    for key, running in averages.items():
+        state = running.state_dict()
+        kinds = {kind: state[kind] for kind in KINDS}
+        write(_folder(trainer, key, folder), running.weights, kinds, stamp=trainer.global_step)
 
 
 def find_state(trainer: pl.Trainer, callback: Callback, checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
