@@ -123,7 +123,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class AtomicFolders(FolderParts, ParallelStrategy):
+class AtomicFolders(ParallelStrategy, FolderParts):
     """Base of a strategy whose checkpoints are folders: a folder with its final name is always complete.
 
     All ranks write to a hidden folder beside the final one. When they have finished and the files are on the disk,
