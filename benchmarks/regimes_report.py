@@ -1,0 +1,194 @@
+"""The figures of ``regimes.py``: gains with their intervals, the heat map, and a part of the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from tables import README, grid, placed
+
+from lightning_tricks.evaluation.statistics import paired_difference
+
+PLAIN = "plain"
+SHIFTS = ("noise", "blur", "rotation")  # of the test images, for the models of the clean regime
+LOSS_TASKS = ("text",)  # judged by their loss, of which a hundredth of a nat is called a point
+SWEEP = "learning rates"  # the part of the runs that choose one, and count for nothing else
+BEGIN, END = "<!-- regimes: written by benchmarks/regimes.py -->", "<!-- end of regimes -->"
+GROUPS = {
+    "With wrong labels": ("20% wrong labels", "40% wrong labels"),
+    "With clean, few or long-tailed training data": ("clean", "10% of the samples", "long tail"),
+    "On shifted test images": SHIFTS,
+}
+STRONGEST = 10.0  # points from which on a cell of the picture has the full colour
+
+Run = dict[str, Any]
+Row = dict[str, Any]
+Column = tuple[str, str]  # task and regime, or task and shift
+
+
+def rows(runs: Sequence[Run]) -> list[Row]:
+    """A row for every trick in every column."""
+    cells: dict[Column, dict[str, dict[int, Run]]] = {}
+    for run in runs:
+        if run["part"] != SWEEP:
+            cells.setdefault((run["task"], run["regime"]), {}).setdefault(run["trick"], {})[run["seed"]] = run
+    return [
+        row(task, regime if part == "test" else part, part, trick, mine, tricks[PLAIN])
+        for (task, regime), tricks in cells.items()
+        for part in ("test", *SHIFTS)
+        for trick, mine in tricks.items()
+        if f"{part}_ece" in next(iter(mine.values()))
+    ]
+
+
+def row(task: str, regime: str, part: str, trick: str, mine: dict[int, Run], plain: dict[int, Run]) -> Row:
+    """Mean score and calibration error of a trick, and its gains over plain training with the same seeds."""
+    score, sign = (f"{part}_loss", -100) if task in LOSS_TASKS else (f"{part}_accuracy", 100)
+    scores = [abs(sign) * run[score] for run in mine.values()]
+    return {
+        **{"task": task, "regime": regime, "trick": trick, "lr": next(iter(mine.values()))["lr"], "seeds": len(mine)},
+        **{"mean": round(fmean(scores), 2), "std": round(stdev(scores), 2)},
+        "gain": paired(mine, plain, score, sign),
+        "ece": round(100 * fmean(run[f"{part}_ece"] for run in mine.values()), 2),
+        "ece_gain": paired(mine, plain, f"{part}_ece", -100),
+    }
+
+
+def paired(mine: dict[int, Run], plain: dict[int, Run], metric: str, factor: int) -> dict[str, float]:
+    """The mean difference of runs with the same seed, in points, and its 95% interval; more is better."""
+    values = [[factor * runs[seed][metric] for seed in mine] for runs in (mine, plain)]
+    found = paired_difference(*values)
+    return {"points": round(found.mean, 2), "low": round(found.low, 2), "high": round(found.high, 2)}
+
+
+def sign(gain: dict[str, float]) -> int:
+    """1 and -1 where the interval tells better and worse, 0 where it tells neither."""
+    return (gain["low"] > 0) - (gain["high"] < 0)
+
+
+def columns(result: dict[str, Any]) -> dict[Column, dict[str, Row]]:
+    """The rows by trick in each column, tasks beside each other."""
+    settings = result["settings"]
+    order = [(task, regime) for task in settings["tasks"] for regime in (*settings["regimes"], *SHIFTS)]
+    found: dict[Column, dict[str, Row]] = {column: {} for column in order}
+    for each in result["rows"]:
+        found[each["task"], each["regime"]][each["trick"]] = each
+    return {column: tricks for column, tricks in found.items() if tricks}
+
+
+def renew(result: dict[str, Any]) -> None:
+    """Write the part of the README between its marks."""
+    README.write_text(placed(README.read_text(), BEGIN, section(result), END))
+
+
+def section(result: dict[str, Any]) -> str:
+    """The part of the README: conclusions and the heat map, then all figures, folded."""
+    machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    tables = [table(result, "gain", "mean"), table(result, "ece_gain", "ece")]
+    titles = ["score: points over plain training", "calibration error: points below plain training"]
+    return "\n\n".join(
+        [
+            *conclusions(result),
+            "![Gains of tricks by task and regime, with their intervals](results/regimes.png)",
+            f"<details>\n<summary>All figures ({machine})</summary>",
+            "Differences of runs with the same seed, with 95% intervals (Student's t); bold where the interval leaves"
+            " out 0. Points are per cent of balanced accuracy or of the calibration error, for text hundredths of a nat"
+            " per character. Empty cells were not measured.",
+            *(grid([title, *names(result)], body) for title, body in zip(titles, tables, strict=True)),
+            "</details>",
+        ]
+    )
+
+
+def names(result: dict[str, Any]) -> list[str]:
+    """The heads of the columns."""
+    return [f"{task}, {regime}" for task, regime in columns(result)]
+
+
+def table(result: dict[str, Any], gain: str, level: str) -> list[list[str]]:
+    """The levels of plain training, and the gains of the tricks."""
+    found = columns(result)
+    plain = [f"{tricks[PLAIN][level]:.1f}" for tricks in found.values()]
+    return [
+        [PLAIN, *plain],
+        *(
+            [trick, *(interval(tricks[trick][gain]) if trick in tricks else "" for tricks in found.values())]
+            for trick in result["settings"]["tricks"]
+            if trick != PLAIN
+        ),
+    ]
+
+
+def interval(gain: dict[str, float]) -> str:
+    """The gain and its limits."""
+    text = f"{gain['points']:+.1f}"
+    return f"{f'**{text}**' if sign(gain) else text} ({gain['low']:+.1f} to {gain['high']:+.1f})"
+
+
+def conclusions(result: dict[str, Any]) -> list[str]:
+    """A sentence for each group of regimes, and how far they go."""
+    found = columns(result)
+    told = [sign(each["gain"]) for tricks in found.values() for name, each in tricks.items() if name != PLAIN]
+    sentences = [
+        f"**{group}**, {told_of(mine, 1)} told to be better than plain training, and {told_of(mine, -1)} to be worse."
+        for group, regimes in GROUPS.items()
+        if (mine := {column: tricks for column, tricks in found.items() if column[1] in regimes})
+    ]
+    return [
+        *sentences,
+        f"{sum(map(bool, told))} of {len(told)} intervals leave out 0, where {0.05 * len(told):.0f} would by chance.",
+    ]
+
+
+def told_of(found: dict[Column, dict[str, Row]], better: int) -> str:
+    """The tricks that the interval tells to be better (or worse), with the number of columns and the largest gain."""
+    gains: dict[str, list[tuple[float, Column]]] = {}
+    measured: dict[str, int] = {}
+    for column, tricks in found.items():
+        for trick, each in tricks.items():
+            measured[trick] = measured.get(trick, 0) + 1
+            if sign(each["gain"]) == better:
+                gains.setdefault(trick, []).append((each["gain"]["points"], column))
+    ordered = sorted(gains, key=lambda trick: (-len(gains[trick]), trick))
+    parts = []
+    for trick in ordered:
+        points, (task, regime) = max(gains[trick], key=lambda each: better * each[0])
+        parts.append(f"{trick} in {len(gains[trick])} of {measured[trick]} ({points:+.1f} on {task}, {regime})")
+    verb = "is" if len(parts) == 1 else "are"
+    return f"{', '.join(parts) or 'none'} {verb}"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The heat map: blue is better, red is worse, and hatched grey is not told apart from plain training."""
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    found, tricks = columns(result), [name for name in result["settings"]["tricks"] if name != PLAIN]
+    figure = Figure(figsize=(1.5 + 0.72 * len(found), 1.9 + 0.42 * len(tricks)), layout="constrained")
+    axis = figure.subplots()
+    colour = Normalize(-STRONGEST, STRONGEST)
+    for x, mine in enumerate(found.values()):
+        for y, trick in enumerate(tricks):
+            if trick not in mine:
+                continue
+            gain = mine[trick]["gain"]
+            told = sign(gain)
+            look = {"facecolor": colormaps["RdBu"](colour(gain["points"]))} if told else {"facecolor": "#e8e8e8"}
+            axis.add_patch(Rectangle((x, y), 1, 1, edgecolor="white", hatch=None if told else "////", **look))
+            strong = told and abs(gain["points"]) > 0.7 * STRONGEST
+            words = f"{gain['points']:+.1f}\n{gain['low']:+.1f} to {gain['high']:+.1f}"
+            style = {"color": "white" if strong else "black" if told else "#666666", "fontsize": 6}
+            axis.text(x + 0.5, y + 0.5, words, ha="center", va="center", linespacing=1.3, **style)
+    heads = [f"{name}\n{tricks[PLAIN]['mean']:.1f}" for name, tricks in zip(names(result), found.values(), strict=True)]
+    axis.set_xticks([x + 0.5 for x in range(len(found))], heads, rotation=45, ha="left", fontsize=7)
+    axis.set_yticks([y + 0.5 for y in range(len(tricks))], tricks, fontsize=8)
+    axis.set(xlim=(0, len(found)), ylim=(len(tricks), 0))
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_xlabel("Points over plain training, whose score stands above, with 95% intervals; grey: not told apart.")
+    figure.savefig(path, dpi=110)
