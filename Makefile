@@ -41,6 +41,7 @@ matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks_cl
 bench: $(VENV)/.test ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
+	$(BIN)/python benchmarks/regimes.py $(if $(FULL),,--reduced)
 
 tables: $(VENV)/.test ## write the cards, the tables of docs/ and benchmarks/, the picture of gains
 	$(BIN)/python benchmarks/readme.py

@@ -16,6 +16,7 @@ import forest
 import matrix
 import optimizer_table
 import quality_report
+import regimes_report
 from run import discovered
 from tables import grid, renew
 
@@ -60,5 +61,6 @@ if __name__ == "__main__":
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
+    regimes_report.renew(evidence.result("regimes"))
     forest.draw(forest.PICTURE, evidence.gains())
     curves.draw(curves.PICTURE)

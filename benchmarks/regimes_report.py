@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,6 +22,7 @@ GROUPS = {
     "With clean, few or long-tailed training data": ("clean", "10% of the samples", "long tail"),
     "On shifted test images": SHIFTS,
 }
+NAMED = 5  # tricks that a sentence names, those of the most columns
 STRONGEST = 10.0  # points from which on a cell of the picture has the full colour
 
 Run = dict[str, Any]
@@ -94,8 +96,7 @@ def section(result: dict[str, Any]) -> str:
             "![Gains of tricks by task and regime, with their intervals](results/regimes.png)",
             f"<details>\n<summary>All figures ({machine})</summary>",
             "Differences of runs with the same seed, with 95% intervals (Student's t); bold where the interval leaves"
-            " out 0. Points are per cent of balanced accuracy or of the calibration error, for text hundredths of a nat"
-            " per character. Empty cells were not measured.",
+            " out 0. Empty cells were not measured.",
             *(grid([title, *names(result)], body) for title, body in zip(titles, tables, strict=True)),
             "</details>",
         ]
@@ -128,36 +129,48 @@ def interval(gain: dict[str, float]) -> str:
 
 
 def conclusions(result: dict[str, Any]) -> list[str]:
-    """A sentence for each group of regimes, and how far they go."""
+    """A sentence for each group of regimes and for calibration, and how far they go."""
     found = columns(result)
-    told = [sign(each["gain"]) for tricks in found.values() for name, each in tricks.items() if name != PLAIN]
-    sentences = [
-        f"**{group}**, {told_of(mine, 1)} told to be better than plain training, and {told_of(mine, -1)} to be worse."
+    accuracy = {column: tricks for column, tricks in found.items() if column[0] not in LOSS_TASKS}
+    groups = [
+        (group, {column: tricks for column, tricks in accuracy.items() if column[1] in regimes}, "gain")
         for group, regimes in GROUPS.items()
-        if (mine := {column: tricks for column, tricks in found.items() if column[1] in regimes})
+    ] + [
+        ("For the language model", {each: tricks for each, tricks in found.items() if each not in accuracy}, "gain"),
+        ("By calibration error, in all columns", found, "ece_gain"),
     ]
+    sentences = [
+        f"- **{group}**, better than plain training: {told(mine, gain, 1)}; worse: {told(mine, gain, -1)}."
+        for group, mine, gain in groups
+        if mine
+    ]
+    signs = [sign(each["gain"]) for tricks in found.values() for name, each in tricks.items() if name != PLAIN]
     return [
-        *sentences,
-        f"{sum(map(bool, told))} of {len(told)} intervals leave out 0, where {0.05 * len(told):.0f} would by chance.",
+        "Which tricks the intervals tell from plain training, in how many of the columns in which they were measured,"
+        " and their largest difference there, in points (per cent of balanced accuracy or of the calibration error, for"
+        " text hundredths of a nat per character)."
+        f" A list names at most {NAMED} tricks, those of the most columns."
+        f" {sum(map(bool, signs))} of {len(signs)} intervals of scores leave out 0, where"
+        f" {0.05 * len(signs):.0f} would by chance.",
+        "\n".join(sentences),
     ]
 
 
-def told_of(found: dict[Column, dict[str, Row]], better: int) -> str:
-    """The tricks that the interval tells to be better (or worse), with the number of columns and the largest gain."""
+def told(found: dict[Column, dict[str, Row]], gain: str, better: int) -> str:
+    """The tricks that the intervals tell to be better (1) or worse (-1), those in most columns first."""
     gains: dict[str, list[tuple[float, Column]]] = {}
-    measured: dict[str, int] = {}
+    measured: Counter[str] = Counter()
     for column, tricks in found.items():
+        measured.update([*tricks])
         for trick, each in tricks.items():
-            measured[trick] = measured.get(trick, 0) + 1
-            if sign(each["gain"]) == better:
-                gains.setdefault(trick, []).append((each["gain"]["points"], column))
-    ordered = sorted(gains, key=lambda trick: (-len(gains[trick]), trick))
+            if sign(each[gain]) == better:
+                gains.setdefault(trick, []).append((each[gain]["points"], column))
     parts = []
-    for trick in ordered:
+    for trick in sorted(gains, key=lambda trick: -len(gains[trick])):
         points, (task, regime) = max(gains[trick], key=lambda each: better * each[0])
         parts.append(f"{trick} in {len(gains[trick])} of {measured[trick]} ({points:+.1f} on {task}, {regime})")
-    verb = "is" if len(parts) == 1 else "are"
-    return f"{', '.join(parts) or 'none'} {verb}"
+    more = [f"and {len(parts) - NAMED} more"] if len(parts) > NAMED else []
+    return ", ".join(parts[:NAMED] + more) or "none"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -167,7 +180,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    found, tricks = columns(result), [name for name in result["settings"]["tricks"] if name != PLAIN]
+    found, tricks = columns(result), result["settings"]["tricks"]
     figure = Figure(figsize=(1.5 + 0.72 * len(found), 1.9 + 0.42 * len(tricks)), layout="constrained")
     axis = figure.subplots()
     colour = Normalize(-STRONGEST, STRONGEST)
@@ -175,20 +188,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for y, trick in enumerate(tricks):
             if trick not in mine:
                 continue
-            gain = mine[trick]["gain"]
-            told = sign(gain)
-            look = {"facecolor": colormaps["RdBu"](colour(gain["points"]))} if told else {"facecolor": "#e8e8e8"}
-            axis.add_patch(Rectangle((x, y), 1, 1, edgecolor="white", hatch=None if told else "////", **look))
-            strong = told and abs(gain["points"]) > 0.7 * STRONGEST
-            words = f"{gain['points']:+.1f}\n{gain['low']:+.1f} to {gain['high']:+.1f}"
-            style = {"color": "white" if strong else "black" if told else "#666666", "fontsize": 6}
-            axis.text(x + 0.5, y + 0.5, words, ha="center", va="center", linespacing=1.3, **style)
-    heads = [f"{name}\n{tricks[PLAIN]['mean']:.1f}" for name, tricks in zip(names(result), found.values(), strict=True)]
-    axis.set_xticks([x + 0.5 for x in range(len(found))], heads, rotation=45, ha="left", fontsize=7)
+            gain, told_apart = mine[trick]["gain"], sign(mine[trick]["gain"])
+            words, ink = f"{gain['points']:+.1f}\n{gain['low']:+.1f} to {gain['high']:+.1f}", "#666666"
+            look: dict[str, Any] = {"facecolor": "#e8e8e8", "hatch": "////"}
+            if trick == PLAIN:
+                words, look = f"{mine[trick]['mean']:.1f}", {"facecolor": "white"}
+            elif told_apart:
+                look = {"facecolor": colormaps["RdBu"](colour(gain["points"]))}
+                ink = "white" if abs(gain["points"]) > 0.7 * STRONGEST else "black"
+            axis.add_patch(Rectangle((x, y), 1, 1, edgecolor="white", **look))
+            axis.text(x + 0.5, y + 0.5, words, color=ink, fontsize=6, ha="center", va="center", linespacing=1.3)
+    axis.set_xticks([x + 0.5 for x in range(len(found))], names(result), rotation=45, ha="left", fontsize=7)
     axis.set_yticks([y + 0.5 for y in range(len(tricks))], tricks, fontsize=8)
     axis.set(xlim=(0, len(found)), ylim=(len(tricks), 0))
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    axis.set_xlabel("Points over plain training, whose score stands above, with 95% intervals; grey: not told apart.")
+    axis.set_xlabel("points over plain training with 95% intervals; grey: not told apart", fontsize=8)
     figure.savefig(path, dpi=110)
