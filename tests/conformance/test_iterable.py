@@ -25,7 +25,9 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
 
 @pytest.mark.parametrize("name", quick("EMA", "HardExampleFilter", "LRSchedule", "SWA", "cosine"))
 def test_a_loader_without_a_length_gives_the_same(name: str, cell: Callable[..., None]) -> None:
-    settings = {"max_epochs": -1, "max_steps": STEPS}
-    streamed = run(SETTINGS[name], train=DataLoader(Stream(), batch_size=8), **settings)
-    assert_equal(streamed, run(SETTINGS[name], **settings))
+    trick = SETTINGS[name]
+    last = trick.spoiled or trick.stops  # the bad batch is in the last epoch, which only max_epochs tells
+    settings = {"max_epochs": 2 if last else -1, "max_steps": STEPS}
+    streamed = run(trick, train=DataLoader(Stream(), batch_size=8), **settings)
+    assert_equal(streamed, run(trick, **settings))
     cell(name, "iterable")
