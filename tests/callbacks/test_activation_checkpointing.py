@@ -112,7 +112,7 @@ class Sharp(lt.SAMMixin, Deep):
     ],
     ids=["EMA", "HiddenMixup", "outside", "Mixup", "SWA"],
 )
-@pytest.mark.parametrize("kind", [Deep, Sharp])
+@pytest.mark.parametrize("kind", [Deep, pytest.param(Sharp, marks=pytest.mark.slow)])
 def test_it_changes_nothing_beside_other_tricks(kind: type[Net], others: Any, policy: Any) -> None:
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
     with_it = trained(kind, lt.ActivationCheckpointing(policy=policy), *others(), **settings)

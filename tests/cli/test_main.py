@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import lightning_tricks as lt
+from lightning_tricks.examples import digits
 from lightning_tricks_cli.commands import presets
 from lightning_tricks_cli.main import main
 from tests.ranks import run_alone
@@ -47,6 +48,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    digits.read_digits.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", "--output", str(tmp_path)]) == 1
     assert "pip install 'lightning_tricks[demo]'" in capsys.readouterr().err

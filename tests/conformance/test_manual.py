@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.conformance.runs import fitted, refusal, run
-from tests.conformance.settings import NAMES, SETTINGS
+from tests.conformance.settings import SETTINGS, every_third
 from tests.conformance.trick import Trick
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, weights
 
@@ -63,7 +63,7 @@ def by_hand(trick: Trick, base: type[ManualNet] = ManualNet) -> dict[str, Tensor
     return weights(fitted(type(net)("Net", (net,), body), callbacks=trick.make_callbacks("on")))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_third(1))
 def test_steps_by_hand_give_the_same(name: str, cell: Callable[..., None]) -> None:
     trick = SETTINGS[name]
     if "manual" in trick.refused:

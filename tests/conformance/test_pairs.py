@@ -78,7 +78,11 @@ def resumed(folder: Any, *names: str) -> tuple[dict[str, Tensor], dict[str, Tens
     return whole, end(*names, ckpt_path=folder / f"step={MIDDLE}.ckpt")
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, pair in enumerate(PAIRS)],
+    ids="+".join,
+)
 def test_a_pair_works_in_any_order_and_resumes(pair: tuple[str, str], tmp_path: Any) -> None:
     both, again = resumed(tmp_path, *pair)
     assert_equal(again, both)

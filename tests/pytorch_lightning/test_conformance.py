@@ -56,7 +56,7 @@ def run_slice(folder: str, names: Sequence[str]) -> list[str]:
 
     load_tests_again()
     os.chdir(SOURCE.parent)
-    options = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--basetemp", folder]
+    options = ["-q", "-m", "", "--assert=plain", "-p", "no:cacheprovider", "--basetemp", folder]
     with redirect_stdout(StringIO()) as printed:
         assert pytest.main([*options, *names], plugins=[Passed()]) == 0, printed.getvalue()
     return found

@@ -519,6 +519,7 @@ PRIVATE = (
         "ZeROPreset",
         "loading without weights asks the optimizer for it, and not all have it",
     ),
+    PrivateName("argparse.ArgumentParser", "_actions", "completion", "a parser lists its flags nowhere else"),
     PrivateName("deepspeed.ops", "__compatible_ops__", "ZeROPreset", "an operator that would be compiled on a CPU"),
 )
 
