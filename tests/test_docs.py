@@ -39,8 +39,15 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+DEAR = ("evaluation", "lora", "networks")  # pages whose code takes seconds
+
+
 def pages_with(language: str, pages: list[Path] = PAGES) -> list[Any]:
-    return [pytest.param(page, id=named(page)) for page in pages if blocks(page, language)]
+    return [
+        pytest.param(page, id=named(page), marks=[pytest.mark.slow] * (page.stem in DEAR))
+        for page in pages
+        if blocks(page, language)
+    ]
 
 
 def test_the_presets_are_all_there() -> None:

@@ -131,6 +131,7 @@ def test_the_rounds_are_counted_without_those_that_warm_up() -> None:
     assert calls.count("a") == calls.count("b") == 1 + timing.WARM_UP + 5
 
 
+@pytest.mark.slow
 def test_what_needs_too_much_memory_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = part("cost.scaling")
     monkeypatch.setattr(scaling, "available", lambda device: 10**6)
@@ -154,7 +155,7 @@ def test_a_missing_peer_and_an_unknown_name_are_named(
     assert "there is no benchmark emma; there are checkpoints, ema," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("broken", ["run", "targets"])
+@pytest.mark.parametrize("broken", ["run", pytest.param("targets", marks=pytest.mark.slow)])
 def test_a_crash_leaves_a_record_and_the_others_are_measured(
     broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -341,7 +341,9 @@ MOMENTS = {
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # all batches are alike here
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("grow", "workers"), [("accumulate", 0), ("loader", 0), ("loader", 1)])
+@pytest.mark.parametrize(
+    ("grow", "workers"), [("accumulate", 0), ("loader", 0), pytest.param("loader", 1, marks=pytest.mark.slow)]
+)
 def test_a_resumed_fit_goes_on_as_if_it_had_not_stopped(tmp_path, grow, workers, moment):
     def run(*callbacks: Any, **settings: Any) -> Validated:
         module = Validated(lt.linear)

@@ -341,6 +341,7 @@ def average_and_measure(files: list[str], output: str) -> int:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.slow
 def test_the_inputs_are_never_in_memory_together(suffix: str, tmp_path: Path) -> None:
     size = 2**21  # elements of a tensor: 8 MiB
     for place in range(6):

@@ -153,6 +153,7 @@ def peaks_of(folder: str, engines: list[str]) -> dict[str, int]:
     [(["fsdp2", "zero1", "zero3"], 32, 512, 12), pytest.param(ENGINES, 75, 1024, 30, marks=pytest.mark.slow)],
     ids=["32 MiB", "300 MiB"],
 )
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_tensors(engines: list[str], count: int, width: int, most: int, tmp_path: Path) -> None:
     run_ranks(save_wide, str(tmp_path), engines, count, width, timeout=300)
     (peaks,) = run_ranks(peaks_of, str(tmp_path), engines, nprocs=1)

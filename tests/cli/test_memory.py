@@ -45,6 +45,7 @@ def test_a_count(target: str, count: float, capsys: pytest.CaptureFixture[str]) 
     assert (found["weights"], found["batch_size"]) == (4 * count, None)
 
 
+@pytest.mark.slow
 def test_a_model_of_timm(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--batch-size", "64", "--strategy", "ddp_bf16", "--devices", "8", "--extras", "ema")
     found = numbers(capsys, "timm:vit_tiny_patch16_224", *arguments)

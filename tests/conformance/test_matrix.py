@@ -35,6 +35,7 @@ def test_what_is_refused_is_what_the_settings_say(row: str) -> None:
     assert all(of[regime]["cell"] == "right" for regime in right)
 
 
+@pytest.mark.slow
 def test_every_named_test_is_collected() -> None:
     collected = run_alone(collect)
     named = {cell["test"] for of in cells().values() for cell in of.values()}

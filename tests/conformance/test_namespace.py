@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.settings import NAMES
+from tests.conformance.settings import every_third
 from tests.conformance.test_families import FAMILIES, PROCESSES
 from tests.nets import PlainNet, assert_close, build, fit, loader, weights
 from tests.pytorch_lightning.test_conformance import SUITE, load_tests_again, run_slice
@@ -24,7 +24,7 @@ def passed(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
     return run_alone(run_slice, str(tmp_path_factory.mktemp("pl")), [f"{TEST}[{name}]" for name in selected("name")])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_third(2))
 def test_it_works_in_the_other_namespace(name: str, passed: list[str], cell: Callable[..., None]) -> None:
     assert f"{TEST}[{name}] pytorch_lightning" in passed
     cell(name, "namespace")

@@ -334,6 +334,7 @@ class Sleeps(Callback):
         time.sleep(self.seconds)
 
 
+@pytest.mark.slow
 def test_at_equal_time_the_baseline_is_trained_for_as_long(tmp_path: Path) -> None:
     arms = {"plain": lambda folder: fit(folder, Sleeps(0.02)), "slow": lambda folder: fit(folder, Sleeps(0.1))}
     result = lt.compare(arms, folder=tmp_path, equal_time=True, **ASKED)

@@ -181,8 +181,9 @@ def on_ranks(case: tuple[str, str], folder: Path) -> Any:
 
 
 # States that are objects, or of few bits, and those that a folder of shards holds.
-RESUMED = [("adamw4bit", "ddp"), ("adamw8bit", "ddp"), ("galore", "ddp"), ("lookahead_radam", "fsdp2")]
-OTHERS_RESUMED = [(name, "fsdp2") for name, row in ROWS.items() if row.fsdp2 and (name, "fsdp2") not in RESUMED]
+RESUMED = [("adamw8bit", "ddp"), ("galore", "ddp"), ("lookahead_radam", "fsdp2")]
+OTHERS_RESUMED = [("adamw4bit", "ddp")]
+OTHERS_RESUMED += [(name, "fsdp2") for name, row in ROWS.items() if row.fsdp2 and (name, "fsdp2") not in RESUMED]
 # An optimizer for a network that is not the LightningModule: a GAN's generator, for instance.
 BARE = [("muon", "fsdp2_bare"), ("lamb", "zero_bare"), ("lookahead_radam", "zero_bare"), ("lion", "zero_bare")]
 
