@@ -62,5 +62,5 @@ if __name__ == "__main__":
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
     regimes_report.renew(evidence.result("regimes"))
-    forest.draw(forest.PICTURE, evidence.gains())
+    forest.draw(forest.PICTURE, evidence.result("regimes"))
     curves.draw(curves.PICTURE)

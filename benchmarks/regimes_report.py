@@ -86,15 +86,14 @@ def renew(result: dict[str, Any]) -> None:
 
 
 def section(result: dict[str, Any]) -> str:
-    """The part of the README: conclusions and the heat map, then all figures, folded."""
+    """The part of the README: in how many columns tricks are better or worse, and all figures, folded."""
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     tables = [table(result, "gain", "mean"), table(result, "ece_gain", "ece")]
     titles = ["score: points over plain training", "calibration error: points below plain training"]
     return "\n\n".join(
         [
-            *conclusions(result),
-            "![Gains of tricks by task and regime, with their intervals](results/regimes.png)",
             f"<details>\n<summary>All figures ({machine})</summary>",
+            *conclusions(result),
             "Differences of runs with the same seed, with 95% intervals (Student's t); bold where the interval leaves"
             " out 0. Empty cells were not measured.",
             *(grid([title, *names(result)], body) for title, body in zip(titles, tables, strict=True)),

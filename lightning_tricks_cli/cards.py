@@ -27,9 +27,15 @@ REGIMES = {
     "DeepSpeed": "ZeRO-3",
     "compile": "`torch.compile`",
     "resume": "resuming",
+    "ranks": "resuming on another number of processes",
     "exception": "a retry after an error",
     "second": "a second fit",
     "yaml": "YAML",
+    "several": "two optimizers",
+    "iterable": "loaders without a length",
+    "compiled DDP": "`torch.compile` under DDP",
+    "LoRA": "`LoRA` beside it",
+    "namespace": "`pytorch_lightning`",
 }  # What the keys of the matrix mean, where they do not say it.
 MEANT_TO_HELP = ("Samples", "Losses", "Optimizers", "Fine-tuning")  # groups whose tricks should make results better
 
@@ -120,7 +126,9 @@ def _bullet(text: str) -> str:
 def _gains(row: Row) -> str:
     """What was found, and a table of the differences from plain training with their intervals."""
     told = [fill(text, 120, break_long_words=False) for text in evidence()["told"].get(row.names[0], [])]
-    gains = {trick: rows for trick, rows in evidence()["gains"].items() if trick.split(",")[0] in row.names}
+    gains: dict[str, list[dict[str, Any]]] = {}
+    for name in (*row.names, *row.beside):
+        gains |= evidence()["gains"].get(name, {})
     if not gains:
         unknown = row.group in MEANT_TO_HELP and row.names[0] not in evidence()["measured"]
         return "\n\n".join(told) or ("What it brings was not measured on our tasks." if unknown else "")
@@ -128,11 +136,25 @@ def _gains(row: Row) -> str:
     for setting in dict.fromkeys(each["setting"] for rows in gains.values() for each in rows):
         found = ([gain(each) for each in rows if each["setting"] == setting] for rows in gains.values())
         lines.append(f"| {setting} | {' | '.join(''.join(cell) for cell in found)} |")
+    seeds = "five seeds (15 for `EMA` on digits)" if "EMA" in gains else "five seeds"
     note = (
-        "Points of test accuracy: the mean of five seeds and its 95% interval, bold where that leaves out 0. [How it"
-        " was measured](../../benchmarks/README.md)."
+        f"Points of test accuracy over plain training: the mean of {seeds} and its 95% interval, bold where that leaves"
+        " out 0. [How it was measured](../../benchmarks/README.md#how-it-was-measured)."
     )
-    return "\n\n".join([*told, "\n".join(lines), fill(note, 120, break_long_words=False, break_on_hyphens=False)])
+    summary = "\n".join(_bullet(_summary(trick, rows)) for trick, rows in gains.items())
+    return "\n\n".join(
+        [summary, "\n".join(lines), *told, fill(note, 120, break_long_words=False, break_on_hyphens=False)]
+    )
+
+
+def _summary(trick: str, rows: list[dict[str, Any]]) -> str:
+    """In how many settings the intervals tell a trick from plain training."""
+    better, worse = sum(row["low"] > 0 for row in rows), sum(row["high"] < 0 for row in rows)
+    text = f"`{trick}` is better than plain training in {better} of {len(rows)} settings, and worse in {worse}"
+    told = [row["calibration"] for row in rows if "calibration" in row]
+    if any(told):
+        text += f"; its calibration error is lower in {told.count(1)} and higher in {told.count(-1)}"
+    return f"{text}."
 
 
 def gain(difference: dict[str, float]) -> str:

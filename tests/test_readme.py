@@ -16,7 +16,7 @@ import pytest
 import lightning_tricks as lt
 from lightning_tricks.evaluation.statistics import paired_difference
 from lightning_tricks.examples.digits import SharpDigits
-from lightning_tricks_cli.cards import card, evidence
+from lightning_tricks_cli.cards import card
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
 from lightning_tricks_cli.main import parser
 from tests.ranks import run_alone
@@ -24,11 +24,16 @@ from tests.ranks import run_alone
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDE = " ".join((ROOT / "docs" / "choose.md").read_text().split())
-EVIDENCE = " ".join((ROOT / "benchmarks" / "README.md").read_text().split("<details>")[0].split())
-COSTS = " ".join((ROOT / "benchmarks" / "README.md").read_text().split("## What tricks cost")[1].split())
+EVIDENCE, COSTS = (
+    " ".join(part.split())
+    for part in re.sub(
+        "<details>.*?</details>", "", (ROOT / "benchmarks" / "README.md").read_text(), flags=re.DOTALL
+    ).split("## What tricks cost")
+)
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ("digits, 40% wrong labels", "textures, 40% wrong labels")
 WRONG = (*IMAGES, "glosses, 40% wrong labels")
+WRONG_LABELS = "40% wrong labels"
 ALL = "SAM + EMA + flat_cos"
 
 
@@ -42,74 +47,150 @@ def result(name: str) -> Any:
 
 
 def better() -> dict[str, set[str]]:
-    """The settings in which a trick is significantly better than plain training."""
-    return {trick: {row["setting"] for row in rows if row["low"] > 0} for trick, rows in evidence()["gains"].items()}
+    """The settings of the five seeds in which a trick is significantly better than plain training."""
+    return {trick: {each for each, gain in settings.items() if gain["low"] > 0} for trick, settings in five().items()}
 
 
 def worse() -> dict[str, set[str]]:
-    return {trick: {row["setting"] for row in rows if row["high"] < 0} for trick, rows in evidence()["gains"].items()}
+    return {trick: {each for each, gain in settings.items() if gain["high"] < 0} for trick, settings in five().items()}
+
+
+def five() -> dict[str, dict[str, dict[str, float]]]:
+    """Of each trick the difference from plain training by setting, with five seeds."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in result("quality")["rows"]:
+        if not row["trick"].startswith("plain"):
+            found.setdefault(row["trick"], {})[row["setting"].replace("noisy", "40% wrong")] = row["over_plain"]
+    return found
+
+
+def regimes(metric: str = "gain") -> dict[str, dict[tuple[str, str], dict[str, float]]]:
+    """Of each trick the difference from plain training, by task and regime."""
+    found: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
+    for row in result("regimes")["rows"]:
+        if row["trick"] != "plain":
+            found.setdefault(row["trick"], {})[row["task"], row["regime"]] = row[metric]
+    return found
+
+
+def told(trick: str, sign: int, metric: str = "gain") -> set[tuple[str, str]]:
+    """Where the intervals tell a trick to be better (1) or worse (-1)."""
+    rows = regimes(metric)[trick].items()
+    return {where for where, gain in rows if (gain["low"] > 0) - (gain["high"] < 0) == sign}
+
+
+def points(trick: str, task: str, regime: str = "clean", metric: str = "gain") -> str:
+    """A gain as pages have it."""
+    return f"{regimes(metric)[trick][task, regime]['points']:+.1f}"
 
 
 # -- the gain of one line ---------------------------------------------------------------------------------------------
 
 
 def test_the_gain_of_the_average_is_that_of_all_fifteen_seeds() -> None:
+    gain = regimes()["EMA"]["digits", WRONG_LABELS]
+    interval = f"{gain['low']:+.1f} to {gain['high']:+.1f}"
+    text = " ".join(README.split())
+    assert f"it adds {gain['points']:.1f} points of test accuracy (95% interval {interval}, 15 seeds)" in text
+    assert {row["seeds"] for row in result("regimes")["rows"] if (row["task"], row["trick"]) == ("digits", "EMA")} == {
+        15
+    }
+    assert f"has {gain['points']:.1f} points for `EMA`" in " ".join((ROOT / "docs" / "faq.md").read_text().split())
     *_, row = result("five_seeds")["rows"]
     assert len(row["seeds"]) == 15
-    gain, interval = f"{row['points']:.1f} points", f"{row['low']:+.1f} to {row['high']:+.1f}"
-    text = " ".join(README.split())
-    assert f"it adds {gain} of test accuracy (95% interval {interval}, 15 seeds)" in text
-    assert f"+{gain} on digits ({interval}) with 15 seeds" in EVIDENCE
-    assert f"has {gain} for `EMA`" in " ".join((ROOT / "docs" / "faq.md").read_text().split())
+    another = f"{row['points']:+.1f} ({row['low']:+.1f} to {row['high']:+.1f})"
+    assert f"[Another 15 seeds](results/five_seeds.json) on digits have {another}" in EVIDENCE
     assert f"+{row['points']:.1f} of all 15" in (ROOT / "docs" / "compare.md").read_text()
-    clean = {row["task"]: row["gain"]["points"] for row in regimes("clean") if row["trick"] == "EMA"}
-    told = [f"{round(clean[task] + 1e-9, 1):+.1f}" for task in ("digits", "textures", "glosses")]
-    assert f"there is less to gain: {told[0]}, {told[1]} and {told[2]} on" in text
-    assert f"`EMA` is, by {told[0][1:]} and {told[2][1:]} points" in " ".join(EVIDENCE.split())
-
-
-def regimes(name: str) -> list[dict[str, Any]]:
-    """The rows of a regime, of the tasks that have an accuracy."""
-    return [row for row in result("regimes")["rows"] if row["regime"] == name and row["task"] != "text"]
+    clean = [points("EMA", task) for task in ("digits", "textures", "glosses")]
+    assert f"there is less to gain: {clean[0]}, {clean[1]} and {clean[2]} on" in text
 
 
 # -- claims about all tasks -------------------------------------------------------------------------------------------
 
 
+def test_what_the_evidence_page_says_of_the_regimes() -> None:
+    for task in ("digits", "textures", "glosses"):
+        assert (task, WRONG_LABELS) in told("EMA", 1)
+        assert points("EMA", task, WRONG_LABELS) in EVIDENCE.split("**Clean labels")[0]
+    both = {(task, WRONG_LABELS) for task in ("textures", "glosses")}
+    assert all(both <= told(trick, 1) for trick in ("SWA", "SAM", "flat_cos", "one_cycle"))
+    assert (
+        f"`EMA` gains {points('EMA', 'digits')[1:]} on digits and {points('EMA', 'glosses')[1:]} on glosses" in EVIDENCE
+    )
+    assert {("digits", "clean"), ("glosses", "clean")} <= told("EMA", 1)
+    assert ("textures", "clean") not in told("EMA", 1)
+    lower = [float(points(trick, "text")) / 100 for trick in ("ScheduleFree", "flat_cos", "EMA")]
+    assert "lower its loss by {:.2f}, {:.2f} and {:.2f} nats".format(*lower) in EVIDENCE
+    assert f"fell by {min(lower):.2f} to {max(lower):.2f} nats" in GUIDE
+    few, tail = (
+        {trick for trick in regimes() for _, where in told(trick, 1) if where == regime}
+        for regime in ("10% of the samples", "long tail")
+    )
+    assert few == {"HiddenMixup", "label smoothing 0.1"}
+    assert not tail
+    assert f"`HiddenMixup` on glosses ({points('HiddenMixup', 'glosses', '10% of the samples')})" in EVIDENCE
+    for trick, task, regime, text in (
+        ("EMA", "digits", "noise", "`EMA` gains {} with noise"),
+        ("EMA", "digits", "rotation", "and {} with rotation on digits"),
+        ("ProgressiveResizing", "textures", "rotation", "`ProgressiveResizing` gains {}"),
+        ("AdaptiveClip", "textures", "rotation", "and `AdaptiveClip` {}"),
+        ("SAM", "digits", "blur", "`SAM` loses {} on blurred digits"),
+    ):
+        assert (task, regime) in told(trick, -1 if "loses" in text else 1)
+        assert text.format(points(trick, task, regime)[1:]) in EVIDENCE
+    assert {("digits", WRONG_LABELS), ("digits", "20% wrong labels")} <= told("EMA", -1, "ece_gain")
+    assert f"by {points('EMA', 'digits', WRONG_LABELS, 'ece_gain')[1:]} points with 40%" in EVIDENCE
+    for trick in ("label smoothing 0.1", "CutMix"):
+        images = [where for where in regimes()[trick] if where[0] in ("digits", "textures")]
+        assert len(told(trick, -1, "ece_gain") & {*images}) > len(images) / 2
+    for trick, bad, of in (("Lion", 5, 10), ("CutMix", 5, 13), ("SAM, half the epochs", 6, 18)):
+        assert (len(told(trick, -1)), len(regimes()[trick])) == (bad, of)
+    assert {trick for trick in regimes() if not told(trick, 1) | told(trick, -1)} == {
+        *("LayerFreezing", "QAT int8", "BlurPool"),
+    }
+
+
 def test_on_clean_labels_little_is_better_and_the_filter_is_worse() -> None:
-    told = [row for row in regimes("clean") if row["gain"]["low"] > 0]
-    most = max(told, key=lambda row: row["gain"]["points"])
-    points = f"{most['gain']['points']:.1f} points of accuracy"
-    assert f"at most {points}" in README
-    assert f"is {points} ([`{most['trick']}`, on text]" in GUIDE
-    assert all(not [setting for setting in settings if "clean" in setting] for settings in better().values())
+    clean = {
+        (trick, task): gain["points"]
+        for trick, settings in regimes().items()
+        for (task, regime), gain in settings.items()
+        if regime == "clean" and task != "text" and gain["low"] > 0
+    }
+    (trick, _), most = max(clean.items(), key=lambda each: each[1])
+    assert f"with all of our data at most {most:.1f} points" in README
+    assert f"at most {most:.1f} points of accuracy" in EVIDENCE
+    assert f"is {most:.1f} points of accuracy ([`{trick}`, on text]" in GUIDE
+    assert f"gained more than {most:.1f} points" in " ".join(
+        line.lstrip("# ") for line in (ROOT / "configs" / "recipes" / "image_scratch.yaml").read_text().splitlines()
+    )
+    assert all(
+        not [setting for setting in settings if "clean" in setting]
+        for name, settings in better().items()
+        if name != "label smoothing"
+    )
     on_clean = {trick for trick, settings in worse().items() if any("clean" in setting for setting in settings)}
     assert on_clean == {"HardExampleFilter, prune", "HardExampleFilter, loss"}
-    assert "In these five seeds no trick is significantly better than plain training" in EVIDENCE
     assert "`HardExampleFilter` can be far worse" in README
-    (points,) = (
-        row["points"] for row in evidence()["gains"]["HardExampleFilter, prune"] if "digits, cl" in row["setting"]
-    )
-    assert f"is {-points:.1f} points worse on one of them" in GUIDE
+    diverged = five()["HardExampleFilter, prune"]["digits, clean labels"]["points"]
+    assert f"is {-diverged:.1f} points worse on one of them" in GUIDE
     assert worse()["HardExampleFilter, prune"] == {*WRONG, "digits, clean labels"}
     assert worse()["HardExampleFilter, loss"] == {*WRONG, "digits, clean labels"}
 
 
-def test_what_gains_with_wrong_labels() -> None:
+def test_what_gains_with_wrong_labels_in_the_five_seeds() -> None:
     gains = {trick for trick, settings in better().items() if settings >= {*IMAGES}}
     assert gains == {"EMA", "SWA", "SAM", "flat_cos", "one_cycle", ALL}
-    assert "`EMA`, `SWA`, `SAM`, `flat_cos` and `one_cycle` gain on both tasks" in EVIDENCE
-    assert not {trick for trick, settings in better().items() if WRONG[2] in settings}  # "text: nothing gains"
-    without = {trick for trick in better() if not better()[trick] | worse()[trick]}
-    assert without == {"Mixup", "HiddenMixup", "AutoClip"}
-    assert better()["CutMix"] | worse()["CutMix"] == {IMAGES[1]}
+    assert WRONG[2] not in better()["EMA"]  # "nothing significant on glosses"
+    assert f"here `EMA` has {five()['EMA'][IMAGES[0]]['points']:+.1f} on digits" in EVIDENCE
+    assert not better()["AutoClip"] | worse()["AutoClip"]
 
 
 def test_label_smoothing_and_twice_the_epochs() -> None:
-    told = {(row["trick"], row["setting"]): row["over_plain"] for row in result("quality")["rows"]}
-    smooth = {setting for (trick, setting), each in told.items() if trick == "label smoothing" and each["low"] > 0}
+    found = {(row["trick"], row["setting"]): row["over_plain"] for row in result("quality")["rows"]}
+    smooth = {setting for (trick, setting), each in found.items() if trick == "label smoothing" and each["low"] > 0}
     assert smooth == {"digits, clean labels", "glosses, clean labels"}
-    longer = {setting for (trick, setting), each in told.items() if "twice" in trick and each["high"] < 0}
+    longer = {setting for (trick, setting), each in found.items() if "twice" in trick and each["high"] < 0}
     assert longer == {"digits, noisy labels", "glosses, noisy labels"}
 
 
@@ -130,7 +211,7 @@ def test_three_tricks_are_not_better_than_one() -> None:
         assert paired_difference(three, one).low <= 0
     compute = {row["compute"] for row in result("quality")["rows"] if row["trick"] == ALL}
     assert compute == {2.0}  # "twice the time"
-    assert "takes twice the time of `EMA` alone, and is nowhere significantly better" in README
+    assert "takes twice the time of `EMA` alone and gains nothing over it" in README
 
 
 def test_the_costs_are_those_that_were_measured() -> None:
@@ -161,21 +242,18 @@ def card_says(name: str, text: str) -> bool:
 
 
 def test_what_the_prose_of_the_cards_says_of_our_tasks() -> None:
-    assert card_says("SAM", "on our tasks it gains as much in half the time")
-    for setting in ("digits, noisy labels", "textures, noisy labels"):
-        difference = paired_difference(runs(setting, "SAM"), runs(setting, "EMA"))
-        assert difference.low < 0 < difference.high
+    wrong = {trick: {task for task, regime in told(trick, 1) if regime == WRONG_LABELS} for trick in regimes()}
+    assert card_says("SAM", "with 40% wrong labels it gains on all of our tasks and `SAM` on two of three")
+    assert wrong["EMA"] == {"digits", "textures", "glosses"}
+    assert len(wrong["SAM"]) == 2
+    assert card_says("flat_cos", "with 40% it gains on two of our three tasks, and loses on none")
+    assert len(wrong["flat_cos"]) == 2
+    assert not {regime for _, regime in told("flat_cos", -1)} & {WRONG_LABELS}
     assert card_says("HardExampleFilter", "It loses on all of our tasks with wrong labels")  # shown above
-    assert card_says("AutoClip", "on our tasks `AutoClip` changed nothing")
-    assert not better()["AutoClip"] | worse()["AutoClip"]
-    assert card_says("flat_cos", "it gains on both of our tasks of images")
-    assert better()["flat_cos"] == {*IMAGES}
-    (row,) = (row for row in evidence()["gains"]["one_cycle"] if row["setting"] == WRONG[2])
-    assert card_says("one_cycle", f"it lost {-row['points']:.0f} points there, though the interval includes 0")
-    assert row["low"] < 0 < row["high"]
-    told = {(row["prediction"], row["min_snr"]): row for row in result("diffusion")["rows"]}
+    assert card_says("AutoClip", "on our tasks `AutoClip` changed nothing")  # shown above
+    snr = {(row["prediction"], row["min_snr"]): row for row in result("diffusion")["rows"]}
     assert card_says("min_snr_weight", "epsilon or v: it did not help in our test")
-    assert all(told[kind, True]["seeds_better"] < 3 for kind in ("epsilon", "v"))
+    assert all(snr[kind, True]["seeds_better"] < 3 for kind in ("epsilon", "v"))
     reached = {row["variant"]: row["reached"] for row in result("inputs")["rows"] if row["task"] == "textures"}
     assert card_says("ProgressiveResizing", 'in our test `mode="crop"` did better')
     assert reached['ProgressiveResizing(0.5, mode="crop")'] > reached["ProgressiveResizing(0.5)"]
