@@ -88,6 +88,13 @@ WRAPPED = (
         "no hook runs around an optimizer step, and none can leave it out",
     ),
     WrappedMethod(
+        _STRATEGY,
+        "optimizer_state",
+        "optimizer",
+        "EMA, SWA, MoEBalance, SkipNonFinite, RewindOnSpike, TerminateOnNonFinite, BatchSizeWarmup, clips",
+        "to save an optimizer without states under FSDP2, torch steps it with zero gradients: that step does not count",
+    ),
+    WrappedMethod(
         "lightning.pytorch.plugins.precision.Precision",
         "clip_grad_by_norm",
         "optimizer, clip_val",

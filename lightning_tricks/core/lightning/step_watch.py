@@ -44,6 +44,7 @@ class StepObserver:
         self._watched = list(trainer.optimizers)
         for optimizer in self._watched:
             self._undo.callback(self._watch(optimizer))
+        self._undo.callback(wrap_method(trainer.strategy, "optimizer_state", self._unseen))
         unknown = partial(self._note_unknown, trainer.lightning_module, self._watched)
         self._undo.callback(register_optimizer_step_post_hook(unknown).remove)
 
@@ -58,6 +59,14 @@ class StepObserver:
         result = original(*args, **kwargs)
         self._stepped = self.known = True
         return result
+
+    def _unseen(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """To save an optimizer without states under FSDP2, torch steps it with zero gradients."""
+        before = self._stepped, self.known
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._stepped, self.known = before
 
     def stop(self) -> None:
         """Watch no optimizer any more."""
@@ -112,6 +121,7 @@ def refuse_steps_past_hooks(trainer: pl.Trainer, tricks: str, undo: ExitStack) -
         )
 
     undo.callback(wrap_method(trainer.strategy, "optimizer_step", enter))
+    undo.callback(wrap_method(trainer.strategy, "optimizer_state", enter))  # torch may step to save, see StepObserver
     undo.callback(register_optimizer_step_pre_hook(check).remove)  # also for optimizers that Lightning does not know
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from tests.nets import PlainNet, build, fit
@@ -67,7 +68,10 @@ class OfNoClass:
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_an_optimizer_of_another_kind_is_watched_and_left_as_it_was(replaced: bool) -> None:
-    watch, run = StepObserver(), SimpleNamespace(optimizers=[OfNoClass()], lightning_module=PlainNet())
+    watch, run = (
+        StepObserver(),
+        SimpleNamespace(strategy=SingleDeviceStrategy(), optimizers=[OfNoClass()], lightning_module=PlainNet()),
+    )
     watch.start(run)  # type: ignore[arg-type]
     if replaced:
         run.optimizers = [OfNoClass()]
