@@ -92,6 +92,11 @@ class LoRA(Trick):
     changes_network = True
     conflicts = (
         Conflict(
+            ("LoRA",),
+            "each would freeze the adapters of the other",
+            "Name all layers in modules= of one; r and alpha are the same for all of them",
+        ),
+        Conflict(
             ("GradualUnfreeze", "BaseFinetuning"),
             "the one unfreezes weights that the other keeps frozen and leaves out of checkpoints",
             "Leave one of them out, or name in LoRA(train=...) what trains beside the adapters",
@@ -386,8 +391,12 @@ class LoRA(Trick):
             )
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._record is None else self._record.state()
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # With a state_dict the Trainer itself would refuse a second LoRA, with another reason than that of conflicts.
+        if self._record is not None:
+            checkpoint["callbacks"][self.state_key] = self._record.state()
 
 
 _SETTINGS = ("modules", "r", "alpha", "dropout", "train", "variant", "base", "save")

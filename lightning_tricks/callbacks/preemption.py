@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_tricks.checkpoints.newest import newest_checkpoint
 from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.lightning.resume import begin_epoch
 from lightning_tricks.core.lightning.trainer import extremes, will_step
 from lightning_tricks.core.trick import Conflict, Trick
 
@@ -174,8 +175,12 @@ class Preemption(Trick):
     def _shield(
         self, trainer: pl.Trainer, signals: Collection[int], original: Callable[..., Any], dataloader: Any
     ) -> Any:
-        """Let the workers of a loader outlive the signals, which a scheduler may send to all processes of a machine."""
+        """Let the workers of a loader outlive the signals, which a scheduler may send to all processes of a machine.
+
+        They are not started yet, which is the time to begin a resumed epoch.
+        """
         loader = original(dataloader)
+        begin_epoch(trainer, loader)
         if isinstance(loader, DataLoader) and loader.num_workers and hasattr(signal, "sigwaitinfo"):
             self._undo.callback(setattr, loader, "worker_init_fn", loader.worker_init_fn)
             _auto_add_worker_init_fn(loader, trainer.global_rank)  # which leaves loaders with another function alone

@@ -66,13 +66,15 @@ def newest_checkpoint(folder: PathLike) -> str | None:
             record = _record(path)
             if "callbacks" in record:  # what Lightning leaves out of a file of weights only
                 epochs = record["loops"]["fit_loop"]["epoch_progress"]["total"]["processed"]
-                found.append(_Found(record["global_step"], epochs, path.stat().st_mtime_ns, str(path)))
+                modified = path.stat().st_mtime_ns
+                found.append(_Found(record["global_step"], epochs, modified, str(path), record["callbacks"]))
         except Exception as error:  # a damaged file can raise almost any exception
             if not path.exists():
                 continue  # a link to nothing, or removed meanwhile
             _warn(path, unfinished(path) if path.is_dir() else f"it cannot be read ({type(error).__name__})")
     for each in sorted(found, reverse=True):
-        reason = _folder_damage(Path(each.path)) if Path(each.path).is_dir() else damage(each.path)
+        is_folder = Path(each.path).is_dir()
+        reason = _folder_damage(Path(each.path), each.callbacks) if is_folder else damage(each.path)
         if reason is None:
             return each.path
         _warn(Path(each.path), reason)
@@ -84,6 +86,7 @@ class _Found(NamedTuple):
     epochs: int
     modified: int  # nanoseconds since 1970
     path: str
+    callbacks: dict[Any, Any]
 
 
 def _warn(path: Path, reason: str | None) -> None:
@@ -107,12 +110,12 @@ def _record(path: Path) -> dict[str, Any]:
     return _plain(path / "meta.pt")
 
 
-def _folder_damage(folder: Path) -> str | None:
+def _folder_damage(folder: Path, callbacks: dict[Any, Any]) -> str | None:
     """Why a checkpoint folder cannot be loaded; None if it can."""
     if reason := unfinished(folder):
         return reason
     try:
-        if missing := _missing_averages(folder):
+        if missing := _missing_averages(folder, callbacks):
             return f"it has no averages of {missing}: saving was interrupted"
         if (folder / "latest").is_file():
             _check_zero(folder / (folder / "latest").read_text().strip())
@@ -123,9 +126,9 @@ def _folder_damage(folder: Path) -> str | None:
     return None
 
 
-def _missing_averages(folder: Path) -> str | None:
+def _missing_averages(folder: Path, callbacks: dict[Any, Any]) -> str | None:
     """The callback whose averages are to be in a folder of their own, which a stock strategy writes last."""
-    for key, state in _record(folder)["callbacks"].items():
+    for key, state in callbacks.items():
         of_average = isinstance(key, str) and key.startswith(("EMA(", "SWA("))
         if of_average and "raw" not in state and not (folder / "averages" / key / ".metadata").is_file():
             return key

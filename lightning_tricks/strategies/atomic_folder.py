@@ -17,9 +17,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_tricks.core.averaging.state import FolderParts
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.trainer import saves_folder
+from lightning_tricks.core.lightning.trainer import FolderParts, saves_folder
 from lightning_tricks.core.safe_load.damage import folder_error, unfinished
 
 _REMOVED = re.compile(r"\.[0-9a-f]{8}\.removing")

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.lightning.resume import begin_epoch
 from lightning_tricks.core.lightning.trainer import requested_precision, saves_folder
 from lightning_tricks.core.trick import announce
 
@@ -94,6 +95,13 @@ class PresetStrategy(Strategy):
         super().setup_environment()
         if self.lightning_module is not None:
             announce(self.lightning_module.trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        if self.lightning_module is not None:
+            begin_epoch(self.lightning_module.trainer, loader)
+        return loader
 
     @override
     def teardown(self) -> None:

@@ -91,8 +91,8 @@ class Prepared(Reader):
     @override
     def before_instantiate_classes(self) -> None:
         path = self.config[str(self.subcommand)].get("ckpt_path") or ""
-        is_file = path not in ("", "best", "last", "hpc") and not path.startswith("registry") and "://" not in path
-        if is_file and not Path(path).exists():
+        is_word = path in ("", "best", "last", "hpc", "newest") or path.startswith("registry") or "://" in path
+        if not is_word and not Path(path).exists():
             raise FileNotFoundError(f"There is no checkpoint {path}.")
 
     def run(self) -> None:

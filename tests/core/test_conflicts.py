@@ -103,6 +103,11 @@ class Backbone(PlainNet):
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
 
 
+class Pooled(PlainNet):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mean((1, 2))[:, None].expand(-1, 8))
+
+
 class Run(NamedTuple):
     callbacks: tuple[Any, ...]
     kind: Any = PlainNet
@@ -112,6 +117,9 @@ class Run(NamedTuple):
         fit(build(self.kind), callbacks=[make() for make in self.callbacks], max_epochs=1, **self.settings)
 
 
+resizing = partial(lt.ProgressiveResizing, multiple_of=2, inputs=0)
+squares = DataLoader(TensorDataset(torch.ones(8, 8, 8), torch.zeros(8).long()), 4)
+images = {"train": lambda: squares, "limit_val_batches": 0}
 unfreeze = partial(lt.GradualUnfreeze, [2], parameters=[r"^layers\.0"])
 freezing = partial(lt.LayerFreezing, start=2, stop=2, parameters=[r"^layers\.0"])
 backbone = partial(BackboneFinetuning, 1, verbose=False)
@@ -198,6 +206,11 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.Mixup,), Chunked), Run((lt.HardExampleFilter,), Chunked)],
         [Run((lt.EMA, lt.AutoClip), Chunked)],
     ),
+    "ProgressiveResizing-GrowingInputs": (
+        [Run((resizing, partial(resizing, 0.7))), Run((lt.SequenceLengthWarmup, partial(lt.SequenceLengthWarmup, 0.9)))],
+        [Run((resizing,), Pooled, images)],
+    ),
+    "LoRA-LoRA": ([Run((adapters, partial(lt.LoRA, r"layers\.0"))), Run((adapters, adapters))], [Run((adapters,))]),
     "MoEBalance-MoEBalance": ([Run((lt.MoEBalance, lt.MoEBalance), Mixture)], [Run((lt.MoEBalance,), Mixture)]),
     "BatchSizeWarmup-GradientAccumulationScheduler": (
         [Run((partial(lt.BatchSizeWarmup, final=2), partial(GradientAccumulationScheduler, {0: 2})))],

@@ -162,6 +162,11 @@ def test_what_is_no_number_of_tokens_is_refused(lengths: Any) -> None:
         lt.LengthBuckets(lengths, 2)
 
 
+class MapWithoutLength(Dataset[Any]):
+    def __getitem__(self, number: int) -> Any:
+        return Numbered(44)[number]
+
+
 def test_another_batch_size_and_another_data_set_are_refused() -> None:
     other = DataLoader(Numbered(44), 8, sampler=lt.LengthBuckets(lognormal(44), 4))
     with pytest.raises(ValueError, match=r"LengthBuckets\(batch_size=4\) is in a DataLoader with batches of 8"):
@@ -169,6 +174,10 @@ def test_another_batch_size_and_another_data_set_are_refused() -> None:
     fewer = DataLoader(Numbered(45), 4, sampler=lt.LengthBuckets(lognormal(44), 4))
     with pytest.raises(ValueError, match="got 44 lengths and 45 samples"):
         trainer().fit(Recorder(), fewer)
+    nameless: Any = MapWithoutLength()
+    unknown = DataLoader(nameless, 4, sampler=lt.LengthBuckets(lognormal(44), 4))
+    with pytest.raises(TypeError, match="LengthBuckets needs a data set .*, got MapWithoutLength .*give it a __len__"):
+        trainer().fit(Recorder(), unknown)
     with pytest.raises(ValueError, match="no callback that changes it"):
         trainer(callbacks=[lt.BatchSizeWarmup(initial=2, final=4, grow="loader")]).fit(Recorder(), loader())
 

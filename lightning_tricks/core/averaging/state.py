@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.averaging.averages import Averages
-from lightning_tricks.core.lightning.trainer import callbacks_of, saves_folder
+from lightning_tricks.core.lightning.trainer import FolderParts, callbacks_of, saves_folder
 from lightning_tricks.core.safe_load.damage import folder_error
 from lightning_tricks.core.weights.tensors import float_buffers
 
@@ -26,13 +26,6 @@ def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
     if saves_folder(trainer):
         return {name: value for name, value in state.items() if name not in KINDS}
     return {**state, **{kind: averages.weights.unshard(state[kind]) for kind in KINDS}}
-
-
-class FolderParts:
-    """A strategy that writes the parts of callbacks into a checkpoint folder before the folder gets its name."""
-
-    __slots__ = ()  # strategies have instance dictionaries of their own
-    parts: tuple[Callable[[Path], None], ...] = ()  # each is called with the folder, on all ranks
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.steps import steps_of
 from lightning_tricks.core.lightning.trainer import callbacks_of
-from lightning_tricks.core.trick import Trick
+from lightning_tricks.core.trick import Conflict, Trick
 
 __all__ = ["growing_size"]
 
@@ -71,6 +71,14 @@ class GrowingInputs(BatchCallback):
     initial: float
     multiple_of: int
     order = -2  # before anything that is faster on smaller inputs
+    conflicts = (
+        Conflict(
+            ("GrowingInputs",),
+            "the one would make smaller what the other has made smaller already",
+            "Keep one, and name all the inputs in its inputs=",
+            lambda one, other: type(one) is type(other),
+        ),
+    )
 
     def __init__(self) -> None:
         _check(self.initial, self.multiple_of)

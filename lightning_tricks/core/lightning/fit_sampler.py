@@ -97,8 +97,15 @@ class FitSampler(DistributedSampler[Any]):
         for loader in reader.loaders:
             if self not in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
                 continue
-            if len(loader.dataset) != len(self.lengths):
-                found = f"{len(self.lengths)} lengths and {len(loader.dataset)} samples"
+            try:
+                samples = len(loader.dataset)
+            except (TypeError, NotImplementedError) as error:
+                raise TypeError(
+                    f"{name} needs a data set that knows how many samples it has, got {type(loader.dataset).__name__}"
+                    " without a length: give it a __len__."
+                ) from error
+            if samples != len(self.lengths):
+                found = f"{len(self.lengths)} lengths and {samples} samples"
                 raise ValueError(f"lengths of {name} must have one entry for each sample, got {found}.")
             if hasattr(loader, "load_state_dict"):
                 raise ValueError(

@@ -312,6 +312,12 @@ PRIVATE = (
     PrivateName(
         _FIT_LOOP, "_should_accumulate", "zero presets, Preemption", "whether the optimizer steps after this batch"
     ),
+    PrivateName(
+        "lightning.pytorch.loops.loop",
+        "_Loop",
+        "presets, Preemption",
+        "sets ``restarting``, which the fit loop's own setter leaves on in a fit with max_steps, also between epochs",
+    ),
     PrivateName(_EPOCH_LOOP, "_is_training_done", "Preemption", "whether a batch was the last of its epoch or of all"),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
     PrivateName(

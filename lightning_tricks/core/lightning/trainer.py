@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -65,6 +66,13 @@ def saves_folder(trainer: pl.Trainer) -> bool:
     """Whether a checkpoint is a folder to which every rank writes its shards."""
     strategy = trainer.strategy
     return engine_of(trainer).is_deepspeed or bool(getattr(strategy, "_save_distributed_checkpoint", False))
+
+
+class FolderParts:
+    """A strategy that writes the parts of callbacks into a checkpoint folder before the folder gets its name."""
+
+    __slots__ = ()  # strategies have instance dictionaries of their own
+    parts: tuple[Callable[[Path], None], ...] = ()  # each is called with the folder, on all ranks
 
 
 def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:

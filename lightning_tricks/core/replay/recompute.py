@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import copy
 from functools import cache, partial
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -51,6 +53,7 @@ def recompute(
 @partial(torch.compiler.disable, recursive=False)  # code that is compiled inside the block stays compiled
 def _in_eager(block: nn.Module, policy: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     contexts = partial(_contexts, block, _SELECTIVE if policy == "selective" else _no_contexts)
+    forward = _with_caches_of_now(forward, [*args, *kwargs.values()])
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
 
@@ -62,6 +65,39 @@ def _in_graph(block: nn.Module, policy: str, forward: Callable[..., Any], args: 
     if policy == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=_SELECTIVE, **kwargs)
+
+
+def _with_caches_of_now(forward: Callable[..., Any], values: list[Any]) -> Callable[..., Any]:
+    """The forward pass, to which every run after the first passes the caches of keys and values as they are now.
+
+    A forward pass appends to them. They are those of transformers: a causal model makes one in training, too, and
+    prefix tuning fills it.
+    """
+    before = {id(value): _copied(value) for value in values if _is_cache(value)}
+    runs = count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if before and next(runs):
+            args = tuple(_copied(before.get(id(value), value)) for value in args)
+            kwargs = {name: _copied(before.get(id(value), value)) for name, value in kwargs.items()}
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "get_seq_length", None))
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a cache with the same tensors, to which it adds others by itself; anything else as it is."""
+    if not _is_cache(value):
+        return value
+    made = copy(value)
+    for name, part in vars(value).items():
+        parts = [_copied(each) for each in part] if isinstance(part, list) else _copied(part)
+        setattr(made, name, dict(part) if isinstance(part, dict) else parts)
+    return made
 
 
 class _Start:

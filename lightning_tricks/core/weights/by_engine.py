@@ -40,15 +40,6 @@ def local_gradients(trainer: pl.Trainer, module: pl.LightningModule, trick: str)
     return FSDP2(module) if engine is Engine.FSDP2 else LocalWeights(module)
 
 
-def require_unsharded(trainer: pl.Trainer, trick: str) -> None:
-    """Raise unless every process holds the full weights.
-
-    Raises:
-        MisconfigurationException: Under an engine that shards them.
-    """
-    require_engine(trainer, trick, *UNSHARDED, why="where every process holds the full weights")
-
-
 def _offloads_to_nvme(trainer: pl.Trainer) -> bool:
     zero = trainer.strategy.config["zero_optimization"]  # type: ignore[attr-defined]  # DeepSpeed's
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"

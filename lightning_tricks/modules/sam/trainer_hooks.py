@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_tricks.core.lightning.engine import Engine, engine_of
+from lightning_tricks.core.lightning.engine import TORCH, Engine, require_engine
 from lightning_tricks.core.lightning.step_watch import holds_parameters
 from lightning_tricks.core.lightning.trainer import is_fitting, log_every_n_steps, takes_dataloader_iter
 from lightning_tricks.core.report import Row, settings
 from lightning_tricks.core.trick import Conflict, Trick
-from lightning_tricks.core.weights.by_engine import local_weights, require_unsharded
+from lightning_tricks.core.weights.by_engine import local_weights
 from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
 from lightning_tricks.modules.sam.engine import SAMEngine
 from lightning_tricks.modules.sam.rules import SAM, selected_names
@@ -217,9 +217,8 @@ def _check(trainer: pl.Trainer, pl_module: Any, sam: SAM, trick: str) -> None:
             f"With automatic_optimization=False {name} decides itself which steps and samples are perturbed, got {sam}:"
             " leave out every_n_steps and micro_batch_size, and call manual_backward where SAM is not wanted."
         )
-    if engine_of(trainer) is not Engine.FSDP2:
-        require_unsharded(trainer, trick)
-    elif not pl_module.automatic_optimization or sam.micro_batch_size is not None:
+    engine = require_engine(trainer, trick, *TORCH, why="where gradients and optimizers are torch's own")
+    if engine is Engine.FSDP2 and not (pl_module.automatic_optimization and sam.micro_batch_size is None):
         raise MisconfigurationException(
             "Under ModelParallelStrategy SAM has one perturbation for the batches of all devices and works inside"
             f" automatic optimization, got automatic_optimization={pl_module.automatic_optimization} and {sam}: leave"

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
+from lightning_tricks.core.lightning.engine import UNSHARDED, require_engine
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import (
     callbacks_of,
@@ -35,7 +36,6 @@ from lightning_tricks.core.lightning.trainer import (
     transfers_batch,
     will_step,
 )
-from lightning_tricks.core.weights.by_engine import require_unsharded
 from tests.nets import PlainNet, build, fit, loader, trainer
 
 MODES = ("min_size", "max_size", "max_size_cycle")  # and "sequential", which the fit loop refuses
@@ -148,12 +148,12 @@ def test_lightning_starts_copies_by_one_launcher(strategy: str, copies: bool) ->
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "single_bf16", "ddp_bf16"])
 def test_whole_weights_are_fine_with(strategy: str) -> None:
-    require_unsharded(trainer(strategy=strategy), "EMA")
+    require_engine(trainer(strategy=strategy), "EMA", *UNSHARDED)
 
 
 def test_sharded_weights_are_refused_with_the_trick_and_the_strategy() -> None:
     with pytest.raises(MisconfigurationException, match=r"EMA works .*, got ModelParallelStrategy\..*leave EMA out"):
-        require_unsharded(trainer(strategy=ModelParallelStrategy()), "EMA")
+        require_engine(trainer(strategy=ModelParallelStrategy()), "EMA", *UNSHARDED)
 
 
 # -- states, callbacks, methods ---------------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""A fit that is resumed at the end of an epoch sees the samples that an unbroken one sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lightning_tricks as lt
+from tests.nets import trainer
+
+EPOCHS = {"max_epochs": 4}
+STEPS = {"max_epochs": -1, "max_steps": 12}
+
+
+class Notes(pl.LightningModule):
+    """Notes the samples of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch.flatten().int().tolist())
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def seen(workers: int, validates: bool, ckpt_path: Path | None = None, **settings: Any) -> list[list[int]]:
+    numbers, module = torch.arange(6.0)[:, None], Notes()
+    order: Any = DistributedSampler(numbers, 1, 0, seed=0)  # type: ignore[arg-type]
+    train: Any = DataLoader(numbers, 2, sampler=order, num_workers=workers)  # type: ignore[arg-type]
+    val: Any = DataLoader(numbers, 3)  # type: ignore[arg-type]
+    batches = {} if validates else {"limit_val_batches": 0}
+    trainer(**batches, **settings).fit(module, train, val, ckpt_path=ckpt_path)
+    return module.seen
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
+    return {"enable_checkpointing": True, "callbacks": [save]}
+
+
+def presets(folder: Path) -> dict[str, dict[str, Any]]:
+    return {"preset": {"strategy": "single_bf16"}, "Preemption": {"callbacks": [lt.Preemption(folder)]}}
+
+
+@pytest.mark.parametrize("by", ["preset", "Preemption"])
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "workers"),
+    [
+        (EPOCHS, 1),
+        (STEPS, 0),
+        *(pytest.param(each, n, marks=pytest.mark.slow) for each, n in ((EPOCHS, 0), (STEPS, 1))),
+    ],
+)
+def test_the_next_epoch_is_that_of_an_unbroken_fit(
+    limit: dict[str, int], workers: int, validates: bool, by: str, tmp_path: Path
+) -> None:
+    whole = seen(workers, validates, **limit, **saving(tmp_path))
+    assert len(whole) == 12
+    assert len({str(whole[3 * epoch : 3 * epoch + 3]) for epoch in range(4)}) == 4
+    for step in (3, 6, 9):
+        again = seen(workers, validates, tmp_path / f"step={step}.ckpt", **limit, **presets(tmp_path)[by])
+        assert again == whole[step:]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("steps", [6, 7])
+def test_more_steps_after_the_last_one(steps: int, tmp_path: Path) -> None:
+    """At the end of an epoch those of a longer fit, and within one those that Lightning takes."""
+    path = tmp_path / "last.ckpt"
+    save: Any = LambdaCallback(on_fit_end=lambda trainer, _: trainer.save_checkpoint(path))
+    seen(0, False, max_epochs=-1, max_steps=steps, callbacks=[save])
+    rest = seen(0, False, path, **STEPS, strategy="single_bf16")
+    assert rest == (seen(0, False, **STEPS)[6:] if steps == 6 else seen(0, False, path, **STEPS))
+
+
+@pytest.mark.parametrize(("limit", "workers"), [(EPOCHS, 1), (STEPS, 0)])
+def test_lightning_alone_does_otherwise(limit: dict[str, int], workers: int, tmp_path: Path) -> None:
+    """Where this fails Lightning has been mended, and ``begin_epoch`` with its ``_Loop`` can go."""
+    whole = seen(workers, False, **limit, **saving(tmp_path))
+    assert seen(workers, False, tmp_path / "step=6.ckpt", **limit) != whole[6:]
