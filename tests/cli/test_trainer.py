@@ -218,18 +218,15 @@ def test_a_fit_says_where_its_checkpoint_is_and_what_to_type_next(capsys: pytest
     assert "checkpoint: " not in capsys.readouterr().out
 
 
-def test_a_fit_begins_and_goes_on_from_the_newest_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:.isinstance.treespec, LeafSpec")  # Lightning, torch
+def test_a_fit_begins_and_goes_on_from_the_newest_checkpoint() -> None:
     preempts = ["--trainer.callbacks+=Preemption", "--trainer.callbacks.folder=run"]
     saves = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=run"]
     saves += ["--trainer.enable_checkpointing=true"]
     fit = ["fit", "-c", "base.yaml", *preempts, *saves, "--ckpt_path", "newest"]
     assert main(fit) == 0
-    (first,) = Path("run").glob("*.ckpt")
-    capsys.readouterr()
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="The schedule of the checkpoint, .*'total_steps': 2"):  # it is read
         assert main([*fit, "--trainer.max_epochs=2"]) == 0
-    assert len([*Path("run").glob("*.ckpt")]) >= 1
-    assert first.name in capsys.readouterr().err
 
 
 def test_the_users_own_error_keeps_its_traceback_and_debug_shows_the_others() -> None:

@@ -207,7 +207,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.EMA, lt.AutoClip), Chunked)],
     ),
     "ProgressiveResizing-GrowingInputs": (
-        [Run((resizing, partial(resizing, 0.7))), Run((lt.SequenceLengthWarmup, partial(lt.SequenceLengthWarmup, 0.9)))],
+        [
+            Run((resizing, partial(resizing, 0.7))),
+            Run((lt.SequenceLengthWarmup, partial(lt.SequenceLengthWarmup, 0.9))),
+        ],
         [Run((resizing,), Pooled, images)],
     ),
     "LoRA-LoRA": ([Run((adapters, partial(lt.LoRA, r"layers\.0"))), Run((adapters, adapters))], [Run((adapters,))]),

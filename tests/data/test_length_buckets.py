@@ -176,7 +176,7 @@ def test_another_batch_size_and_another_data_set_are_refused() -> None:
         trainer().fit(Recorder(), fewer)
     nameless: Any = MapWithoutLength()
     unknown = DataLoader(nameless, 4, sampler=lt.LengthBuckets(lognormal(44), 4))
-    with pytest.raises(TypeError, match="LengthBuckets needs a data set .*, got MapWithoutLength .*give it a __len__"):
+    with pytest.raises(TypeError, match=r"LengthBuckets needs a data set .*, got MapWithoutLength .*give it a __len__"):
         trainer().fit(Recorder(), unknown)
     with pytest.raises(ValueError, match="no callback that changes it"):
         trainer(callbacks=[lt.BatchSizeWarmup(initial=2, final=4, grow="loader")]).fit(Recorder(), loader())

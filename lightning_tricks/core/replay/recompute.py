@@ -77,7 +77,7 @@ def _with_caches_of_now(forward: Callable[..., Any], values: list[Any]) -> Calla
     runs = count()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if before and next(runs):
+        if next(runs) > 0 and before:
             args = tuple(_copied(before.get(id(value), value)) for value in args)
             kwargs = {name: _copied(before.get(id(value), value)) for name, value in kwargs.items()}
         return forward(*args, **kwargs)

@@ -34,6 +34,9 @@ def unused_parameters(message: str, module: nn.Module) -> list[str]:
     return [names[int(index)] for index in match[1].split()] if match else []
 
 
+_OWN_STATES = re.compile("8bit|4bit|Fp8|GaLore|SOAP|Prodigy", re.IGNORECASE)  # classes of optimizers
+
+
 @final
 class DDPPreset(PresetStrategy, DDPStrategy):
     """Data parallelism: the presets ``ddp_bf16``, ``ddp_fp16`` and ``ddp_compressed_bf16``.
@@ -192,6 +195,13 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         for kind in (AveragingCallback, WeightAveraging, StochasticWeightAveraging):
             incompatible += callbacks_of(trainer, kind)
         incompatible += [optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "consolidate_state_dict")]
+        for optimizer in trainer.optimizers:
+            if _OWN_STATES.search(name := type(optimizer).__name__):
+                raise MisconfigurationException(
+                    f"strategy={self.strategy_name!r} with compression='local_sgd' averages the states of optimizers,"
+                    f" and {name} keeps states in few bits, or in numbers and bases of each rank's own, which have no"
+                    " mean. Take another optimizer, such as AdamW, or choose compression='bf16' or 'powersgd'."
+                )
         if incompatible:
             raise MisconfigurationException(
                 f"strategy={self.strategy_name!r} with compression='local_sgd' has different weights on each node"

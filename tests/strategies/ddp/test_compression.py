@@ -305,6 +305,11 @@ class Halt(Callback):
         trainer.should_stop = trainer.global_step == 1
 
 
+class FewBits(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return lt.optimizer("adamw4bit", self.layers, 0.01)  # which knows no Trainer
+
+
 def local_sgd(folder: str) -> dict[str, Any]:
     found = {}
     every = {name: {"compression": "local_sgd", "local_sgd_period": period} for name, period in (("1", 1), ("2", 2))}
@@ -335,6 +340,10 @@ def local_sgd(folder: str) -> dict[str, Any]:
             match=f"'ddp_compressed_bf16' with compression='local_sgd' .*{type(callback).__name__}",
         ):
             run(arguments=every["2"], callbacks=[callback])
+    with pytest.raises(
+        MisconfigurationException, match=r"compression='local_sgd' .* and AdamW4bit keeps states in few"
+    ):
+        trained(FewBits, arguments=every["2"])
     return found
 
 
