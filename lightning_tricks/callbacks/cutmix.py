@@ -126,22 +126,25 @@ class CutMix(MixingCallback):
         """Raise for parts of the batch that belong to places in the image, but cannot or would not be pasted."""
         images = [path for path, _ in self._inputs(context, size)]
         remedy = "use Mixup, or leave CutMix out"
-        masks_of(context.batch, images, self.targets_in(context.batch), type(self).__name__, remedy)
+        masks_of(context.batch, images, self._paths(context, "target"), type(self).__name__, remedy)
 
     @override
-    def _labels(self, batch: Any) -> list[Path]:
-        sides = get(batch, self.inputs_in(batch)[0]).shape[-2:]
-        return [path for path in self.targets_in(batch) if rows_and_columns(get(batch, path), sides) is None]
+    def _labels(self, context: BatchContext) -> list[Path]:
+        sides = get(context.batch, self._paths(context, "inputs")[0]).shape[-2:]
+        targets = self._paths(context, "target")
+        return [path for path in targets if rows_and_columns(get(context.batch, path), sides) is None]
 
     @override
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
         self._require_parts(context, size)
-        inputs, batch = self._inputs(context, size), context.batch
-        masks = set(self.targets_in(batch)).difference(self._labels(batch))
-        index = permutation(context.numbers, inputs[0][1])
+        batch, inputs = context.batch, self._paths(context, "inputs")
+        masks = set(self._paths(context, "target")).difference(self._labels(context))
+        first = get(batch, inputs[0])
+        index = permutation(context.numbers, first)
         seed = context.numbers.getrandbits(63)
-        for path, x in (*inputs, *((path, get(batch, path)) for path in masks)):
-            places = rows_and_columns(x, inputs[0][1].shape[-2:])
+        for path in (*inputs, *masks):
+            x = get(batch, path)
+            places = rows_and_columns(x, first.shape[-2:])
             assert places is not None
             # The same seed draws the same box in all of them.
             mixed, share = cutmix(x.movedim(places, (-2, -1)), lam, index, torch.Generator().manual_seed(seed))

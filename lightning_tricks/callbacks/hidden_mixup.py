@@ -116,7 +116,7 @@ class HiddenMixup(MixingCallback):
     @override
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
         self._require_parts(context, size)
-        target = get(context.batch, self.targets_in(context.batch)[0])
+        target = get(context.batch, self._paths(context, "target")[0])
         return Drawn(max(lam, 1 - lam), permutation(context.numbers, target))
 
     @torch.compiler.disable

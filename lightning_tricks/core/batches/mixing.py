@@ -64,38 +64,45 @@ class MixingCallback(BatchCallback):
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.alpha == 0:
             return
-        lam, size = context.numbers.betavariate(self.alpha, self.alpha), self._samples(context.batch)
+        lam, size = context.numbers.betavariate(self.alpha, self.alpha), self._samples(context.batch, paths=self._paths(context, "target"))
         self._watch(context, size)
         self.drawn = self._mix(context, lam, size)
-        if labels := self._labels(context.batch):
+        if labels := self._labels(context):
             context.plan.lam, context.partners = self.drawn.lam, self.drawn.index
             context.mix_targets(self, labels)
 
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.alpha and self.prob:
-            self._require_parts(context, size := self._samples(context.batch))
+            self._require_parts(context, size := self._samples(context.batch, paths=self._paths(context, "target")))
             self._watch(context, size)
-            context.plan_targets(self, self._labels(context.batch))
+            context.plan_targets(self, self._labels(context))
 
     def _require_parts(self, context: BatchContext, size: int) -> None:
         """Raise for a batch that cannot be mixed."""
         self._inputs(context, size)
 
-    def _labels(self, batch: Any) -> list[Path]:
+    def _paths(self, context: BatchContext, argument: str) -> list[Path]:
+        """The paths of the inputs or the targets, which mixing does not change; they are looked for once a batch."""
+        if (self, argument) not in context.found:
+            find = self.inputs_in if argument == "inputs" else self.targets_in
+            context.found[self, argument] = find(context.batch)
+        return context.found[self, argument]
+
+    def _labels(self, context: BatchContext) -> list[Path]:
         """The targets whose losses are mixed."""
-        return self.targets_in(batch)
+        return self._paths(context, "target")
 
     def _inputs(self, context: BatchContext, size: int) -> list[tuple[Path, Tensor]]:
         """The inputs of a batch with their paths, after checking them."""
-        inputs = [(path, get(context.batch, path)) for path in self.inputs_in(context.batch)]
-        targets = [get(context.batch, path) for path in self.targets_in(context.batch)]
-        others = _other_samples(context.batch, self.targets_in(context.batch))
+        inputs = [(path, get(context.batch, path)) for path in self._paths(context, "inputs")]
+        targets = [get(context.batch, path) for path in self._paths(context, "target")]
+        others = _other_samples(context.batch, self._paths(context, "target"))
         for path, x in inputs:
             if any(path[: len(other)] == other for other in others):
                 raise self._cannot(
                     f"mixes inputs and targets of the same samples, got {spelled(path)} beside"
-                    f" {' and '.join(map(spelled, self.targets_in(context.batch)))}, which may be those of others: name"
+                    f" {' and '.join(map(spelled, self._paths(context, 'target')))}, which may be those of others: name"
                     " inputs= and target= in the same part of the batch",
                     context,
                 )
@@ -118,13 +125,19 @@ class MixingCallback(BatchCallback):
 
     def _watch(self, context: BatchContext, size: int) -> None:
         """Find the parts that have one entry per sample, and are neither mixed nor targets."""
-        batch, targets = context.batch, self.targets_in(context.batch)
+        batch, targets = context.batch, self._paths(context, "target")
         inputs = locate(batch, self.inputs, INPUTS, 0)
-        others, own = _other_samples(batch, targets), [_by_name(batch, path) for path in (*inputs, *targets)]
+        rest = []
         for path, part in walk(batch):
             pairs = isinstance(part, Tensor) and is_pairwise(part, size)
             if pairs and (self.mixes_inputs or path in targets):
                 raise self._cannot(f"cannot mix {spelled(path)}, which has entries for pairs of samples", context)
+            if path not in inputs and path not in targets:
+                rest.append((path, part))
+        if not rest:  # as in most batches
+            return
+        others, own = _other_samples(batch, targets), [_by_name(batch, path) for path in (*inputs, *targets)]
+        for path, part in rest:
             if _by_name(batch, path) in own or any(path[: len(other)] == other for other in others):
                 continue
             if not _has_samples(batch, path, size):

@@ -42,6 +42,7 @@ class BatchContext:
         self.partners: Tensor | None = None  # the sample that each sample is mixed with
         self.targets: dict[Path, str] = {}  # targets whose losses follow the plan, and the trick that asked for it
         self.unmixed: dict[Path, Unmixed] = {}  # parts that belong to samples, and are neither mixed nor targets
+        self.found: dict[tuple[BatchCallback, str], list[Path]] = {}  # paths of inputs and targets that were looked for
         self._mixed: set[Path] = set()  # targets that are also mixed with those of their partners
 
     def plan_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:

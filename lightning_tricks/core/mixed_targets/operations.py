@@ -34,6 +34,16 @@ def differentiates(func: Function) -> bool:
     return func.__name__ in _OF_THE_GRAPH
 
 
+def reads_value(func: Function) -> bool:
+    """Whether a function reads the value of a tensor, without a graph, or one of its attributes.
+
+    >>> import torch
+    >>> reads_value(torch.Tensor.item), reads_value(torch.Tensor.__float__), reads_value(torch.Tensor.exp)
+    (True, True, False)
+    """
+    return func.__name__ in _READ
+
+
 def moves(func: Function) -> bool:
     """Whether a function moves the values of its first argument and changes none, as ``reshape`` and indexing do."""
     return func.__name__ in _MOVE
@@ -79,6 +89,10 @@ _ASSIGN = {
     *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 }
 _OF_THE_GRAPH = {"backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_READ = {
+    *("detach", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__get__", "__array__", "__float__"),
+    *("__int__", "__bool__", "__index__", "__complex__", "__format__", "__repr__"),
+}
 _MOVE = {
     *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "__get__"),
     *("__getitem__", "index_select", "masked_select", "narrow", "select", "repeat", "repeat_interleave", "expand"),

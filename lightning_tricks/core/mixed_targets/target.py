@@ -29,6 +29,7 @@ from lightning_tricks.core.mixed_targets.losses import (
 from lightning_tricks.core.mixed_targets.operations import (
     differentiates,
     moves,
+    reads_value,
     reduces_samples,
     uses_metadata_only,
     writes,
@@ -96,11 +97,11 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not targets or uses_metadata_only(func, args):
         result = _plain_call(func, args, kwargs)
         return args[0] if args and isinstance(args[0], MixedTarget) and writes(func) else result
-    of_losses = all(target.is_loss and not target.branches[0].ndim for target in targets)
-    if of_losses and func.__name__ in ("detach", "__get__"):  # a loss that is only logged
+    of_losses = all([target.is_loss and not target.branches[0].ndim for target in targets])
+    if of_losses and reads_value(func):  # a loss that is only logged
         return _plain_call(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        if any(target.requires_grad and not target.branches[0].requires_grad for target in targets):
+        if any([target.requires_grad and not target.branches[0].requires_grad for target in targets]):
             raise targets[0].plan.refusal(
                 "the target went through an autograd.Function, which sees only one of its two labels: compute the loss"
                 " with operations of torch."
@@ -120,8 +121,8 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             return func(*args, **kwargs)
     if writes(func):
         return _write(func, args, kwargs, targets)
-    calls = [_arguments(args, kwargs, number) for number in range(len(targets[0].branches))]
     plan = targets[0].plan
+    calls = [_arguments(args, kwargs, number) for number in range(len(targets[0].branches))]
     if plan.mix_predictions is not None and is_loss(func):
         calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
     unclear = next((target.unclear for target in targets if target.unclear), "")
@@ -162,7 +163,7 @@ def _join(
         unclear = f"{func.__name__}() of the target. Compute the loss by a function of torch.nn.functional."
     loss = first.is_floating_point() and (first.requires_grad or of_torch)
     value, sample_ids = first, None
-    if plan.by_samples and first.ndim:
+    if first.ndim and plan.by_samples:
         moved = bool(args) and isinstance(args[0], MixedTarget) and moves(func)
         sample_ids = sample_ids_of(func, calls, results, [(t.sample_ids, t.branches[0].ndim) for t in targets], moved)
     elif loss and not first.ndim:
@@ -171,10 +172,13 @@ def _join(
         else:
             value = torch.lerp(results[1], first, plan.lam) if len(results) > 1 else first
             plan.losses += value.requires_grad
+            if value is not first and type(value) is Tensor:
+                value.__class__ = MixedTarget  # as_subclass would add a node to the graph
     elif plan.by_samples and not moves(func):
         return first  # a number of samples, for example, which is the same in all branches
     plan.unclear = unclear if loss and unclear else plan.unclear
-    return _with_branches(value.as_subclass(MixedTarget), results, plan, sample_ids, loss, unclear)
+    target = value if isinstance(value, MixedTarget) else value.as_subclass(MixedTarget)
+    return _with_branches(target, results, plan, sample_ids, loss, unclear)
 
 
 def _mixed(call: dict[str, Any], plan: LossPlan, lam: float, partners: Tensor) -> dict[str, Any]:
@@ -221,9 +225,11 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any, targets: list[Mixed
 
 def _branch(value: Any, number: int | None) -> Any:
     """The value of an argument in the branch of this number; in no branch (None), its plain value."""
+    if not isinstance(value, _HOLDERS):
+        return value
     if isinstance(value, MixedTarget):
         return plain_tensor(value) if number is None or not value.plan.open else value.branches[number]
-    if not isinstance(value, _CONTAINERS) or not _targets_in([value]):
+    if not _targets_in([value]):
         return value
     if isinstance(value, dict):
         return {name: _branch(item, number) for name, item in value.items()}
@@ -244,6 +250,7 @@ def _plain_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 _CONTAINERS = (tuple, list, dict)  # faster than a union, which would be built anew for every argument
+_HOLDERS = (MixedTarget, *_CONTAINERS)
 
 
 def _targets_in(values: Iterable[Any]) -> list[MixedTarget]:
