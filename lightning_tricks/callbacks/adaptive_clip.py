@@ -65,16 +65,20 @@ def _clip(weights: list[Tensor], gradients: list[Tensor], clip_factor: float, ep
     for place, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         places.setdefault((gradient.device, weight.dtype, gradient.dtype), []).append(place)
     for alike in places.values():  # one tensor for all units, which are many and small
-        sizes = [units[place].numel() for place in alike]
-        limit = torch.cat([units[place].reshape(-1) for place in alike]).clamp_(min=eps).mul_(clip_factor)
-        norm = torch.cat([units[len(weights) + place].reshape(-1) for place in alike])
-        scale = (limit / norm.clamp(min=1e-6)).masked_fill_(norm < limit, 1.0).split_with_sizes(sizes)
-        shaped = [part.view(units[place].shape) for place, part in zip(alike, scale, strict=True)]
-        torch._foreach_mul_([gradients[place] for place in alike], shaped)
+        limit = torch.hstack([units[place] for place in alike]).clamp_(min=eps).mul_(clip_factor)
+        norm = torch.hstack([units[len(weights) + place] for place in alike])
+        scale = (limit / norm.clamp(min=1e-6)).masked_fill_(norm < limit, 1.0)
+        clipped = [gradients[place] for place in alike]
+        factors = scale.split_with_sizes([len(each) if each.ndim > 1 else 1 for each in clipped])
+        torch._foreach_mul_(clipped, [_for_rows(part, each) for part, each in zip(factors, clipped, strict=True)])
 
 
 def _norms_of_rows(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)))
+
+
+def _for_rows(factors: Tensor, tensor: Tensor) -> Tensor:
+    return factors if tensor.ndim == 1 else factors.view([-1, *[1] * (tensor.ndim - 1)] if tensor.ndim else [])
 
 
 @final

@@ -57,6 +57,11 @@ def scale_down_(gradients: list[Tensor], norm: Tensor, limit: Tensor) -> None:
         >>> gradient
         tensor([1.5000, 2.0000])
     """
+    if norm.is_cpu and limit.is_cpu:  # numbers take less time than operations on small tensors
+        size, largest = norm.item(), limit.item()
+        if largest < size < math.inf:
+            torch._foreach_mul_(gradients, largest / size)
+        return
     # No CUDA sync: inf - inf is NaN, for which fmin returns the 1.
     factor = torch.fmin(limit / (norm - norm + norm), torch.ones_like(norm))
     torch._foreach_mul_(gradients, factor)
@@ -113,7 +118,8 @@ class AutoClip(GradientCallback):
         gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
         parts = [part for gradient in gradients if (part := weights.local(gradient)) is not None]
         norm = weights.norm(parts, of=gradients)
-        known = (norm - norm + norm).reshape(1)  # inf - inf is NaN
+        known = norm if norm.is_cpu and math.isfinite(norm) else norm - norm + norm  # inf - inf is NaN
+        known = known.reshape(1)
         if number in self._norms:
             known = torch.cat([self._norms[number].to(known), known])
         self._norms[number] = known if self.history is None else known[-self.history :]
