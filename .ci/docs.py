@@ -7,8 +7,11 @@ repository that are no pages lead to copies of them.
 from __future__ import annotations
 
 import importlib
+import inspect
 import posixpath
 import re
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
+
+from lightning_tricks_cli.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 KINDS = {
@@ -32,52 +37,52 @@ KINDS = {
     "evaluation": "Evaluation",
     "advisor": "Advice",
 }
-FIRST = (
-    *("choose", "faq", "troubleshooting", "glossary"),
-    *(
-        "cli",
-        "strategies",
-        "multi_node",
-        "scaling",
-        "compatibility",
-        "your_library",
-        "clients",
-        "conflicts",
-        "coming_from",
-        "why_different",
-    ),
-    "architecture",
+START = (
+    *("your_library", "transfer", "manual_optimization", "coming_from", "faq", "troubleshooting", "why_different"),
+    "glossary",
 )
+ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", "architecture", "contributing", "changelog")
+SCALE = ("strategies", "multi_node", "scaling")
+EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
-PICTURE = re.compile(r'\b(src|srcset)="(?!https?:)([^"]+)"')
+PICTURE = re.compile(r'\b(src|srcset)="(?!https?:)([^"#]+)')
+LOGO = re.compile(
+    r'<p align="center">\s*<picture>.*?srcset="([^"]+)".*?src="([^"]+)"(.*?)>\s*</picture>\s*</p>', re.DOTALL
+)
+BADGE = re.compile(r'<img alt="([^"]+)" src="https://colab[^>]*>')
 HREF = re.compile(r'<a href="(?!https?:|#)([^"#]+)">(.*?)</a>')
 
 
 def sources() -> dict[str, Path]:
     """The Markdown pages by their place in the site."""
     pages = {"index.md": ROOT / "README.md"}
-    pages |= {path.name: path for path in sorted((ROOT / "docs").glob("*.md"), key=_place)}
-    pages |= {f"tricks/{path.name}": path for path in sorted((ROOT / "docs" / "tricks").glob("*.md"), key=_index_first)}
+    pages |= {str(path.relative_to(ROOT / "docs")): path for path in sorted((ROOT / "docs").rglob("*.md"))}
     pages |= {f"{folder}.md": ROOT / folder / "README.md" for folder in ("configs", "benchmarks")}
     return pages | {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
-
-
-def _place(path: Path) -> tuple[int, str]:
-    return (FIRST.index(path.stem) if path.stem in FIRST else len(FIRST)), path.stem
-
-
-def _index_first(path: Path) -> tuple[bool, str]:
-    return path.stem != "README", path.stem.lower()
 
 
 def notebooks() -> list[Path]:
     return sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def api(kind: str) -> str:
-    """The page of a kind: everything public that it has, from the docstrings."""
-    names = importlib.import_module(f"lightning_tricks.{kind}").__all__
-    return f"# {KINDS[kind]}\n\n" + "".join(f"::: lightning_tricks.{kind}.{name}\n\n" for name in names)
+def api() -> dict[str, str]:
+    """A page for each class and function, and one for each kind with their names, by their places in the site.
+
+    A function whose name differs by its capitals only is on the page of the class: many file systems know one of them.
+    """
+    pages = {}
+    for kind, title in KINDS.items():
+        module = importlib.import_module(f"lightning_tricks.{kind}")
+        uris: dict[str, str] = {}
+        lines = [f"# {title}\n\n|name|what it is|\n|---|---|"]
+        for name in sorted(module.__all__):  # classes first
+            uri = uris.setdefault(name.lower(), f"api/{kind}/{name}.md")
+            lower = "    options: {heading_level: 2}\n" if uri in pages else ""
+            pages[uri] = pages.get(uri, "") + f"::: lightning_tricks.{kind}.{name}\n{lower}\n"
+            what = (inspect.getdoc(getattr(module, name)) or "").split("\n")[0].replace("|", "\\|")
+            lines.append(f"|[`{name}`]({posixpath.basename(uri)})|{what}|")
+        pages[f"api/{kind}/index.md"] = "\n".join(lines) + "\n"
+    return pages
 
 
 def place(path: Path) -> str:
@@ -86,13 +91,36 @@ def place(path: Path) -> str:
     return pages.get(path, str(path.relative_to(ROOT)))
 
 
+def navigation() -> list[Any]:
+    """All pages by group; one of docs/ that no group names is a guide."""
+    guides = [uri for uri in sources() if uri.removesuffix(".md") not in (*START, *SCALE, *EVIDENCE, *ELSEWHERE)]
+    guides = [uri for uri in guides if not uri.startswith("tricks/")]
+    groups = {
+        group: [{row.names[0]: f"tricks/{row.names[0]}.md"} for row in rows]
+        for group, rows in groupby(CATALOGUE, lambda row: row.group)
+    }
+    schedules, scale = groups.pop("Schedules"), groups.pop("Scale")
+    start = ["index.md", "choose.md", {"Notebooks": [f"notebooks/{path.name}" for path in notebooks()]}, *_pages(START)]
+    uris = sorted((uri for uri in api() if not uri.endswith("/index.md")), key=str.lower)
+    names = {kind: [{Path(uri).stem: uri} for uri in uris if uri.startswith(f"api/{kind}/")] for kind in KINDS}
+    reference = [{title: [f"api/{kind}/index.md", *names[kind]]} for kind, title in KINDS.items()]
+    return [
+        {"Start": start},
+        {"Tricks": ["tricks/README.md", *({group: cards} for group, cards in groups.items()), {"Guides": guides}]},
+        {"Schedules": schedules},
+        {"Scale": [*_pages(SCALE), *scale]},
+        {"Evidence": ["benchmarks.md", *_pages(EVIDENCE)]},
+        {"Reference": ["cli.md", "configs.md", *reference, *_pages(("architecture", "contributing", "changelog"))]},
+    ]
+
+
+def _pages(names: Iterable[str]) -> list[str]:
+    return [f"{name}.md" for name in names]
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """All pages, in their order."""
-    pages: list[Any] = [uri for uri in sources() if not uri.startswith("tricks/")]
-    pages.insert(2, {"Tricks": [uri for uri in sources() if uri.startswith("tricks/")]})
-    if notebooks():
-        pages.insert(1, {"Notebooks": [f"notebooks/{path.name}" for path in notebooks()]})
-    config.nav = [*pages[:-2], {"API": [f"api/{kind}.md" for kind in KINDS]}, *pages[-2:]]
+    config.nav = navigation()
     return config
 
 
@@ -102,8 +130,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for uri, source in sources().items():
         if ROOT / "docs" not in source.parents:
             files.append(File.generated(config, uri, content=source.read_text()))
-    for kind in KINDS:
-        files.append(File.generated(config, f"api/{kind}.md", content=api(kind)))
+    for uri, text in api().items():
+        files.append(File.generated(config, uri, content=text))
     for path in notebooks():
         # no generated one: mkdocs-jupyter asks where it lies
         uri = str(path.relative_to(ROOT))
@@ -123,9 +151,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def drawn(match: re.Match[str]) -> str:
         file = _found(source.parent / match[2], config, files)
-        return f'{match[1]}="{get_relative_url(file.url, page.url)}"' if file else match[0]
+        return f'{match[1]}="{get_relative_url(file.url, page.url)}' if file else match[0]
 
-    return PICTURE.sub(drawn, LINK.sub(replaced, markdown))
+    return PICTURE.sub(drawn, LINK.sub(replaced, LOGO.sub(_logo, markdown)))
+
+
+def _logo(match: re.Match[str]) -> str:
+    """The title of the first page: the logo of the chosen colours, where GitHub has that of the system's."""
+    dark, light, rest = match.groups()
+    pictures = (f'<img src="{path}#only-{scheme}"{rest}>' for path, scheme in ((light, "light"), (dark, "dark")))
+    return f'<h1 align="center">{"".join(pictures)}</h1>'
 
 
 def _from(page: Page, file: File) -> str:
@@ -143,7 +178,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         file = _found(ROOT / "notebooks" / link, config, files)
         return f'<a href="{get_relative_url(file.url, page.url)}">{text}</a>' if file else text
 
-    return HREF.sub(replaced, html)
+    return BADGE.sub(r"\1", HREF.sub(replaced, html))  # a page loads nothing from elsewhere
 
 
 def _found(path: Path, config: MkDocsConfig, files: Files) -> File | None:

@@ -39,16 +39,11 @@ def declared() -> dict[Conflict, list[str]]:
 
 def markdown() -> str:
     """The table."""
-    lines = ["| this | with | | what is wrong | remedy |", "|---|---|---|---|---|"]
+    lines = ["| this, and what it is with | what is wrong | remedy |", "|---|---|---|"]
     for conflict, names in declared().items():
-        cells = [
-            _code(names),
-            _code(others(conflict)),
-            "warns" if conflict.warns else "raises",
-            conflict.rule,
-            conflict.remedy,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        verb = "warns" if conflict.warns else "raises"
+        pair = f"{_code(names)} with {_code(others(conflict))} {verb}"
+        lines.append(f"| {pair} | {conflict.rule} | {conflict.remedy} |")
     return "\n".join(lines)
 
 

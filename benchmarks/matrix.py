@@ -57,6 +57,8 @@ COLUMNS = """\
 - **LoRA**: beside it frozen weights stay as they are, and at its no-op limit a trick changes nothing.
 - **pl**: the same callbacks for a `pytorch_lightning.Trainer`."""
 
+SHORT = "Where each is not ✓:"
+
 
 def cells() -> dict[str, dict[str, dict[str, str]]]:
     """Of each row, what was found in each regime."""
@@ -65,12 +67,17 @@ def cells() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def markdown() -> str:
-    """The short table: rows whose cells are equal share one."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    """The short table: where a row is not right; rows whose cells are equal share one."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for row, of in cells().items():
-        groups.setdefault(tuple(SIGNS[of[regime]["cell"]] for regime in HEADS), []).append(f"`{row}`")
-    ordered = sorted(groups.items(), key=lambda group: (sum(sign != "✓" for sign in group[0]), group[1]))
-    return _table([(", ".join(rows), list(signs)) for signs, rows in ordered])
+        refused, none = (
+            "; ".join(head for regime, head in HEADS.items() if of[regime]["cell"] == cell)
+            for cell in ("refused", "none")
+        )
+        groups.setdefault((refused, none), []).append(f"`{row}`")
+    ordered = sorted(groups.items(), key=lambda group: (sum(map(len, group[0])), group[1]))
+    lines = [f"|{', '.join(rows)}|{refused or 'nothing'}|{none}|" for (refused, none), rows in ordered]
+    return "\n".join(["|tricks and presets|refused|has no meaning|", "|---|---|---|", *lines])
 
 
 def page() -> str:
@@ -89,7 +96,8 @@ def page() -> str:
     numbered = "\n".join(f"{number}. {why}" for number, why in enumerate(notes, 1))
     head = f"{TITLE}\n\nWritten by `make matrix`, from tests in `tests/conformance` that passed with {versions}."
     return (
-        "\n\n".join([head, LEGEND, COLUMNS, markdown(), "## Each by itself", _table(rows), "## Notes", numbered]) + "\n"
+        "\n\n".join([head, LEGEND, COLUMNS, SHORT, markdown(), "## Each by itself", _table(rows), "## Notes", numbered])
+        + "\n"
     )
 
 

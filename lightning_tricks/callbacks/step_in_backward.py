@@ -165,7 +165,7 @@ class StepInBackward(Trick):
         Conflict(
             ("ModelCheckpoint", "OnExceptionCheckpoint"),
             "an error in the backward pass leaves some weights stepped and others not, which would be saved",
-            "Save after batches, as ModelCheckpoint(every_n_train_steps=...) does",
+            "Save after batches, as ModelCheckpoint does with every_n_train_steps",
             lambda trick, other: getattr(other, "save_on_exception", True),
         ),
     )
