@@ -143,6 +143,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let the links of the repository lead somewhere in the site; folders have no place there."""
     if (source := sources().get(page.file.src_uri)) is None:
         return markdown
+    if page.file.src_uri.startswith("tricks/"):
+        page.meta["search"] = {"boost": 2}  # a card comes before the reference
 
     def replaced(match: re.Match[str]) -> str:
         text, link, anchor = match.groups("")
