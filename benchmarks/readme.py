@@ -1,6 +1,6 @@
 """``make tables``: everything that is written from the catalogue, the docstrings and the committed figures.
 
-The cards of ``docs/tricks``, the tables of ``docs/`` and ``benchmarks/README.md``, and the picture of gains.
+The cards of ``docs/tricks`` and their pictures, the tables of ``docs/`` and ``benchmarks/README.md``, the gains.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import conflicts
 import curves
 import evidence
 import forest
+import illustrations
 import matrix
 import optimizer_table
 import quality_report
@@ -64,3 +65,5 @@ if __name__ == "__main__":
     regimes_report.renew(evidence.result("regimes"))
     forest.draw(forest.PICTURE, evidence.result("regimes"))
     curves.draw(curves.PICTURE)
+    for name in illustrations.PICTURES:
+        illustrations.draw(illustrations.FOLDER / f"{name}.svg")

@@ -25,6 +25,7 @@ from lightning_tricks_cli.catalogue import CATALOGUE
 from tests.public import PUBLIC
 
 ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "tricks"
 SLOW = {"compare", "Compile", "LoRA", "QAT", "environment_report"}  # several fits, a compiler, imports of seconds
 TEXTS = [torch.randint(1, 100, (length,)) for length in (3, 9, 4, 12) * 8]
 
@@ -183,8 +184,8 @@ def words(picture: Path) -> list[str]:
 
 def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    evidence, readme, forest, curves = (
-        importlib.import_module(name) for name in ("evidence", "readme", "forest", "curves")
+    evidence, readme, forest, curves, illustrations = (
+        importlib.import_module(name) for name in ("evidence", "readme", "forest", "curves", "illustrations")
     )
     assert evidence.FILE.read_text() == evidence.text(), "run make tables"
     pages = readme.pages()
@@ -193,7 +194,17 @@ def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.
     for picture, draw in (
         (forest.PICTURE, partial(forest.draw, result=evidence.result("regimes"))),
         (curves.PICTURE, curves.draw),
+        *((illustrations.FOLDER / f"{name}.svg", illustrations.draw) for name in illustrations.PICTURES),
     ):
         draw(tmp_path / picture.name)
         assert words(tmp_path / picture.name) == words(picture), "run make tables"
     assert len(lt.optimizers()) == int(row_of("optimizer").what.split()[0])
+
+
+def test_the_pictures_are_small_have_a_text_and_are_all_shown() -> None:
+    shown = [
+        picture for path in FOLDER.glob("*.md") for picture in re.findall(r"!\[(.*?)\]\((.*?)\)", path.read_text())
+    ]
+    assert {link for _, link in shown if "/" not in link} == {path.name for path in PAGES.glob("*.svg")}
+    assert all(len(text) > 40 for text, _ in shown)
+    assert all(path.stat().st_size < 40_000 for path in PAGES.glob("*.svg"))

@@ -56,7 +56,8 @@ def test_of_a_page_with_many_columns_the_tables_alone_are_wide(name: str, tab: A
 def test_what_is_too_wide_or_missing_is_seen(tab: Any, tmp_path: Path) -> None:
     """The measure itself: a long name in a table, a wide box, a picture that is not there."""
     bad = tmp_path / "bad.md"
-    bad.write_text(f"|a|b|\n|---|---|\n|`{'x' * 120}`|b|\n\n<div style='width: 900px'></div>\n\n![none](none.svg)\n")
+    table = f"|a|b|\n|---|---|\n|`{'x' * 120}`|b|\n"
+    bad.write_text(f"{table}\n<div style='width: 900px'>wide</div>\n\n![none](none.svg)\n")
     show(tab, bad, tmp_path)
     assert [found[:4] for found in tab.evaluate(WIDE)] == ["<tab", "<div"]
     assert len(tab.evaluate(MISSING)) == 1
