@@ -54,7 +54,7 @@ def network() -> nn.Sequential:
 
 def _images(figure: Any, images: dict[str, Tensor]) -> None:
     for axis, (title, image) in zip(figure.subplots(1, len(images)), images.items(), strict=True):
-        axis.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=1, interpolation="none")
+        axis.imshow(image.squeeze().numpy(), cmap="gray", vmin=0, vmax=1, interpolation="none")
         axis.set_title(title)
         axis.set_axis_off()
 
@@ -84,7 +84,11 @@ def mixed(figure: Any) -> None:
 def cut(figure: Any) -> None:
     """A photograph, without a square and without rows and columns."""
     x, generator = photograph(), torch.Generator().manual_seed(1)
-    images = {"the sample": x, "CutOut(0.5)": cutout(x[0], 0.5, generator), "ColOut(0.3, 0.3)": colout(x[0], 0.3, 0.3)}
+    images = {
+        "the sample": x,
+        "CutOut(0.5)": cutout(x[0], 0.5, generator),
+        "ColOut(0.3, 0.3)": colout(x[0], 0.3, 0.3, generator),
+    }
     _images(figure, images)
 
 
@@ -133,7 +137,7 @@ def _trained_layers(figure: Any, trick: pl.Callback) -> None:
     axis = figure.subplots()
     trains = torch.tensor(module.trains).T.flip(0)
     colours = matplotlib.colors.ListedColormap([GREY, OURS])
-    axis.imshow(trains, aspect="auto", cmap=colours, vmin=0, vmax=1, extent=(0, 1, -0.5, 5.5))
+    axis.imshow(trains.numpy(), aspect="auto", cmap=colours, vmin=0, vmax=1, extent=(0, 1, -0.5, 5.5))
     axis.set_yticks(range(6), ["stem", *(f"block {number}" for number in range(1, 5)), "head"])
     axis.hlines([0.5, 1.5, 2.5, 3.5, 4.5], 0, 1, color="white", linewidth=2)
     axis.set_xlabel("share of training; violet: trains, grey: frozen")
@@ -205,33 +209,27 @@ def averaged(figure: Any) -> None:
 
 
 def flat(figure: Any) -> None:
-    """Gradient descent over a sharp and a flat minimum, with and without SAM."""
+    """A loss with a sharp and a flat minimum, and the loss at the perturbed weight, which SAM descends."""
 
     def loss(weight: Tensor) -> Tensor:
-        return 0.12 * weight.square() - 0.55 * torch.exp(-((weight - 1.6) ** 2) / 0.02) + 0.1 * torch.cos(weight)
+        return 0.25 * (1 - torch.cos(1.4 * weight)) - 0.8 * torch.exp(-(((weight - 2.2) / 0.1) ** 2))
 
+    line = torch.linspace(-1.8, 3, 600)
+    perturbed = line.clone()
+    for number in range(len(line)):
+        weight = line[number : number + 1].clone().requires_grad_()
+        gradient = torch.autograd.grad(loss(weight).sum(), weight)
+        sam_perturb_([weight], gradient, 0.15)
+        perturbed[number] = weight.item()
     axis = figure.subplots()
-    line = torch.linspace(-2.5, 3.2, 800)
-    axis.plot(line, loss(line), color="black", linewidth=1)
-    for name, rho, colour in (("plain", 0.0, WARM), ("SAM, rho=0.5", 0.5, OURS)):
-        weight = torch.tensor([2.6], requires_grad=True)
-        path = [weight.item()]
-        for _ in range(400):
-            weight.grad = torch.autograd.grad(loss(weight), weight)[0]
-            with torch.no_grad():
-                here = weight.clone()
-                if rho:
-                    sam_perturb_([weight], [weight.grad], rho)
-            gradient = torch.autograd.grad(loss(weight), weight)[0]
-            with torch.no_grad():
-                weight.copy_(here - 0.06 * gradient)
-            path.append(weight.item())
-        shown = torch.tensor(path[::8])
-        axis.plot(shown, loss(shown) + 0.02, ".", color=colour, markersize=4, label=name)
-        axis.plot(shown[-1], loss(shown[-1]) + 0.02, "o", color=colour, markersize=8)
-    axis.legend(frameon=False, loc="upper center")
-    axis.set_xlabel("weight; large dots: after 400 steps from the right")
-    axis.set_ylabel("loss")
+    for values, colour, label in (
+        (loss(line), WARM, "loss at w"),
+        (loss(perturbed), OURS, "loss at w + e, which SAM descends"),
+    ):
+        axis.plot(line, values, color=colour, linewidth=1.5, label=label)
+        axis.plot(line[values.argmin()], values.min(), "o", color=colour, markersize=8)
+    axis.legend(frameon=False, loc="lower left")
+    axis.set_xlabel("weight; dots: the minima of both")
     axis.set_yticks([])
     _bare(axis)
 
@@ -270,7 +268,7 @@ def clipped(figure: Any) -> None:
     norms = torch.stack(_train(network()))
     limits = [clip_value(norms[: step + 1], 10) for step in range(len(norms))]
     axis = figure.subplots()
-    axis.plot(norms, color=PLAIN, linewidth=0.8, label="norm of the gradient")
+    axis.plot(norms.numpy(), color=PLAIN, linewidth=0.8, label="norm of the gradient")
     axis.plot(limits, color=OURS, linewidth=2, label="AutoClip(10): the 10th percentile so far")
     axis.set_xlabel("optimizer step")
     axis.set_yscale("log")
@@ -323,7 +321,7 @@ def padded(figure: Any) -> None:
         for row, part in zip(rows, parts[:6], strict=True):
             row[:16, : found[part].max()] = 1
             row[:16][torch.arange(200) < found[part][:, None]] = 2
-        axis.imshow(rows.flatten(0, 1), aspect="auto", cmap=colours, interpolation="none")
+        axis.imshow(rows.flatten(0, 1).numpy(), aspect="auto", cmap=colours, interpolation="none")
         axis.set_title(f"{title}: {1 - used / held:.0%} is padding")
         axis.set_xlabel("tokens; six batches of 16")
         axis.set_yticks([])
