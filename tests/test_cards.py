@@ -154,7 +154,7 @@ def test_every_name_of_the_top_level_has_a_card() -> None:
 def test_a_card_says_what_a_reader_needs(name: str) -> None:
     text = card(name)
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    order = ("When", "When not", "Code", "Starting values", "Cost", "Evidence", "Works with", "Conflicts", "Pitfalls")
+    order = ("When", "When not", "Code", "Starting values", "Pitfalls", "Cost", "Evidence", "Works with", "Conflicts")
     assert headings == [heading for heading in (*order, "Papers") if heading in headings]
     assert {"When", "When not", "Code"} <= {*headings}
     assert f"`{row_of(name).line}`" in text

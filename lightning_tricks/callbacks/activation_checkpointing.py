@@ -66,7 +66,7 @@ class ActivationCheckpointing(Trick):
         Conflict(
             ("ActivationCheckpointing",),
             "both wrap the same blocks, whose forward pass then runs three times",
-            "Leave one of them out, or name other modules",
+            "Remove one of them, or name other modules",
             lambda one, other: one.modules == other.modules,
         ),
     )

@@ -89,12 +89,12 @@ class BatchSizeWarmup(EpochPlan, Trick):
         Conflict(
             ("GradientAccumulationScheduler",),
             "both decide how many batches are accumulated",
-            "Leave one of them out",
+            "Remove one of them",
         ),
         Conflict(
             ("accumulate_grad_batches",),
             'with grow="accumulate" both decide how many batches are accumulated',
-            "Leave accumulate_grad_batches out and multiply initial and final by it",
+            "Remove accumulate_grad_batches and multiply initial and final by it",
             lambda trick, _: bool(trick.grow == "accumulate"),
         ),
     )
@@ -174,7 +174,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
             found = "grow='loader' and reload_dataloaders_every_n_epochs: use grow='accumulate'"
         else:
             return
-        raise MisconfigurationException(f"BatchSizeWarmup cannot work with {found}, or leave BatchSizeWarmup out.")
+        raise MisconfigurationException(f"BatchSizeWarmup cannot work with {found}, or remove BatchSizeWarmup.")
 
     def _grown(self, trainer: pl.Trainer, process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
         loader = process(loader)

@@ -74,7 +74,7 @@ class Compile(Trick):
         Conflict(
             ("Compile",),
             "both compile the same modules",
-            "Leave one of them out, or name other modules",
+            "Remove one of them, or name other modules",
             lambda one, other: one.modules == other.modules,
         ),
     )
@@ -154,7 +154,7 @@ class Compile(Trick):
         rank_zero_warn(
             f"Compile: {name or 'forward'} ({type(module).__name__}) does not compile with backend={self.backend!r}:"
             f" {type(error).__name__}: {message}. Training goes on in eager, with the same batch. Name modules that do"
-            " compile, as in Compile(modules=[...]), or leave Compile out."
+            " compile, as in Compile(modules=[...]), or remove Compile."
         )
 
     @override

@@ -125,7 +125,7 @@ class CutMix(MixingCallback):
     def _require_parts(self, context: BatchContext, size: int) -> None:
         """Raise for parts of the batch that belong to places in the image, but cannot or would not be pasted."""
         images = [path for path, _ in self._inputs(context, size)]
-        remedy = "use Mixup, or leave CutMix out"
+        remedy = "use Mixup, or remove CutMix"
         masks_of(context.batch, images, self._paths(context, "target"), type(self).__name__, remedy)
 
     @override

@@ -89,19 +89,19 @@ class Float8(Trick):
         Conflict(
             ("Float8",),
             "both compute the same products",
-            "Leave one of them out, or name other modules",
+            "Remove one of them, or name other modules",
             lambda one, other: one.modules == other.modules,
         ),
         Conflict(
             ("QAT",),
             "products in float8 would not be those of the weights that QAT rounds",
-            "Leave one of them out, or name other modules in both",
+            "Remove one of them, or name other modules in both",
             lambda one, other: one.modules is None or other.modules is None or one.modules == other.modules,
         ),
         Conflict(
             ("LoRA",),
             "LoRA replaces the layers that would compute in float8",
-            "Leave one of them out: Float8 is for a training of all weights",
+            "Remove one of them: Float8 is for a training of all weights",
         ),
     )
     changes_network = True

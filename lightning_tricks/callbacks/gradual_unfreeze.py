@@ -98,7 +98,7 @@ class GradualUnfreeze(StagedCallback):
 
     durations = ("at",)
     conflicts = (
-        Conflict(("BaseFinetuning",), "both freeze parameters and decide when they train", "Leave one of them out"),
+        Conflict(("BaseFinetuning",), "both freeze parameters and decide when they train", "Remove one of them"),
     )
 
     def __init__(

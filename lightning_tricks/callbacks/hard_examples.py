@@ -120,7 +120,7 @@ class HardExampleFilter(BatchCallback):
         Conflict(
             ("SAMHooks",),
             "the samples of a full batch are compared, but micro_batch_size runs parts of it",
-            'Leave micro_batch_size out, or use mode="prune"',
+            'Remove micro_batch_size, or use mode="prune"',
             lambda trick, hooks: trick.mode == "loss" and hooks.sam.micro_batch_size is not None,
         ),
     )

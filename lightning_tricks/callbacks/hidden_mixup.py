@@ -66,7 +66,7 @@ class HiddenMixup(MixingCallback):
         Conflict(
             ("SAMHooks",),
             "the samples of a full batch are mixed, but micro_batch_size runs parts of it",
-            "Leave micro_batch_size out",
+            "Remove micro_batch_size",
             lambda trick, hooks: hooks.sam.micro_batch_size is not None,
         ),
     )

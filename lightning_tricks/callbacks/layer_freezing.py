@@ -133,12 +133,12 @@ class LayerFreezing(StagedCallback):
         Conflict(
             ("BaseFinetuning", "GradualUnfreeze"),
             "both freeze parameters and decide when they train",
-            "Leave one of them out",
+            "Remove one of them",
         ),
         Conflict(
             ("ScheduleFree",),
-            "a weight that stops at y, where it trains, is not the average x that ScheduleFree validates",
-            "Leave one of them out",
+            "a frozen weight would keep its training value instead of the average that ScheduleFree validates",
+            "Remove one of them",
         ),
     )
 

@@ -66,5 +66,5 @@ class LeanLoss(Trick):
         if not self._head.losses:
             raise MisconfigurationException(
                 f"{self.written()} saved nothing: no F.cross_entropy has had the logits of this head. Name the model"
-                " that the loss comes from, or leave it out."
+                " that the loss comes from, or remove it."
             )

@@ -99,7 +99,7 @@ class LoRA(Trick):
         Conflict(
             ("GradualUnfreeze", "BaseFinetuning"),
             "the one unfreezes weights that the other keeps frozen and leaves out of checkpoints",
-            "Leave one of them out, or name in LoRA(train=...) what trains beside the adapters",
+            "Remove one of them, or name in LoRA(train=...) what trains beside the adapters",
         ),
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),

@@ -119,7 +119,7 @@ class LRSchedule(Trick):
 
     conflicts = (
         *CONFLICTS,
-        Conflict(("LRSchedule",), "both would set the learning rate", "Leave one of them out"),
+        Conflict(("LRSchedule",), "both would set the learning rate", "Remove one of them"),
         Conflict(
             ("BackboneFinetuning",),
             "it sets the learning rate of the backbone in every epoch, and the schedule in every step",
@@ -128,7 +128,7 @@ class LRSchedule(Trick):
         Conflict(
             ("schedule from configure_optimizers",),
             "both set the learning rate",
-            "Leave one of them out, or pass LRSchedule(replace=True) to take the place of the module's",
+            "Remove one of them, or pass LRSchedule(replace=True) to take the place of the module's",
             lambda trick, schedule: not trick.replace,
         ),
     )

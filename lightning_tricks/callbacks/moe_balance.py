@@ -72,7 +72,7 @@ class MoEBalance(Trick):
         Wang et al., arXiv 2408.15664.
     """
 
-    conflicts = (Conflict(("MoEBalance",), "both would move the biases of the routers", "Leave one of them out"),)
+    conflicts = (Conflict(("MoEBalance",), "both would move the biases of the routers", "Remove one of them"),)
 
     def __init__(self, rate: float = 1e-3) -> None:
         super().__init__()

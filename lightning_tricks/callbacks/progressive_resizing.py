@@ -119,7 +119,7 @@ class ProgressiveResizing(GrowingInputs):
     def _shrunk(self, context: BatchContext, size: Callable[[int], int]) -> Any:
         batch, images = context.batch, self.inputs_in(context.batch)
         sides = require_images(batch, images, "ProgressiveResizing")
-        remedy = "leave it out of the batch, or leave ProgressiveResizing out"
+        remedy = "leave it out of the batch, or remove ProgressiveResizing"
         masks = masks_of(batch, images, self.targets_if_any(batch), "ProgressiveResizing", remedy)
         if max(sides) <= self.multiple_of:
             raise MisconfigurationException(

@@ -79,7 +79,7 @@ class QAT(Trick):
         Conflict(
             ("QAT",),
             "a weight would be rounded twice",
-            "Leave one of them out, or name other modules",
+            "Remove one of them, or name other modules",
             lambda one, other: one.modules == other.modules,
         ),
         Conflict(

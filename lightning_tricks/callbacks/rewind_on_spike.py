@@ -142,7 +142,7 @@ class RewindOnSpike(Trick):
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 f"RewindOnSpike cannot work with {type(pl_module).__name__}.automatic_optimization=False: step there"
-                " only if the loss is good, or leave RewindOnSpike out."
+                " only if the loss is good, or remove RewindOnSpike."
             )
 
     @override

@@ -56,7 +56,7 @@ class SAMCallback(SAMHooks):
     name = "SAMCallback"
     conflicts = (
         *SAMHooks.conflicts,
-        Conflict(("SAMHooks",), "every training step would be perturbed by both", "Leave one of them out"),
+        Conflict(("SAMHooks",), "every training step would be perturbed by both", "Remove one of them"),
     )
 
     def __init__(

@@ -46,8 +46,8 @@ class ScheduleFree(AveragingCallback):
     conflicts = (
         Conflict(
             ("AveragingCallback", "WeightAveraging", "StochasticWeightAveraging"),
-            "a schedule-free optimizer averages its weights itself, and an average of y is not x",
-            "Leave the other average out",
+            "a schedule-free optimizer already averages the weights, and a second average would average the wrong ones",
+            "Remove the other average",
         ),
         Conflict(
             ("schedule from configure_optimizers", "LRSchedule"),

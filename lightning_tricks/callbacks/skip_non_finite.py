@@ -1,4 +1,4 @@
-"""Optimizer steps with losses or gradients that are not finite are left out, on all ranks together."""
+"""Optimizer steps with losses or gradients that are not finite are skipped, on all ranks together."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ __all__ = ["SkipNonFinite"]
 
 @final
 class SkipNonFinite(Trick):
-    """Leaves out the optimizer step of a window in which a loss or a gradient is infinite or NaN.
+    """Skips the optimizer step if any loss or gradient in the accumulation window is NaN or infinite.
 
     All ranks decide together, by one all-reduced number. All batches of the accumulation window are dropped, without a
     trace in weights, optimizer state, BatchNorm statistics and other buffers, averages (``EMA``) and ``global_step``.
-    Schedules that count steps wait, so the run ends as many steps before the end of its schedule as were left out. The
+    Schedules that count steps wait, so the run ends as many steps before the end of its schedule as were skipped. The
     loader, random numbers and logged values are not restored, nor is the count of batches for a scheduler with a
     ``frequency``. List this callback before callbacks that read gradients (``AutoClip``), so that they do not see those
-    of left-out steps. Of this callback and ``RewindOnSpike``, the first in the list decides.
+    of skipped steps. Of this callback and ``RewindOnSpike``, the first in the list decides.
 
-    With a GradScaler (fp16) the scaler itself leaves out steps, to find its scale. This callback then counts them and
+    With a GradScaler (fp16) the scaler itself skips steps to find its scale. This callback then counts them and
     restores the buffers, which a bad batch would spoil for good; ``global_step`` and schedules go on.
 
     ``skipped_steps`` is the number so far, logged as ``tricks/skipped_steps``. The cost per optimizer step is one pass
     over the gradients, a copy of the buffers and one wait for the device.
 
     Args:
-        max_consecutive: Number of consecutive steps left out after which training stops, at least 1.
+        max_consecutive: Number of consecutive skipped steps after which training stops, at least 1.
 
     Raises:
         ValueError: If ``max_consecutive`` is below 1.
         TypeError: If it is not an integer.
         MisconfigurationException: Under DeepSpeed, which makes the steps itself, with LBFGS, which steps many times,
             and with PowerSGD, which keeps values that are not finite.
-        FloatingPointError: After ``max_consecutive`` steps left out; names the parameters and the last finite loss.
+        FloatingPointError: After ``max_consecutive`` skipped steps; names the parameters and the last finite loss.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -63,8 +63,8 @@ class SkipNonFinite(Trick):
         *STEPS_LEFT_OUT,
         Conflict(
             ("TerminateOnNonFinite",),
-            "training stops at the first loss or gradient that is not finite, so that no step is ever left out",
-            "Leave one of them out",
+            "training stops at the first loss or gradient that is not finite, so no step is ever skipped",
+            "Remove one of them",
             warns=True,
         ),
     )
@@ -74,8 +74,8 @@ class SkipNonFinite(Trick):
         super().__init__()
         self.max_consecutive = max_consecutive
         self.skipped_steps = 0
-        self._in_a_row: dict[int, int] = {}  # consecutive steps left out, by the optimizer's number
-        self._leaves_out = True  # False where a GradScaler leaves out steps
+        self._in_a_row: dict[int, int] = {}  # consecutive skipped steps, by the optimizer's number
+        self._skips = True  # False where a GradScaler skips steps
         self._watch, self._window, self._guard = FiniteCheck(), Window(), StepGuard()
 
     @override
@@ -89,8 +89,8 @@ class SkipNonFinite(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._watch, self._window = FiniteCheck(), Window()
-        self._leaves_out = grad_scaler(trainer) is None
-        if self._leaves_out:
+        self._skips = grad_scaler(trainer) is None
+        if self._skips:
             self._guard.start(trainer, "SkipNonFinite", self._undo)
 
     @override
@@ -121,11 +121,11 @@ class SkipNonFinite(Trick):
         trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         if in_a_row >= self.max_consecutive:
             raise FloatingPointError(
-                f"SkipNonFinite(max_consecutive={self.max_consecutive}) has left out {in_a_row} optimizer steps"
+                f"SkipNonFinite(max_consecutive={self.max_consecutive}) has skipped {in_a_row} optimizer steps"
                 f" in a row after step {trainer.global_step}; {self._watch.report(trainer, pl_module)}. Lower the"
                 " learning rate, clip gradients, or check the data."
             )
-        if self._leaves_out:
+        if self._skips:
             raise SkipStep
 
     @override

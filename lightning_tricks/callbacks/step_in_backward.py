@@ -50,7 +50,7 @@ def step_in_backward(optimizer: Optimizer, loss: Tensor) -> None:
             raise MisconfigurationException(
                 "StepInBackward: a second backward pass runs inside of the first, as"
                 " torch.utils.checkpoint(use_reentrant=True) does, so that a gradient may not be complete: pass"
-                " use_reentrant=False, or leave StepInBackward out."
+                " use_reentrant=False, or remove StepInBackward."
             )
         step_weight(optimizer, group, weight)
         reads.stepped.add(weight)
@@ -149,19 +149,19 @@ class StepInBackward(Trick):
         Conflict(
             ("accumulate_grad_batches", "GradientAccumulationScheduler", "BatchSizeWarmup"),
             "a weight is stepped by the gradient of one batch, and none is kept to add the next one to",
-            "Leave one of them out",
+            "Remove one of them",
         ),
         Conflict(
             ("GradientCallback", "SkipNonFinite", "RewindOnSpike", "TerminateOnNonFinite"),
             "weights are stepped and gradients are freed before the other trick can look at them",
-            "Leave one of them out",
+            "Remove one of them",
         ),
         Conflict(
             ("SAMHooks",),
             "SAM needs the gradients of all weights before the first is stepped",
-            "Leave one of them out",
+            "Remove one of them",
         ),
-        Conflict(("StepInBackward",), "the second one would find no gradients", "Leave one of them out"),
+        Conflict(("StepInBackward",), "the second one would find no gradients", "Remove one of them"),
         Conflict(
             ("ModelCheckpoint", "OnExceptionCheckpoint"),
             "an error in the backward pass leaves some weights stepped and others not, which would be saved",
@@ -206,13 +206,13 @@ def _require_stock_step(trainer: pl.Trainer, module: pl.LightningModule) -> None
         rule, remedy = f"works on one device, got {strategy}, which joins gradients", 'Pass strategy="auto", devices=1'
     elif trainer.gradient_clip_val:
         rule = f"never has gradients together to clip, got gradient_clip_val={trainer.gradient_clip_val}"
-        remedy = "Leave that out"
+        remedy = "Remove that"
     elif grad_scaler(trainer):
-        rule = f"cannot unscale gradients and leave out steps, got precision={trainer.precision!r}"
+        rule = f"cannot unscale gradients or skip steps, got precision={trainer.precision!r}"
         remedy = "Pass precision='bf16-mixed'"
     else:
         return
-    raise MisconfigurationException(f"StepInBackward {rule}. {remedy}, or leave StepInBackward out.")
+    raise MisconfigurationException(f"StepInBackward {rule}. {remedy}, or remove StepInBackward.")
 
 
 def _require_no_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -226,5 +226,5 @@ def _require_no_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             if getattr(method, "__func__", method) is not getattr(base, hook):
                 raise MisconfigurationException(
                     f"StepInBackward steps weights inside of backward(): {type(owner).__name__}.{hook}"
-                    f" {_MODULE_HOOKS[hook]}. Leave {hook} out, or leave StepInBackward out."
+                    f" {_MODULE_HOOKS[hook]}. Remove {hook} or StepInBackward."
                 )

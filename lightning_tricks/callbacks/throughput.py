@@ -169,7 +169,7 @@ def samples_in(batch: Any) -> int:
     except MisconfigurationException as error:
         raise MisconfigurationException(
             f"Throughput finds no tensor in the batch, which has {described(batch)}: it cannot count samples. Have the"
-            " collate function return a dict or a tuple, or leave Throughput out."
+            " collate function return a dict or a tuple, or remove Throughput."
         ) from error
 
 

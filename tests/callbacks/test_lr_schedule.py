@@ -434,7 +434,7 @@ class Plateau(Net):
 
 
 def test_a_module_with_a_plateau_is_refused_by_name():
-    message = r"and PlateauLR from configure_optimizers: both .*Leave one of them out"
+    message = r"and PlateauLR from configure_optimizers: both .*Remove one of them"
     with pytest.raises(MisconfigurationException, match=message):
         fit(build(Plateau), callbacks=[LRSchedule("linear")])
 

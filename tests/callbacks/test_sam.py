@@ -106,8 +106,8 @@ class Manual(PlainNet):
     ("kind", "callbacks", "message"),
     [
         (Manual, 1, r"got Manual with automatic_optimization=False: make a subclass Manual\(SAMMixin, \.\.\.\)"),
-        (PlainNet, 2, r"SAMCallback\(rho=0.05\) and SAMCallback\(rho=0.05\): .*Leave one of them out"),
-        (with_mixin(PlainNet), 1, r"SAMCallback\(rho=0.05\) and Sharp with SAM\(rho=0.3.*Leave one of them out"),
+        (PlainNet, 2, r"SAMCallback\(rho=0.05\) and SAMCallback\(rho=0.05\): .*Remove one of them"),
+        (with_mixin(PlainNet), 1, r"SAMCallback\(rho=0.05\) and Sharp with SAM\(rho=0.3.*Remove one of them"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_first_step(kind: type[PlainNet], callbacks: int, message: str) -> None:

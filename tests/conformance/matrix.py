@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -51,13 +52,18 @@ def as_json(cells: Iterable[tuple[Cell, str]]) -> dict[str, Any]:
             raise ValueError(f"{row} x {regime} is found by two tests, {tricks[row][regime]['test']} and {test}.")
         if found not in FOUND or regime not in REGIMES or (found != "right" and not why):
             raise ValueError(f"{row} x {regime}: no such cell, {found!r} because {why!r} ({test}).")
-        tricks[row][regime] = {"cell": found, "test": test, **({"why": why} if why else {})}
+        tricks[row][regime] = {"cell": found, "test": test, **({"why": readable(why)} if why else {})}
     ordered = {row: {regime: of[regime] for regime in REGIMES if regime in of} for row, of in tricks.items()}
     return {
         "versions": {name: version(name).split("+")[0] for name in ("torch", "lightning", "deepspeed")},
         "regimes": list(REGIMES),
         "tricks": ordered,
     }
+
+
+def readable(why: str) -> str:
+    """A message without what only the tests have: their folder, and their kind of DeepSpeed."""
+    return re.sub(r"'/[^']*/([^'/]+)'", r"'\1'", why).replace("CPUDeepSpeedStrategy", "DeepSpeedStrategy")
 
 
 def empty(matrix: dict[str, Any]) -> list[str]:

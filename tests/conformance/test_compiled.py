@@ -45,7 +45,7 @@ def test_compiled_networks_in_processes_equal_one_process(
 ) -> None:
     trick = SETTINGS[name]
     if "DDP" in trick.refused:
-        cell(name, "compiled DDP", "refused", f"{name} under DDP")
+        cell(name, "compiled DDP", "refused", f"{name} is refused under DDP")
         return
     first, second = compiled()[name]
     by_itself = "accumulate" in trick.refused

@@ -75,7 +75,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(
 ) -> None:
     trick = settings_of(name)
     if "DDP" in trick.refused:
-        cell(name, "ranks", "refused", f"{name} under DDP")
+        cell(name, "ranks", "refused", f"{name} is refused under DDP")
         return
     folder, cases = ended()
     first, second = cases[name]

@@ -133,7 +133,7 @@ class BatchTransform(BatchCallback):
         rest = batch
         for path in lists:
             rest = put(rest, path, None)
-        remedy = "put tv_tensors in a list with one entry per sample, or leave it out of the batch"
+        remedy = "put tv_tensors in a list with one entry per sample, or remove it from the batch"
         return inputs, [*masks_of(rest, inputs, targets, "BatchTransform", remedy), *lists]
 
     def _together(self, batch: Any, inputs: list[Path], followers: list[Path]) -> Any:

@@ -71,7 +71,7 @@ class AveragingCallback(Trick, ABC):
         Conflict(
             ("WeightAveraging", "StochasticWeightAveraging"),
             "both put averaged weights into the module, for validation, checkpoints or at the end",
-            "Leave one of them out",
+            "Remove one of them",
         ),
     )
     durations = ("start",)

@@ -72,7 +72,7 @@ def masks_of(batch: Any, images: Sequence[Path], targets: Sequence[Path], trick:
         elif is_spatial:
             problem = (
                 f"does not change {found}, which has the size of the images: name it in target= if it is a mask, in"
-                " inputs= if it is an image, or leave it out of the batch"
+                " inputs= if it is an image, or remove it from the batch"
             )
         elif is_geometry(path, part) or (path in targets and part.ndim > 2):
             problem = (

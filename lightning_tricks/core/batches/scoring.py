@@ -73,7 +73,7 @@ def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:
         )
     raise MisconfigurationException(
         f"score_scale={scale} shrinks images (B, C, H, W) or integer sequences (B, T), got a batch with"
-        f" {described(batch)}: name inputs=, or leave score_scale out."
+        f" {described(batch)}: name inputs=, or remove score_scale."
     )
 
 

@@ -65,6 +65,6 @@ def require_engine(trainer: pl.Trainer, trick: str, *engines: Engine, why: str =
             found += f" ({engine.value})"
         raise MisconfigurationException(
             f"{trick} works under {', '.join(names)} and {last}{why and f', {why}'}, got {found}. Use such a strategy,"
-            f" or leave {trick} out."
+            f" or remove {trick}."
         )
     return engine

@@ -21,13 +21,13 @@ from lightning_tricks.core.weights.tensors import local_part
 STEPS_LEFT_OUT = (
     Conflict(
         ("SpikeDetection",),
-        "SpikeDetection sees the losses of steps that are left out, and ends the training",
-        "Leave SpikeDetection out",
+        "SpikeDetection sees the losses of skipped steps and stops training",
+        "Remove SpikeDetection",
     ),
     Conflict(
         ("detect_anomaly",),
-        "the backward pass raises at the first NaN, before the step can be left out",
-        "Leave detect_anomaly out once the cause is found",
+        "the backward pass raises at the first NaN, before the step can be skipped",
+        "Turn detect_anomaly off once the cause is found",
         warns=True,
     ),
 )
@@ -45,13 +45,13 @@ def require_skippable_steps(trainer: pl.Trainer, trick: str) -> None:
     """
     strategy = trainer.strategy
     if engine_of(trainer).is_deepspeed:
-        why = "which makes the steps itself (and leaves out such steps in fp16): use another strategy"
+        why = "which makes the steps itself (and skips such steps in fp16): use another strategy"
     elif has_comm_state(trainer) and getattr(strategy, "compression", "") != "local_sgd":
         why = "whose communication hook (PowerSGD) keeps values that are not finite: use another compression"
     else:
         return
     raise MisconfigurationException(
-        f"{trick} cannot leave out steps under {type(strategy).__name__}, {why}, or leave {trick} out."
+        f"{trick} cannot skip steps under {type(strategy).__name__}, {why}, or remove {trick}."
     )
 
 
@@ -139,8 +139,8 @@ class StepGuard:
         """
         if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise MisconfigurationException(
-                f"{trick} cannot leave out a step of LBFGS, which changes the weights before it calls its closure: use"
-                f" another optimizer, or leave {trick} out."
+                f"{trick} cannot skip a step of LBFGS, which changes the weights before it calls its closure: use"
+                f" another optimizer, or remove {trick}."
             )
         self._trainer = trainer
         self._left_out, self._counted = False, 0

@@ -25,7 +25,7 @@ def local_weights(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -
     if _offloads_to_nvme(trainer):
         raise MisconfigurationException(
             f"{trick} needs the fp32 weights in memory, got {type(trainer.strategy).__name__} with weights on NVMe."
-            f" Offload the optimizer to the CPU, or leave {trick} out."
+            f" Offload the optimizer to the CPU, or remove {trick}."
         )
     return ZeRO3(module) if engine is Engine.ZERO3 else ZeRO(module, lambda: trainer.optimizers[0])
 

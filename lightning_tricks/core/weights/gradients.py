@@ -69,7 +69,7 @@ def require_dense(module: nn.Module, gradients: Sequence[tuple[Tensor, Tensor]],
         names = [name for name, parameter in module.named_parameters() if id(parameter) in sparse]
         raise MisconfigurationException(
             f"{trick} works on dense gradients, got sparse ones for {', '.join(names)}: pass sparse=False to the layer,"
-            f" or leave {trick} out."
+            f" or remove {trick}."
         )
 
 

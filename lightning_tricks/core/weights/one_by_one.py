@@ -55,7 +55,7 @@ def require_weight_by_weight(optimizer: Optimizer) -> None:
         >>> require_weight_by_weight(torch.optim.AdamW([torch.ones(4)]))
     """
     kind = type(optimizer).__name__
-    remedy = "Use another optimizer, such as AdamW, or leave StepInBackward out."
+    remedy = "Use another optimizer, such as AdamW, or remove StepInBackward."
     try:
         together, singly = _trial(optimizer, singly=False), _trial(optimizer, singly=True)
     except Exception as error:  # whatever the optimizer's own code raises

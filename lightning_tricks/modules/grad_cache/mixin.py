@@ -131,14 +131,14 @@ class GradCacheHooks(Trick):
         Conflict(
             ("SAMHooks",),
             "SAM runs a step again at perturbed weights, and GradCacheMixin only a chunk of it at a time",
-            "Leave one of them out",
+            "Remove one of them",
         ),
         Conflict(
             ("MixingCallback", "HardExampleFilter"),
             "the samples of a full batch are mixed or compared by their losses, and a chunk is a part of it",
-            "Leave one of them out",
+            "Remove one of them",
         ),
-        Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Leave static_graph out"),
+        Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Remove static_graph"),
     )
 
     def __init__(self, module: Any) -> None:
@@ -189,7 +189,7 @@ def _check(trainer: pl.Trainer, pl_module: Any) -> None:
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
             f"GradCacheMixin works inside automatic optimization, got {name} with automatic_optimization=False: leave"
-            " that out, or leave GradCacheMixin out."
+            " that out, or remove GradCacheMixin."
         )
     if takes_dataloader_iter(pl_module):
         raise MisconfigurationException(

@@ -33,7 +33,7 @@ class SAMHooks(Trick):
     sam: SAM
     name: ClassVar[str] = "SAM"  # for error messages
     conflicts: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Leave static_graph out"),
+        Conflict(("static_graph",), "DDP's static graph allows no second run of a step", "Remove static_graph"),
     )
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class SAMHooks(Trick):
                 raise MisconfigurationException(
                     "SAM needs real weights in fp32, since 16-bit ones round its perturbation away;"
                     f" {type(pl_module).__name__}.{name} is {weight.dtype}. Use precision='bf16-mixed' or '16-mixed';"
-                    " for complex weights leave SAM out."
+                    " for complex weights remove SAM."
                 )
         if (patterns := self._engine.sam.parameters) is not None:
             try:
@@ -182,7 +182,7 @@ def _names(code: CodeType) -> set[str]:
 def _never_called(pl_module: pl.LightningModule) -> MisconfigurationException:
     return MisconfigurationException(
         f"{type(pl_module).__name__} optimizes manually and never called self.sam_backward(closure) or"
-        " self.sam_step(closure): call one of them in training_step, or leave SAMMixin out."
+        " self.sam_step(closure): call one of them in training_step, or remove SAMMixin."
     )
 
 

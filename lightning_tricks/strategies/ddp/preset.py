@@ -104,7 +104,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         if self._compressor is not None and self._user_hook:
             raise ValueError(
                 f"compression={compression!r} brings its own communication hook, got {', '.join(self._user_hook)} as"
-                " well. Leave one of them out."
+                " well. Remove one of them."
             )
         super().__init__(precision=precision, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
 

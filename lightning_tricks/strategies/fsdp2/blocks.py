@@ -72,7 +72,7 @@ def checkpoint_blocks(module: nn.Module, modules: Patterns | None, undo: ExitSta
     if not blocks:
         raise MisconfigurationException(
             "activation_checkpointing=True recomputes repeated blocks, and the model has none. Select submodules with"
-            " modules=[...], for example their class names, or leave it out."
+            " modules=[...], for example their class names, or remove it."
         )
     for block in blocks:
         undo.callback(wrap_method(block, "forward", partial(recompute, block, "full")))

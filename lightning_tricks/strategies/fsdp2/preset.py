@@ -119,7 +119,7 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         if replicas != 1 and tensor_parallel != 1:
             raise ValueError(
                 f"tensor_parallel splits one copy of the model, got tensor_parallel={tensor_parallel!r} and"
-                f" replicas={replicas!r}: leave one of them out."
+                f" replicas={replicas!r}: remove one of them."
             )
         if plan is not None:
             check_plan(plan)

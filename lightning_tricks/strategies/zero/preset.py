@@ -59,7 +59,7 @@ def check_clipping(preset: str, algorithm: str | None) -> None:
     if algorithm == "value":
         raise MisconfigurationException(
             f"strategy={preset!r} clips gradients by their norm, got gradient_clip_algorithm='value'."
-            " Pass gradient_clip_algorithm='norm', or leave it out."
+            " Pass gradient_clip_algorithm='norm', or remove it."
         )
 
 

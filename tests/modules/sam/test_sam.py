@@ -419,7 +419,7 @@ def refused(strategy: Callable[..., Strategy], arguments: dict[str, Any]) -> str
 @pytest.mark.parametrize(
     ("strategy", "arguments", "message"),
     [
-        (DDPStrategy, {"static_graph": True}, "Leave static_graph out"),
+        (DDPStrategy, {"static_graph": True}, "Remove static_graph"),
         (cpu_deepspeed, {"stage": 2}, "got CPUDeepSpeedStrategy"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_manual_module_that_never_calls_sam_is_refused_after_an_epoch() -> Non
     module.calls = False
     message = (
         r"Manual optimizes manually and never called self.sam_backward\(closure\) or self.sam_step\(closure\): call one"
-        " of them in training_step, or leave SAMMixin out."
+        " of them in training_step, or remove SAMMixin."
     )
     with pytest.raises(MisconfigurationException, match=message):
         fit(module)
