@@ -9,6 +9,7 @@ imported for it, so a card is there at once.
 from __future__ import annotations
 
 import json
+import re
 from difflib import get_close_matches
 from functools import cache
 from itertools import chain
@@ -34,7 +35,7 @@ REGIMES = {
     "several": "two optimizers",
     "iterable": "loaders without a length",
     "compiled DDP": "`torch.compile` under DDP",
-    "LoRA": "`LoRA` beside it",
+    "LoRA": "`LoRA`",
     "namespace": "`pytorch_lightning`",
 }  # What the keys of the matrix mean, where they do not say it.
 MEANT_TO_HELP = ("Samples", "Losses", "Optimizers", "Fine-tuning")  # groups whose tricks should make results better
@@ -57,12 +58,11 @@ def card(name: str) -> str:
         f"`{row.line}`",
         _names(row),
         intro,
-        *(section for heading, section in after.items() if heading != "Pitfalls"),
+        *after,
         _section("Cost", "\n".join(_costs(row))),
         _section("Evidence", _gains(row)),
         _section("Works with", "\n".join(_regimes(row))),
         _section("Conflicts", "\n".join(_conflicts(row))),
-        after.get("Pitfalls", ""),
         _section("Papers", "\n".join(_papers(row))),
     ]
     return "\n\n".join(section.strip() for section in sections if section.strip()) + "\n"
@@ -98,10 +98,10 @@ def matrix() -> dict[str, dict[str, dict[str, str]]]:
     return found
 
 
-def _split(text: str) -> tuple[str, dict[str, str]]:
-    """The text before the first heading of the second level, and the sections by their headings."""
+def _split(text: str) -> tuple[str, list[str]]:
+    """The text before the first heading of the second level, and the sections."""
     intro, *sections = text.split("\n## ")
-    return intro, {section.split("\n")[0]: f"## {section}" for section in sections}
+    return intro, [f"## {section}" for section in sections]
 
 
 def _section(heading: str, text: str) -> str:
@@ -131,7 +131,7 @@ def _gains(row: Row) -> str:
         gains |= evidence()["gains"].get(name, {})
     if not gains:
         unknown = row.group in MEANT_TO_HELP and row.names[0] not in evidence()["measured"]
-        return "\n\n".join(told) or ("What it brings was not measured on our tasks." if unknown else "")
+        return "\n\n".join(told) or ("Its gain was not measured on our tasks." if unknown else "")
     lines = [f"| task | {' | '.join(f'`{trick}`' for trick in gains)} |", f"|---|{'---|' * len(gains)}"]
     for setting in dict.fromkeys(each["setting"] for rows in gains.values() for each in rows):
         found = ([gain(each) for each in rows if each["setting"] == setting] for rows in gains.values())
@@ -166,7 +166,7 @@ def gain(difference: dict[str, float]) -> str:
 def _regimes(row: Row) -> list[str]:
     """Where tests show that the names are right, and where they are refused."""
     right: dict[str, list[str]] = {}
-    refused = []
+    refused: dict[tuple[str, str], list[str]] = {}
     for entry, cells in matrix().items():
         if entry.split("(")[0] not in row.names and not ("*" in entry and "preset" in row.names):
             continue
@@ -174,10 +174,16 @@ def _regimes(row: Row) -> list[str]:
         right.setdefault(", ".join(name for name in cell if cell[name]["cell"] == "right"), []).append(f"`{entry}`")
         for name, found in cell.items():
             if found["cell"] == "refused":
-                why = found["why"].replace("CPUDeepSpeedStrategy", "DeepSpeedStrategy")  # as the tests run it
-                refused.append(_bullet(f"`{entry}` is refused with {name}: {why}"))
-    lines = [_bullet(f"{', '.join(names)}: tests passed with {regimes}.") for regimes, names in right.items()]
-    return [*lines, *refused, *(["", "[The whole matrix](../compatibility.md)."] if lines else [])]
+                refused.setdefault((entry, _rule(found["why"], entry)), []).append(name)
+    lines = [_bullet(f"{', '.join(names)}: tests on CPUs passed with {regimes}.") for regimes, names in right.items()]
+    lines += [_bullet(f"`{entry}` is refused with {', '.join(of)}: {rule}.") for (entry, rule), of in refused.items()]
+    return [*lines, *(["", "[The whole matrix](../compatibility.md), with the error messages."] if lines else [])]
+
+
+def _rule(why: str, entry: str) -> str:
+    """The first clause of an error message: neither the value received nor the remedy."""
+    why = re.sub(r"^\w+\(.*?\) and \w+\(.*?\): ", "", why)  # of two tricks with their settings
+    return re.split(r", got |: |\. |\.$", why)[0].replace(f"{entry} ", "it ", 1)
 
 
 def _conflicts(row: Row) -> list[str]:
@@ -189,7 +195,8 @@ def _conflicts(row: Row) -> list[str]:
                 others = ", ".join(f"`{name}`" for name in theirs)
                 verb = "warns" if each["warns"] else "raises"
                 ours = ", ".join(f"`{name}`" for name in named)
-                lines.append(_bullet(f"{ours} with {others} {verb}: {each['rule']}. Remedy: {each['remedy']}."))
+                fix = each["remedy"][0].lower() + each["remedy"][1:]
+                lines.append(_bullet(f"{ours} with {others} {verb}: {each['rule']}. Fix: {fix}."))
                 break
     return [*dict.fromkeys(lines)]
 
