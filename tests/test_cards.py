@@ -64,6 +64,9 @@ class Net(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
