@@ -28,7 +28,8 @@ class Net(L.LightningModule):
 x, y = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
 train, val = random_split(data, [1400, 397], generator=torch.Generator().manual_seed(0))
-trainer = L.Trainer(max_epochs=55)
+epochs = 55
+trainer = L.Trainer(max_epochs=epochs)
 trainer.fit(Net(), DataLoader(train, batch_size=32, shuffle=True), DataLoader(val, batch_size=397))
 trainer.save_checkpoint("net.ckpt")
 print("accuracy:", trainer.callback_metrics["val_accuracy"].item())
