@@ -45,9 +45,10 @@ def test_an_image_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     names = run(IMAGES, tmp_path, monkeypatch)
     trained, exported = names["trainer"].lightning_module.model, names["vit"]()
     exported.load_state_dict(torch.load("classifier.pt", weights_only=True))
-    assert_equal(weights(exported), weights(trained))
+    best = names["Classifier"].load_from_checkpoint(names["best"].best_model_path)
+    assert_equal(weights(exported), weights(best.model))
     rates = {
-        id(parameter): group["lr"]
+        id(parameter): group["initial_lr"]
         for group in names["trainer"].optimizers[0].param_groups
         for parameter in group["params"]
     }
