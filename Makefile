@@ -27,7 +27,7 @@ demo: $(VENV)/.demo ## train small models with and without the tricks and draw a
 test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray and the site
+test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray, the site and its pages
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
 notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts beside them
@@ -101,5 +101,5 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.test-all $(VENV)/.docs: $(VENV)/torch.txt
 	@touch $@
 $(VENV)/.demo: extras = demo,cli
 $(VENV)/.test: extras = test
-$(VENV)/.test-all: extras = test,ray,docs
+$(VENV)/.test-all: extras = test,ray,pages
 $(VENV)/.docs: extras = docs

@@ -173,14 +173,14 @@ def told(found: dict[Column, dict[str, Row]], gain: str, better: int) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """The heat map: blue is better, red is worse, and hatched grey is not told apart from plain training."""
+    """The heat map: blue is better, red is worse, and grey is not told apart from plain training."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     found, tricks = columns(result), result["settings"]["tricks"]
-    figure = Figure(figsize=(1.5 + 0.72 * len(found), 1.9 + 0.42 * len(tricks)), layout="constrained")
+    figure = Figure(figsize=(1.6 + 0.44 * len(found), 2 + 0.26 * len(tricks)), layout="constrained")
     axis = figure.subplots()
     colour = Normalize(-STRONGEST, STRONGEST)
     for x, mine in enumerate(found.values()):
@@ -188,20 +188,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
             if trick not in mine:
                 continue
             gain, told_apart = mine[trick]["gain"], sign(mine[trick]["gain"])
-            words, ink = f"{gain['points']:+.1f}\n{gain['low']:+.1f} to {gain['high']:+.1f}", "#666666"
-            look: dict[str, Any] = {"facecolor": "#e8e8e8", "hatch": "////"}
+            words, ink = f"{gain['points']:+.1f}", "#666666"
+            look: dict[str, Any] = {"facecolor": "#eeeeee"}
             if trick == PLAIN:
                 words, look = f"{mine[trick]['mean']:.1f}", {"facecolor": "white"}
             elif told_apart:
                 look = {"facecolor": colormaps["RdBu"](colour(gain["points"]))}
                 ink = "white" if abs(gain["points"]) > 0.7 * STRONGEST else "black"
             axis.add_patch(Rectangle((x, y), 1, 1, edgecolor="white", **look))
-            axis.text(x + 0.5, y + 0.5, words, color=ink, fontsize=6, ha="center", va="center", linespacing=1.3)
-    axis.set_xticks([x + 0.5 for x in range(len(found))], names(result), rotation=45, ha="left", fontsize=7)
+            axis.text(x + 0.5, y + 0.5, words, color=ink, fontsize=8, ha="center", va="center")
+    axis.set_xticks([x + 0.5 for x in range(len(found))], names(result), rotation=45, ha="left", fontsize=8)
     axis.set_yticks([y + 0.5 for y in range(len(tricks))], tricks, fontsize=8)
     axis.set(xlim=(0, len(found)), ylim=(len(tricks), 0))
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    axis.set_xlabel("points over plain training with 95% intervals; grey: not told apart", fontsize=8)
-    figure.savefig(path, dpi=110)
+    axis.set_xlabel("points over plain training; grey: not told apart (the intervals are in the table below)", fontsize=8)
+    figure.savefig(path, dpi=160)

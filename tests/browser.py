@@ -25,25 +25,17 @@ ul, ol { padding-left: 2em }
 """
 
 
-def chromium() -> str | None:
-    """The path of a Chromium: the one that is named, one of the system, or playwright's own."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-    system = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
-    return next((path for path in (os.environ.get("CHROMIUM"), *system, own) if path and Path(path).exists()), None)
-
-
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A browser; the test is skipped where there is none."""
+    """The Chromium that is named, one of the system, or playwright's own; the test is skipped where there is none."""
     remedy = "pip install playwright && playwright install chromium, or CHROMIUM=/path/to/chromium"
     sync_api = pytest.importorskip("playwright.sync_api", reason=f"needs a browser: {remedy}")
-    path = chromium()
-    if path is None:
-        pytest.skip(f"needs a browser: {remedy}")
     with sync_api.sync_playwright() as playwright:
+        system = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+        paths = (os.environ.get("CHROMIUM"), *system, playwright.chromium.executable_path)
+        path = next((path for path in paths if path and Path(path).exists()), None)
+        if path is None:
+            pytest.skip(f"needs a browser: {remedy}")
         opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield opened
         opened.close()
