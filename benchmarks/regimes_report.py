@@ -203,5 +203,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axis.xaxis.tick_top()
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    axis.set_xlabel("points over plain training; grey: not told apart (the intervals are in the table below)", fontsize=8)
+    axis.set_xlabel(
+        "points over plain training; grey: not told apart (the intervals are in the table below)", fontsize=8
+    )
     figure.savefig(path, dpi=160)
