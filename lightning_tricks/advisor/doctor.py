@@ -276,7 +276,7 @@ def shuffled_by_each_rank(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
 
 @final
 class Doctor(Trick):
-    """Warns about probable mistakes when training starts, each with a remedy; changes nothing.
+    """Warns about likely mistakes when training starts, and says how to fix them; changes nothing.
 
     - ``reused-modules``: one dropout or activation is used at several places
     - ``redundant-biases``: biases in front of a BatchNorm, which cancels them

@@ -108,7 +108,7 @@ class EnvironmentReport:
 
 
 def environment_report() -> EnvironmentReport:
-    """Report this machine's versions, devices and compilers, and what each strategy preset lacks, with remedies.
+    """Report this machine's versions, devices and compilers, and what each strategy preset lacks.
 
     A preset ``"runs"`` if it lacks nothing, is ``"slower"`` if something else replaces what it lacks, and ``"cannot
     run"`` otherwise. DeepSpeed and Ray are imported if they are installed.

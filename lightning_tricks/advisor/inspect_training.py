@@ -241,7 +241,7 @@ def inspect_training(
     *,
     steps: int = 20,
 ) -> TrainingInspection:
-    """Look at a training for some steps: gradient norms, ``||w' - w|| / ||w||``, dead units and activations by layer.
+    """Inspect a few training steps: gradient norms, ``||w' - w|| / ||w||``, dead units and activations by layer.
 
     The steps are those of a fit by the Trainer's own strategy, precision, accumulation and clipping, without its
     callbacks, loggers, validation, checkpoints and schedules. Afterwards everything is bit for bit as before, as with

@@ -39,7 +39,7 @@ def to_channels_last(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
 
 @final
 class ChannelsLast(Trick):
-    """Runs 2-D convolutions in ``torch.channels_last``, in which many kernels are faster, in fit and evaluation.
+    """Runs 2-D convolutions in ``torch.channels_last``, where many kernels are faster, in fit and evaluation.
 
     An image (N, C, H, W) gets the strides (HWC, 1, WC, C), as do the weights of convolutions. The input of every
     convolution is converted to this format, and its output keeps the format, so usually only the first convolution

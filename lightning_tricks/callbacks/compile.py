@@ -34,7 +34,7 @@ def _run(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 @final
 class Compile(Trick):
-    """Trains with compiled modules: ``torch.compile`` in place, with a return to eager mode if it fails.
+    """Trains with compiled modules: ``torch.compile`` in place, falling back to eager mode if it fails.
 
     The forward pass of a module is compiled at its first call after training has started, and that of equal blocks only
     once. Names in the ``state_dict`` stay the same, and the module is restored when the fit ends or fails. The training

@@ -53,7 +53,7 @@ def float8_twin(layer: nn.Linear, recipe: Recipe, *, emulate: bool = False) -> n
 
 @final
 class Float8(Trick):
-    """Linear layers train with products in 8 bits: ``y = (float8(s*x) @ float8(t*w).T) / (s*t)``, and so backward.
+    """Linear layers train with products in 8 bits: ``y = (float8(s*x) @ float8(t*w).T) / (s*t)``, backward as well.
 
     The scales s and t are computed anew for every product, from the largest of the numbers: e4m3 has 4 bits of
     exponent and 3 of mantissa, up to 448. With "tensorwise", gradients are rounded to e5m2. Weights, their gradients

@@ -23,7 +23,7 @@ __all__ = ["LayerFreezing", "frozen_layers"]
 
 
 def frozen_layers(step: int, layers: int, *, fraction: float, start: float, stop: float) -> int:
-    """The number of layers that have stopped: ``floor(layers * fraction * min(1, (step - start) / (stop - start)))``.
+    """The number of frozen layers: ``floor(layers * fraction * min(1, (step - start) / (stop - start)))``.
 
     Args:
         step: Optimizer steps so far.
@@ -88,7 +88,7 @@ def freezing_order(model: nn.Module, parameters: str | Sequence[str] | None) -> 
 
 @final
 class LayerFreezing(StagedCallback):
-    r"""Layer freezing: the first layers stop training late in the fit, one by one from the stem, and steps get cheaper.
+    r"""Layer freezing: the first layers are frozen late in the fit, one by one from the stem, and steps get cheaper.
 
     From ``start`` on, ``floor(layers * fraction * (step - start) / (stop - start))`` of the layers below the head have
     stopped. A layer that has stopped gets no gradient, so the backward pass ends above it; neither momentum nor weight

@@ -46,7 +46,7 @@ __all__ = ["LoRA"]
 
 @final
 class LoRA(Trick):
-    """Low-rank adapters, of which alone gradients and checkpoints are made: ``W' = W + scale * B @ A``.
+    """Low-rank adapters; only they get gradients and are saved: ``W' = W + scale * B @ A``.
 
     W (out, in) is frozen, and A (r, in) and B (out, r) train, ``scale = alpha / r``. "rslora" has
     ``scale = alpha / sqrt(r)``. "dora" also trains a length m for each output: ``m * W' / norm(W')``. B starts at zero,

@@ -85,7 +85,7 @@ def _options(name: str) -> set[str]:
 
 @final
 class LRSchedule(Trick):
-    """Learning-rate schedule for a module that returns none of its own: ``lr = base * f(t)`` after t optimizer steps.
+    """Learning-rate schedule for a module that returns none: ``lr = base * f(t)`` after t optimizer steps.
 
     ``base`` is as in CurveLR; the same curves, arguments and defaults as the factories of the same name. Lightning
     itself steps, saves and restores the schedule, as if ``configure_optimizers`` had returned it.

@@ -36,7 +36,7 @@ _NAME = re.compile(r"preempted-step=(\d+)(-v\d+)?\.ckpt")
 
 @final
 class Preemption(Trick):
-    """Saves and ends all processes at one step when a machine is taken away; ``ckpt_path="newest"`` goes on from there.
+    """Saves and ends all processes at the same step when the job is preempted; ``ckpt_path="newest"`` resumes there.
 
     Schedulers and clouds send SIGTERM before they take a machine away. After it, or SIGUSR1, on any process, all of
     them finish the optimizer step that they are in, save ``preempted-step=N.ckpt``, and raise Lightning's

@@ -60,7 +60,7 @@ def resize_images(x: Tensor, size: Sequence[int], *, mode: Literal["bilinear", "
 
 @final
 class ProgressiveResizing(GrowingInputs):
-    """Trains on small images first, which takes less time: height and width grow to those of the loader.
+    """Trains on small images first, which takes less time: height and width grow to the loader's.
 
     ``side = (initial + (1 - initial) * (step - start) / (stop - start)) * full side``, rounded to ``multiple_of``;
     ``initial`` of it before ``start``, the full one from ``stop`` on. It is the same within an accumulation window and

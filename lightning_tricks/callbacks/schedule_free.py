@@ -23,7 +23,7 @@ __all__ = ["ScheduleFree"]
 
 @final
 class ScheduleFree(AveragingCallback):
-    """Validates, saves and ends with the averaged weights x of a schedule-free optimizer, which trains at y.
+    """Validates, saves and ends with the averaged weights of a schedule-free optimizer.
 
     ``z -= lr * gradient(y)``, ``x += c * (z - x)`` with ``c = 1 / steps``, ``y = x + (1 - beta) * (z - x)``. The module
     holds y while it trains, and ``x = y + (1 - 1/beta) * (z - y)`` is computed after every step, so that validating

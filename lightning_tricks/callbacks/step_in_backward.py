@@ -120,7 +120,7 @@ _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 @final
 class StepInBackward(Trick):
-    """Steps every weight inside of the backward pass, when its gradient is there: one gradient is in memory at a time.
+    """Steps each weight inside the backward pass, once its gradient is there: one gradient in memory at a time.
 
     With weights of W bytes, of which the largest has w, gradients take ``w`` instead of ``W`` bytes, and all that is
     trained, saved and resumed is bit for bit as without it: the optimizer, its groups, schedules and states are the

@@ -29,7 +29,7 @@ __all__ = ["TerminateOnNonFinite"]
 
 @final
 class TerminateOnNonFinite(Trick):
-    """Stops at the first infinite or NaN loss or gradient, with a checkpoint of the state before it.
+    """Stops at the first infinite or NaN loss or gradient, and saves the state before it and the batch.
 
     Weights, optimizers and buffers are those before the window of the bad batch. They are saved as ``last_good.ckpt``
     in a new folder ``non_finite-step=N``, to resume training or to try the batch again. ``batch-rank=R.pt`` holds the

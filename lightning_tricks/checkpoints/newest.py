@@ -25,7 +25,7 @@ _NAME = re.compile(r"(?!\.).*\.ckpt|\..*\.ckpt\.[0-9a-f]{8}\.old")  # the latter
 
 
 def newest_checkpoint(folder: PathLike) -> str | None:
-    """Find the checkpoint of a run that has trained longest and is complete, to go on from after a failure.
+    """Find the complete checkpoint of a run that has trained longest, to resume from after a failure.
 
     Looks for names that end in ``.ckpt`` in the folder and all folders in it: files, and folders of shards by FSDP2 and
     DeepSpeed ZeRO. The newest has the most optimizer steps, as it says itself; of two with the same step, the one with

@@ -60,7 +60,7 @@ def sorted_steps(
 
 @final
 class LengthBuckets(FitSampler):
-    """A sampler whose batches have samples of similar lengths, on all ranks of a step, so that little is padding.
+    """A sampler whose batches have samples of similar lengths, on all ranks of a step, which reduces padding.
 
     Samples are shuffled, sorted by length within pools of ``pool`` steps and cut into steps of
     ``batch_size * ranks`` samples, of which rank r takes every ``ranks``-th one, beginning with the r-th; then the

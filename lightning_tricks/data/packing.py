@@ -15,7 +15,7 @@ IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
 def pack_sequences(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Pack sequences into one row, as a ``collate_fn`` for ``self.model(**batch)``; none attends to another.
+    """Pack sequences into one row, as a ``collate_fn`` for ``self.model(**batch)``; they do not attend to each other.
 
     ``position_ids`` begin at 0 for every sequence, which is where transformers cuts its causal mask, and the first
     token of a sequence is no target. transformers does not look at them while it fills a cache of keys, as its models

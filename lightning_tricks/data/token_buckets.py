@@ -138,7 +138,7 @@ class TokenBuckets(FitSampler):
 
 @final
 class BatchedDataset(Dataset[Any]):
-    """A data set whose item for a list of numbers is the list of these samples, as ``TokenBuckets`` asks for them.
+    """A data set whose item for a list of indices is the list of those samples, as ``TokenBuckets`` needs it.
 
     A ``DataLoader(..., batch_size=None)`` gives such a list to its ``collate_fn``, which has to be passed.
 

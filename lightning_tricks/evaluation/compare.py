@@ -48,7 +48,7 @@ def compare(
     checkpoint: Checkpoint = "last",
     equal_time: bool = False,
 ) -> Comparison:
-    """Fit with and without tricks over seeds; paired differences, 95% intervals, cost, and what is not told apart.
+    """Train with and without tricks over seeds: paired differences, 95% intervals, cost, and what is not told apart.
 
     For each seed ``s`` and arm ``a``, ``d_s = metric_s(a) - metric_s(baseline)``; the interval is that of the mean of
     ``d_s`` by Student's t. Both runs of a pair start from ``seed_everything(s)``, and so from the same weights if the

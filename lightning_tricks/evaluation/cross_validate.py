@@ -143,7 +143,7 @@ def cross_validate(
     predict: bool = True,
     workers: int = 1,
 ) -> CrossValidation:
-    """Train and validate a fresh module on every fold of a data set, and predict each sample by one that never saw it.
+    """Train and validate a fresh module on each fold of a data set; each sample is predicted by one that never saw it.
 
     Fold k is ``seed_everything(seed + k)``, ``make_module(k)``, ``make_trainer(k, folder)``, ``fit``, then ``validate``
     and ``predict`` with its best checkpoint, or the last weights if no ModelCheckpoint monitors a metric. Finished

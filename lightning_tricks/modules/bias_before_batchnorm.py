@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 @torch.no_grad()
 def drop_bias_before_batchnorm(model: nn.Module, *example: Any) -> list[str]:
-    """Remove the biases of layers in front of a BatchNorm, which subtracts them again: fewer weights, same function.
+    """Remove the biases of layers before a BatchNorm, which subtracts them again: fewer weights, same function.
 
     ``((x + b) - mean) / std = (x - (mean - b)) / std``: the running mean becomes ``mean - b``, so outputs in eval mode
     are equal up to rounding. In training the batch mean removes b anyway. Convolutions and linear layers are found by

@@ -33,7 +33,7 @@ def blur_pool(x: Tensor, stride: int | tuple[int, int] = 1) -> Tensor:
 
 
 def add_blur_pool(model: nn.Module, *, modules: Patterns | None = None) -> list[str]:
-    r"""Blur in front of strided convolutions and in strided max pooling, so that small shifts change outputs less.
+    r"""Blur before strided convolutions and in strided max pooling, so that small shifts change outputs less.
 
     ``conv(x)`` is ``conv(blur(x))``, and ``max_pool(x, stride=s)`` is ``blur_pool(max_pool(x, stride=1), stride=s)``,
     of the same shape. Hooks do this, so names in the ``state_dict`` stay the same, and checkpoints load with and

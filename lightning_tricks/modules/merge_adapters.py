@@ -18,7 +18,7 @@ __all__ = ["merge_adapters"]
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> dict[str, Any]:
-    """The ``state_dict`` of a module trained with ``LoRA``, with merged adapters and the names of before.
+    """The ``state_dict`` of a module trained with ``LoRA``, with adapters merged and the original parameter names.
 
     It loads into the class as it was, strictly and without peft. The module is not changed. Of a quantized base the
     weights are those that the module computes with. Merged weights are new tensors, all others are those of the module,

@@ -208,7 +208,7 @@ def discriminative_groups(
 def no_weight_decay_groups(
     model: nn.Module, weight_decay: float, *, embeddings: bool = False, groups: Groups | None = None
 ) -> Groups:
-    """Weight decay, but none on biases, norms (all that has one dimension) and what the model exempts itself.
+    """Weight decay on all but biases, norms (anything one-dimensional) and what the model itself exempts.
 
     Args:
         model: The model, or the LightningModule; a module in it may exempt by ``no_weight_decay()``, as timm's do.

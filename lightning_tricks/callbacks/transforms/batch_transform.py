@@ -31,7 +31,7 @@ _OF_COLOURS = (  # torchvision's transforms for which a floating-point image has
 
 @final
 class BatchTransform(BatchCallback):
-    """Trains on transformed samples: ``x'[i] = transform(x[i])``, on the device, each with random numbers of its own.
+    """Trains on transformed samples: ``x'[i] = transform(x[i])``, on the device, each with its own random numbers.
 
     ``transform`` is a transform of ``torchvision.transforms.v2`` (``RandAugment``, ``TrivialAugmentWide``, ``AugMix``,
     a ``Compose`` of several), ``CutOut``, ``ColOut``, or any callable that takes a sample without the batch dimension.

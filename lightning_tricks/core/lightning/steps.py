@@ -40,7 +40,7 @@ class EpochPlan(Callback):
 
 
 def optimizer_steps(trainer: pl.Trainer) -> int:
-    """The exact number of optimizer steps of this fit, from its first epoch to its last, those before a resume too.
+    """The exact number of optimizer steps of this fit, first epoch to last, including those before a resume.
 
     ``min(max_steps, sum_e ceil(B_e / a_e))`` with ``B_e`` training batches and accumulation ``a_e`` in epoch e. Counts
     limits, distributed samplers and ragged windows; reads nothing from the loaders, starts no workers and leaves the

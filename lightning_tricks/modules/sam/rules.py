@@ -20,7 +20,7 @@ Norm = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class SAM:
-    """Settings of sharpness-aware minimization: minimise the loss at ``w + e`` in place of w, ``e = rho * g/||g||``.
+    """Settings of sharpness-aware minimization: minimise the loss at ``w + e`` instead of w, ``e = rho * g/||g||``.
 
     ``adaptive`` makes the radius relative to each weight (ASAM): ``e = rho * T**2 g / ||T g||`` with ``T = |w| + eta``
     for parameters whose name contains "weight" and ``T = 1`` for the others, as in the authors' code. (Codes with
