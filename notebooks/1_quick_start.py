@@ -57,7 +57,7 @@ plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3})
 # ## The task
 #
 # Handwritten digits of 8x8 pixels, from scikit-learn. To make it hard, **40% of the training labels are wrong**;
-# those of validation and test are right. Such labels a network first ignores, and then learns by heart.
+# those of validation and test are right. A network first ignores such labels, and then memorizes them.
 
 # %%
 data = load_digits(noise=0.4)
@@ -117,7 +117,7 @@ class Net(pl.LightningModule):
 # - `flat_cos` keeps the learning rate, then lowers it to zero: [5_schedules](5_schedules.ipynb);
 # - `EMA` averages the weights while they move: [2_averages](2_averages.ipynb).
 #
-# To keep both for comparison, the second is a class beside the first here:
+# To keep both for comparison, the second is a separate class here:
 
 
 # %%
@@ -179,7 +179,7 @@ ax.set(xlabel="epoch", ylabel="validation accuracy")
 _ = ax.legend(loc="lower right", frameon=False)
 
 # %% [markdown]
-# The plain network gets better until it begins to learn the wrong labels by heart, and then gets worse. With the
+# The plain network gets better until it begins to memorize the wrong labels, and then gets worse. With the
 # tricks it hardly does, and all seeds end near each other. (`rho=0.3` was chosen on the validation images; the
 # default, 0.05, is for clean data.)
 #
@@ -210,7 +210,7 @@ print(f"exported: {test_accuracy(network):.3f}")
 # ## The same from YAML
 #
 # Tricks have short names wherever `lightning_tricks` is imported before `LightningCLI` is made. A script of two lines
-# does it, run as `python fit.py fit -c config.yaml`; the cell below plays the script.
+# does it, run as `python fit.py fit -c config.yaml`; the cell below imitates that script.
 
 # %%
 from lightning.pytorch.cli import LightningCLI
@@ -242,7 +242,7 @@ print(f"from YAML: {test_accuracy(cli.model.network):.3f}")
 # %% [markdown]
 # ## When not to use them
 #
-# - **The labels are right.** On the same digits without wrong labels plain training and the tricks end equal: 0.972
+# - **The labels are right.** On the same digits without wrong labels plain training and the tricks end up equal: 0.972
 #   both, in the [committed runs](../benchmarks/results/digits_clean/results.json).
 # - **You stop at the best epoch anyway.** The plain curve above has a peak; with clean validation data, early
 #   stopping takes a good part of the gain, and costs nothing.
@@ -253,7 +253,7 @@ print(f"from YAML: {test_accuracy(cli.model.network):.3f}")
 # - Three tricks are six lines, in Python or in YAML; the Trainer stays the stock one.
 # - With 40% wrong labels they end at 93% test accuracy where plain training ends at 68%, and the seeds agree. Plain
 #   training is not tuned here; where it is, as in the [benchmarks](../benchmarks/README.md), the gain is a few points,
-#   and the three together are nowhere told to be better than `EMA` alone. `EMA` is almost free: begin with it.
+#   and the three together are nowhere significantly better than `EMA` alone. `EMA` is almost free: begin with it.
 # - With right labels they change nothing.
 # - The checkpoint holds the averaged weights under your module's own names, so plain torch reads it.
 #

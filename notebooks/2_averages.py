@@ -60,7 +60,7 @@ QUIET |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sani
 # ## Raw against averaged
 #
 # `validate="both"` validates twice: metrics of the averaged weights keep their names, those of the raw ones end in
-# `_raw`. The task: handwritten digits of which 40% of the training labels are wrong; those of validation and test are
+# `_raw`. The task: handwritten digits with 40% wrong training labels; the labels of validation and test are
 # right.
 
 
@@ -105,13 +105,13 @@ axes[0].set(ylabel="validation accuracy")
 _ = axes[0].legend(loc="lower left", frameon=False)
 
 # %% [markdown]
-# The raw weights learn the wrong labels by heart, one after the other; their average never follows any of them that
+# The raw weights memorize the wrong labels, one after the other; their average never follows any of them that
 # far. It is above them from the second epoch on (EMA) or from its start on (SWA), with less spread between the seeds.
 # Even the average falls in the end, though: it is a remedy for jumping, no cure for wrong labels.
 #
 # ## At the end, with wrong and with right labels
 #
-# And beside the other remedy for jumping, a learning rate that falls: `flat_cos` (see
+# And next to the other remedy for jumping, a learning rate that falls: `flat_cos` (see
 # [5_schedules](5_schedules.ipynb)).
 
 
@@ -267,7 +267,7 @@ for name, (batch_size, lr, decay) in cases.items():
 #   copy of the weights in memory.
 # - **The learning rate falls to zero**: the last weights move little, so the average is close to them: two to four
 #   points in the table in place of ten.
-# - **Very short runs** with a large decay: the average is still where the training began.
+# - **Very short runs** with a large decay and `warmup=False`: the average is still where the training began.
 # - **BatchNorm with SWA**: the average needs statistics of its own, which `SWA` takes in one more pass over the data;
 #   `EMA` copies those of the module.
 #
@@ -276,7 +276,7 @@ for name, (batch_size, lr, decay) in cases.items():
 # - With wrong labels an average of the weights is about ten points above the weights themselves, and `EMA` takes one
 #   line. With right labels it changes nothing.
 # - A learning rate that falls does part of the same job; the two gains do not add up.
-# - A checkpoint has the averaged weights, and the raw ones for going on. Resuming is exact.
+# - A checkpoint has the averaged weights, and the raw ones to resume from. Resuming is exact.
 # - Files that were never averaged can be averaged afterwards; a greedy soup beat every single checkpoint here.
 #
 # Cards: [EMA](../docs/tricks/EMA.md), [SWA](../docs/tricks/SWA.md),

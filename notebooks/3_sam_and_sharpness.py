@@ -17,7 +17,7 @@
 #
 # $$e = \rho \, \frac{g}{\lVert g \rVert}, \quad g = \nabla L(w); \qquad \text{the optimizer gets } \nabla L(w + e).$$
 #
-# So every batch is run twice, and a step takes twice as long.
+# So every batch runs twice, and a step takes twice as long.
 
 # %%
 if "google.colab" in str(get_ipython()):
@@ -60,7 +60,7 @@ QUIET |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sani
 # ## One mixin
 #
 # The mixin goes before the module's own base class; `sam` says how. Nothing else changes: the Trainer accumulates,
-# clips and scales as ever, since all of it happens inside of `backward()`.
+# clips and scales as usual, since all of it happens inside `backward()`.
 
 
 # %%
@@ -100,7 +100,7 @@ def fit(sam, noise, seed):
 # %% [markdown]
 # ## With 40% wrong labels, and with right ones
 #
-# A network learns a wrong label by heart in a sharp corner of its own. ASAM makes the radius relative to each weight;
+# A network memorizes a wrong label in a sharp corner of its own. ASAM makes the radius relative to each weight;
 # its good radii are about ten times as large.
 
 # %%
@@ -230,12 +230,12 @@ for name, sam in cheaper.items():
 #   the epochs is the comparison to make.
 # - **Short runs with a large `rho`**: SAM learns slowly at first, as the curves show.
 # - **DeepSpeed**: it owns the gradients, so `SAMMixin` refuses it; DDP and FSDP2 are fine.
-# - **16-bit weights** (`bf16-true`): a perturbation of 0.05 in all drowns in their rounding; refused as well. Mixed
+# - **16-bit weights** (`bf16-true`): a total perturbation of 0.05 drowns in their rounding; refused as well. Mixed
 #   precision is fine.
 #
 # ## What we learned
 #
-# - With wrong labels `SAM(rho=0.3)` is some nine points above SGD; the default radius of 0.05 is not told from SGD.
+# - With wrong labels `SAM(rho=0.3)` is some nine points above SGD; the default radius of 0.05 cannot be told from SGD.
 # - With right labels there is no gain, and a radius that is too large costs two points.
 # - The minimum is flatter, and it can be measured: the largest eigenvalue is a third of SGD's.
 # - A step takes twice as long; `every_n_steps=2` takes a third off that, for the same accuracy here.

@@ -18,7 +18,7 @@
 # - **The hard-example filter** does the opposite of soothing: of each batch it trains on the samples with the largest
 #   losses.
 #
-# All are callbacks. Your module computes its loss as ever: the labels that it gets look like labels, and know with
+# All are callbacks. Your module computes its loss as usual: the labels that it gets look like labels, and know with
 # whom they are mixed.
 
 # %%
@@ -133,7 +133,7 @@ _ = ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 # What five seeds can say, and what not:
 #
 # - Digits with wrong labels: strong mixing is some eight points better than plain training, with a fifth of the
-#   spread. A blend of a right and a wrong label is not worth learning by heart.
+#   spread. Memorizing a blend of a right and a wrong label does not pay.
 # - Digits with right labels: **no difference**.
 # - Textures with wrong labels: plain training ends near chance, a third; with any of the three that mix to the end it
 #   is thirty points better. Which of the three is best, five seeds cannot tell: they differ by less than their
@@ -143,7 +143,7 @@ _ = ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 #
 # ## Text
 #
-# Word 17 mixed with word 402 is no word. `Mixup` says so:
+# Word 17 mixed with word 402 is not a word, so `Mixup` refuses:
 
 # %%
 sentences = glosses.load_glosses(noise=0.0)  # definitions of animals, artifacts, food, persons and plants: which is it?
@@ -154,7 +154,7 @@ except Exception as error:
 
 # %% [markdown]
 # `HiddenMixup("network.head")` mixes what the head gets from the encoder: the mean over the words of a tiny
-# transformer, here. Each sentence is encoded once, as ever.
+# transformer, here. Each sentence is encoded once, as usual.
 
 # %%
 wrong = glosses.load_glosses(noise=0.3)
@@ -216,9 +216,9 @@ for title, noise in (("right labels", 0.0), ("40% wrong labels", 0.4)):
         print(f"  {name:27}  {shown(values)}")
 
 # %% [markdown]
-# With right labels the filter is level with plain training for as many epochs, half of whose backward passes it
-# leaves out, and about a point above plain training with as many samples, within the spread: **no clear gain** on a
-# task as easy as this one. With wrong labels it is the worst that you can do: more than ten points are lost.
+# With right labels the filter is level with plain training for as many epochs, and skips half of the backward passes,
+# and about a point above plain training with as many samples, within the spread: **no clear gain** on a
+# task as easy as this one. With wrong labels it is the worst you can do: it loses more than ten points.
 #
 # ## When not to use them
 #
@@ -235,7 +235,7 @@ for title, noise in (("right labels", 0.0), ("40% wrong labels", 0.4)):
 # - With wrong labels mixing gains up to thirty points on the textures and eight on the digits, if it goes on to the
 #   end. With right labels it changes nothing on the digits.
 # - Those gains belong to the settings of this notebook. In the [benchmarks](../benchmarks/README.md), where the
-#   learning rate of plain training was tuned first, `Mixup` is not told from plain training.
+#   learning rate of plain training was tuned first, `Mixup` cannot be told from plain training.
 # - `HiddenMixup` is the way to mix text; it has no clear gain here.
 # - The hard-example filter cannot tell a hard sample from a wrong one. With wrong labels it loses more than ten points.
 #

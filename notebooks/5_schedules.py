@@ -136,7 +136,7 @@ for setting in settings:
 
 # %% [markdown]
 # Where the number cannot be known (an `IterableDataset` without a length, `max_time`) it raises `UnknownTotalSteps`
-# and says why, in place of a guess that would end the curve too early; then pass `total_steps=`.
+# and says why, instead of a guess that would end the curve too early; then pass `total_steps=`.
 #
 # ## A base learning rate
 #

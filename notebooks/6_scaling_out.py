@@ -189,8 +189,8 @@ for preset, devices in wanted[-1:] if FAST else wanted:
     print()
 
 # %% [markdown]
-# The count of steps, and with it the schedule's length, knew of the devices: half the batch on each of two makes as
-# many steps of the same size. Accuracies are close to each other, as they should be: a preset is there for memory and
+# The count of steps, and so the schedule's length, takes the devices into account: half the batch on each of two makes
+# as many steps of the same size. Accuracies are close to each other, as they should be: a preset is there for memory and
 # time, it changes nothing in what is learnt. (They need not be equal: the processes draw other batches.) The averages
 # of `EMA()` are sliced like the weights, so the folder below has them in slices, too.
 #
