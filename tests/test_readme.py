@@ -217,6 +217,8 @@ def test_three_tricks_are_not_better_than_one() -> None:
 def test_the_costs_are_those_that_were_measured() -> None:
     added = {row["what"]: row["median"] for row in result("together")["rows"] if row["case"] == "added to a step, tiny"}
     assert all(added[name] < 100 for name in ("EMA", "SWA", "LRSchedule", "SkipNonFinite", "RewindOnSpike"))
+    for name in ("AutoClip", "AdaptiveClip"):
+        assert f"{added[name] / 1000:.2f} ms; with a real network" in COSTS
     (real,) = (
         row["over_floor"]
         for row in result("together")["rows"]
