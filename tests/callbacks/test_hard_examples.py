@@ -234,7 +234,7 @@ def test_sam_runs_again_on_the_same_samples(base: type[Net], mode: Any, micro: i
 
 def test_micro_batches_of_sam_are_refused_in_loss_mode() -> None:
     kind = type(Net)("Sharp", (lt.SAMMixin, PlainNet), {"sam": lt.SAM(micro_batch_size=4)})
-    with pytest.raises(MisconfigurationException, match=r'Leave micro_batch_size out, or use mode="prune"'):
+    with pytest.raises(MisconfigurationException, match=r'Remove micro_batch_size, or use mode="prune"'):
         fit(build(kind), callbacks=[lt.HardExampleFilter(mode="loss")])
 
 

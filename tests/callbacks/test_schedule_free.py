@@ -123,8 +123,8 @@ def test_what_would_undo_it_is_refused_before_training() -> None:
 
     cases: list[tuple[Any, list[Callback], str]] = [
         (build(Zero), [lt.ScheduleFree()], r"needs a beta above 0.*Zero has betas=\(0"),
-        (net(), [lt.ScheduleFree(), lt.EMA(validate="raw", at_end="raw")], "averages its weights itself"),
-        (net(), [lt.EMA(), lt.ScheduleFree()], "averages its weights itself"),
+        (net(), [lt.ScheduleFree(), lt.EMA(validate="raw", at_end="raw")], "already averages the weights"),
+        (net(), [lt.EMA(), lt.ScheduleFree()], "already averages the weights"),
         (net(), [lt.ScheduleFree(), lt.LRSchedule("cosine")], "takes the place of a schedule"),
         (build(Scheduled), [lt.ScheduleFree()], "takes the place of a schedule"),
         (build(Made), [lt.ScheduleFree()], "a schedule-free optimizer takes no schedule"),

@@ -152,7 +152,7 @@ def test_whole_weights_are_fine_with(strategy: str) -> None:
 
 
 def test_sharded_weights_are_refused_with_the_trick_and_the_strategy() -> None:
-    with pytest.raises(MisconfigurationException, match=r"EMA works .*, got ModelParallelStrategy\..*leave EMA out"):
+    with pytest.raises(MisconfigurationException, match=r"EMA works .*, got ModelParallelStrategy\..*remove EMA"):
         require_engine(trainer(strategy=ModelParallelStrategy()), "EMA", *UNSHARDED)
 
 
