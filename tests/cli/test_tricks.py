@@ -50,8 +50,8 @@ def test_another_word_filters(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_name_in_other_letters_prints_its_card(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tricks", "swa"]) == 0
-    assert capsys.readouterr().out == card("SWA")
+    assert main(["tricks", "skipnonfinite"]) == 0
+    assert capsys.readouterr().out == card("SkipNonFinite")
 
 
 def test_only_the_name_in_a_line_of_code_has_it() -> None:
