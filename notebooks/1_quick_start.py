@@ -108,8 +108,8 @@ class Net(pl.LightningModule):
 # +        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 # +        return lt.flat_cos(optimizer, self, warmup=0.05)
 #
-# -trainer = pl.Trainer(max_epochs=55)
-# +trainer = pl.Trainer(max_epochs=55, callbacks=[lt.EMA()])
+# -trainer = pl.Trainer(max_epochs=epochs)
+# +trainer = pl.Trainer(max_epochs=epochs, callbacks=[lt.EMA()])
 # ```
 #
 # - `SAM` takes the gradient where the loss is worst nearby, at `w + rho * g/||g||`:
