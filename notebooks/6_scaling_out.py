@@ -190,8 +190,8 @@ for preset, devices in wanted[-1:] if FAST else wanted:
 
 # %% [markdown]
 # The count of steps, and so the schedule's length, takes the devices into account: half the batch on each of two makes
-# as many steps of the same size. Accuracies are close to each other, as they should be: a preset is there for memory and
-# time, it changes nothing in what is learnt. (They need not be equal: the processes draw other batches.) The averages
+# as many steps of the same size. Accuracies are close to each other, as they should be: a preset saves memory and
+# time; it does not change what is learnt. (They need not be equal: the processes draw other batches.) The averages
 # of `EMA()` are sliced like the weights, so the folder below has them in slices, too.
 #
 # ## One file from a sharded checkpoint

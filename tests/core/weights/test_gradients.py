@@ -34,7 +34,9 @@ class Held:
 
 @pytest.mark.parametrize("kind", [DeepSpeedStrategy, FSDPStrategy])
 def test_strategies_that_own_the_gradients_are_refused_by_name(kind: type) -> None:
-    with pytest.raises(MisconfigurationException, match=rf"AutoClip works .* got {kind.__name__}[. ].* remove AutoClip"):
+    with pytest.raises(
+        MisconfigurationException, match=rf"AutoClip works .* got {kind.__name__}[. ].* remove AutoClip"
+    ):
         local_gradients(Held(kind()), PlainNet(), "AutoClip")
 
 
