@@ -293,7 +293,7 @@ def test_two_schedules_are_refused_by_name():
 
 
 def test_two_callbacks_are_refused():
-    message = r"LRSchedule\(curve='linear'\) and LRSchedule\(curve='cosine'\): both.* Leave one"
+    message = r"LRSchedule\(curve='linear'\) and LRSchedule\(curve='cosine'\): both.* Remove one"
     with pytest.raises(MisconfigurationException, match=message):
         fit(build(), callbacks=[LRSchedule("linear"), LRSchedule("cosine")])
 
