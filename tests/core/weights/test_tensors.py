@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks.core.weights.tensors import copies, copy_, float_buffers, global_norm, lerp_, trainable
+from lightning_tricks.core.weights.tensors import checksum, copies, copy_, float_buffers, global_norm, lerp_, trainable
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -90,3 +90,17 @@ def test_the_norm_of_fp16_does_not_overflow() -> None:
 def test_the_norm_of_fp32_and_fp64_together_is_fp64() -> None:
     norm = global_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)])
     assert (norm.item(), norm.dtype) == (5.0, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8])
+@pytest.mark.parametrize("size", [0, 1, 100, 2**15 - 1, 2**15, 2**16 + 3])
+def test_a_checksum_is_the_sum_of_the_bits_by_position(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).mul(50).to(dtype)
+    before = tensor.clone()
+    parts = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parts.element_size()]
+    bits = parts.view(kind).long()
+    assert checksum(tensor) == int((bits * torch.arange(1, len(bits) + 1)).sum())
+    assert torch.equal(tensor, before)
+    if size > 1:
+        assert checksum(tensor.flip(0)) != checksum(tensor)
