@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -136,6 +136,7 @@ class CutMix(MixingCallback):
 
     @override
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
+        self._require_parts(context, size)
         batch, inputs = context.batch, self._paths(context, "inputs")
         masks = set(self._paths(context, "target")).difference(self._labels(context))
         first = get(batch, inputs[0])

@@ -84,9 +84,9 @@ class BatchCallback(Trick):
         """The paths of the targets in a batch; none if none were asked for and none are there."""
         return locate(batch, None, TARGETS, 1) if self.target is None else self.targets_in(batch)
 
-    def _samples(self, batch: Any, expected: int | None = None) -> int:
-        """The number of samples in a batch, by its targets."""
-        targets = [get(batch, path) for path in self.targets_in(batch)]
+    def _samples(self, batch: Any, expected: int | None = None, paths: Sequence[Path] | None = None) -> int:
+        """The number of samples in a batch, by its targets; ``paths`` are those of the targets, where they are known."""
+        targets = [get(batch, path) for path in (self.targets_in(batch) if paths is None else paths)]
         sizes = {len(target) if target.ndim else 0 for target in targets}
         if len(sizes) > 1 or 0 in sizes or expected not in (None, *sizes):
             raise MisconfigurationException(
@@ -134,7 +134,7 @@ class BatchCallback(Trick):
         assert self._pipeline is not None, "setup comes first"
         self._pipeline.descends = True
         # In manual optimization another loss may follow. Without a graph, SAM runs the step again in micro-batches.
-        if pl_module.automatic_optimization and self._pipeline.lacks_loss and loss.requires_grad:
+        if pl_module.automatic_optimization and loss.requires_grad:
             self._pipeline.require_loss(trainer)
 
     @override

@@ -42,6 +42,7 @@ class BatchContext:
         self.partners: Tensor | None = None  # the sample that each sample is mixed with
         self.targets: dict[Path, str] = {}  # targets whose losses follow the plan, and the trick that asked for it
         self.unmixed: dict[Path, Unmixed] = {}  # parts that belong to samples, and are neither mixed nor targets
+        self.found: dict[tuple[BatchCallback, str], list[Path]] = {}  # paths of inputs and targets that were looked for
         self._mixed: set[Path] = set()  # targets that are also mixed with those of their partners
 
     def plan_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
@@ -131,12 +132,6 @@ class BatchPipeline:
             self.require_loss(trainer)
         self.drop()
 
-    @property
-    def lacks_loss(self) -> bool:
-        """Whether a loss should have followed the plan of the batch, and none did so far."""
-        context = self._context
-        return context is not None and bool(context.targets) and not context.plan.losses
-
     def require_loss(self, trainer: pl.Trainer) -> None:
         """Raise unless a loss of the batch followed the plan.
 
@@ -144,7 +139,7 @@ class BatchPipeline:
             MisconfigurationException: If none did.
         """
         context, module = self._context, trainer.lightning_module
-        if context is None or not self.lacks_loss:
+        if context is None or not context.targets or context.plan.losses:
             return
         if context.plan.unclear:
             raise context.plan.unclear_loss(context.plan.unclear)

@@ -8,13 +8,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, Weight
 
 Loss = Callable[..., Tensor]
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name
 
 
 @cache
@@ -41,22 +39,6 @@ def arguments(func: Loss, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
-
-
-def with_one_softmax(calls: list[Call]) -> tuple[Loss, list[Call]]:
-    """``cross_entropy`` of the same predictions for several labels as ``nll_loss`` of one ``log_softmax``.
-
-    It takes less time and memory. Labels in floating-point numbers and smoothed ones are left to ``cross_entropy``.
-    """
-    (predictions, labels), options = calls[0][0], {**calls[0][1]}  # as torch's cross_entropy hands them over
-    legacy = options.pop("size_average"), options.pop("reduce")
-    is_soft = labels.is_floating_point() or options.pop("label_smoothing")
-    if is_soft or legacy != (None, None) or type(predictions) is not Tensor or predictions.ndim < 2:
-        return F.cross_entropy, calls
-    if any([args[0] is not predictions for args, _ in calls]):
-        return F.cross_entropy, calls
-    logarithms = F.log_softmax(predictions, 1)
-    return F.nll_loss, [((logarithms, args[1]), options) for args, _ in calls]
 
 
 def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor | None, plan: LossPlan) -> Tensor:

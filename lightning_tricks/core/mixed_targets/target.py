@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
@@ -26,7 +25,6 @@ from lightning_tricks.core.mixed_targets.losses import (
     is_loss,
     planned_loss,
     planned_reduction,
-    with_one_softmax,
 )
 from lightning_tricks.core.mixed_targets.operations import (
     differentiates,
@@ -127,8 +125,6 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     calls = [_arguments(args, kwargs, number) for number in range(len(targets[0].branches))]
     if plan.mix_predictions is not None and is_loss(func):
         calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
-    elif func is F.cross_entropy and not plan.by_samples:
-        func, calls = with_one_softmax(calls)
     unclear = next((target.unclear for target in targets if target.unclear), "")
     if plan.by_samples and not unclear:
         try:
