@@ -85,7 +85,7 @@ class BatchCallback(Trick):
         return locate(batch, None, TARGETS, 1) if self.target is None else self.targets_in(batch)
 
     def _samples(self, batch: Any, expected: int | None = None, paths: Sequence[Path] | None = None) -> int:
-        """The number of samples in a batch, by its targets; ``paths`` are those of the targets, where they are known."""
+        """The number of samples in a batch, by its targets; ``paths`` are those of the targets, if known."""
         targets = [get(batch, path) for path in (self.targets_in(batch) if paths is None else paths)]
         sizes = {len(target) if target.ndim else 0 for target in targets}
         if len(sizes) > 1 or 0 in sizes or expected not in (None, *sizes):

@@ -64,10 +64,8 @@ class MixingCallback(BatchCallback):
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.alpha == 0:
             return
-        lam, size = (
-            context.numbers.betavariate(self.alpha, self.alpha),
-            self._samples(context.batch, paths=self._paths(context, "target")),
-        )
+        lam = context.numbers.betavariate(self.alpha, self.alpha)
+        size = self._samples(context.batch, paths=self._paths(context, "target"))
         self._watch(context, size)
         self.drawn = self._mix(context, lam, size)
         if labels := self._labels(context):
