@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_runtest_setup() -> None:
     freeze()
 
 

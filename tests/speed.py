@@ -6,6 +6,7 @@ import gc
 import inspect
 import logging
 import socket
+import sys
 import time
 from contextlib import suppress
 from functools import cache
@@ -60,10 +61,16 @@ def listen_to_lightning() -> None:
     catching_logs.__enter__ = enter
 
 
+_frozen_modules = 0
+
+
 def freeze() -> None:
     """Lightning collects garbage in many places, each time half a second if all imported modules are looked through."""
-    gc.collect()
-    gc.freeze()
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 def leave_devices_out() -> None:
