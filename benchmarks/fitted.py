@@ -95,11 +95,17 @@ class Laps(Callback):
 
 
 def fit(
-    module: pl.LightningModule, batch: Batch, steps: int, callbacks: Sequence[Callback] = (), *, every: int = 20
+    module: pl.LightningModule,
+    batch: Batch,
+    steps: int,
+    callbacks: Sequence[Callback] = (),
+    *,
+    every: int = 20,
+    **settings: Any,
 ) -> float:
     """Microseconds of a training step on the batch's device."""
     laps = Laps(every)
-    trainer = pl.Trainer(accelerator=batch[0].device.type, callbacks=[laps, *callbacks], **QUIET)
+    trainer = pl.Trainer(accelerator=batch[0].device.type, callbacks=[laps, *callbacks], **{**QUIET, **settings})
     trainer.fit(module, DataLoader([batch] * steps, batch_size=None))
     return laps.step()
 

@@ -1,7 +1,8 @@
 """The loss of a large vocabulary: with its logits, by LeanLoss, and by torch's own linear_cross_entropy.
 
 A layer is the head and its loss, forward and back; a model is a Llama of two layers in fp32 with 2,048 tokens a batch.
-Memory is what a step takes beyond weights and inputs, gradients included.
+Memory is what a step takes beyond weights and inputs, gradients included. cut-cross-entropy is no contender on a CPU:
+it imports Triton, also for its way without kernels, which is ``torch.compile`` of the loss with its logits.
 """
 
 from __future__ import annotations
