@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests import fresh  # noqa: F401  # before anything else imports lightning_tricks
-from tests.speed import cache_entry_points, cache_signatures, freeze, leave_devices_out, listen_to_lightning
+from tests.speed import Garbage, cache_entry_points, cache_signatures, leave_devices_out, listen_to_lightning
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that a test starts
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # LightningCLI's use of it, not ours
@@ -20,6 +20,7 @@ cache_entry_points()
 cache_signatures()
 leave_devices_out()
 listen_to_lightning()
+garbage = Garbage()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
@@ -31,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    freeze()
+    garbage.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 
 import lightning_tricks
 import tests.nets
-from tests.speed import cache_entry_points, cache_signatures, connect_at_once, freeze, leave_devices_out
+from tests.speed import Garbage, cache_entry_points, cache_signatures, connect_at_once, leave_devices_out
 
 __all__ = ["deepspeed", "lightning", "lightning_tricks", "pytest", "tests", "torch"]
 
@@ -35,4 +35,4 @@ cache_entry_points()
 cache_signatures()
 leave_devices_out()
 connect_at_once()
-freeze()  # which leaves pages shared, too
+Garbage().freeze()  # which leaves pages shared, too

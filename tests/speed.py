@@ -6,7 +6,6 @@ import gc
 import inspect
 import logging
 import socket
-import sys
 import time
 from contextlib import suppress
 from functools import cache
@@ -61,16 +60,27 @@ def listen_to_lightning() -> None:
     catching_logs.__enter__ = enter
 
 
-_frozen_modules = 0
+class Garbage:
+    """Lightning collects garbage in many places, each time half a second if all imported modules are looked through.
 
+    What is alive between two tests is left out of the next collections whenever they have become slow.
+    """
 
-def freeze() -> None:
-    """Lightning collects garbage in many places, each time half a second if all imported modules are looked through."""
-    global _frozen_modules
-    if len(sys.modules) > _frozen_modules + 100:
-        gc.collect()
-        gc.freeze()
-        _frozen_modules = len(sys.modules)
+    def __init__(self) -> None:
+        self._slow, self._began = True, 0.0
+        gc.callbacks.append(self._watch)
+
+    def _watch(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.thread_time()
+        elif info["generation"] == 2:
+            self._slow = time.thread_time() - self._began > 0.05
+
+    def freeze(self) -> None:
+        if self._slow:
+            gc.collect()
+            gc.freeze()
+            self._slow = False
 
 
 def leave_devices_out() -> None:
