@@ -242,7 +242,10 @@ def estimate() -> str:
         max(abs(row["over_floor"] - 1) for row in result("memory")["rows"] if row["case"].startswith(case))
         for case in ("total", "activations")
     )
-    return f"Estimated totals are within {total:.1%} of the measured bytes, activations alone within {activations:.1%}."
+    return (
+        f"On a CPU, with ResNet-50, ViT and BERT, estimated totals are within {total:.1%} of the measured bytes,"
+        f" activations alone within {activations:.1%}."
+    )
 
 
 def looks() -> str:

@@ -38,6 +38,7 @@ REGIMES = {
     "LoRA": "`LoRA`",
     "namespace": "`pytorch_lightning`",
 }  # What the keys of the matrix mean, where they do not say it.
+IMPORTS = "With `import lightning as L` and `import lightning_tricks as lt`; [the other names](README.md)."
 MEANT_TO_HELP = ("Samples", "Losses", "Optimizers", "Fine-tuning")  # groups whose tricks should make results better
 
 
@@ -58,7 +59,7 @@ def card(name: str) -> str:
         f"`{row.line}`",
         _names(row),
         intro,
-        *after,
+        *(section.replace("## Code", f"## Code\n\n{IMPORTS}", 1) for section in after),
         _section("Cost", "\n".join(_costs(row))),
         _section("Evidence", _gains(row)),
         _section("Works with", "\n".join(_regimes(row))),
@@ -175,7 +176,7 @@ def _regimes(row: Row) -> list[str]:
         for name, found in cell.items():
             if found["cell"] == "refused":
                 refused.setdefault((entry, _rule(found["why"], entry)), []).append(name)
-    lines = [_bullet(f"{', '.join(names)}: tests on CPUs passed with {regimes}.") for regimes, names in right.items()]
+    lines = [_bullet(f"{', '.join(names)}: tested on CPUs with {regimes}.") for regimes, names in right.items()]
     lines += [_bullet(f"`{entry}` is refused with {', '.join(of)}: {rule}.") for (entry, rule), of in refused.items()]
     return [*lines, *(["", "[The whole matrix](../compatibility.md), with the error messages."] if lines else [])]
 

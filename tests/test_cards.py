@@ -85,6 +85,7 @@ def namespace() -> dict[str, Any]:
     loader = DataLoader(data, batch_size=8)
     given = {"L": lightning, "lt": lt, "torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader}
     mine = {"Net": Net, "net": Net(), "data": data, "loader": loader, "batch": next(iter(loader))}
+    mine |= dict.fromkeys(("train_loader", "val_loader", "test_loader"), loader)
     return {**given, **mine, "texts": TEXTS, "padded": nn.utils.rnn.pad_sequence}
 
 

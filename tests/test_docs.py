@@ -21,6 +21,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_tricks as lt
 from lightning_tricks_cli.main import parser
+from tests.nets import PlainNet, data
 from tests.public import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -129,7 +130,8 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     here = partial(pl.Trainer, accelerator="cpu", logger=False)
     try:
-        exec("\n".join(blocks(page, "python")), {"lt": lt, "L": pl, "Trainer": here, "torch": torch})
+        yours = {"net": PlainNet(), "batch": data(4)[:]}
+        exec("\n".join(blocks(page, "python")), {"lt": lt, "L": pl, "Trainer": here, "torch": torch, **yours})
     finally:
         torch.use_deterministic_algorithms(False)  # which Trainer(deterministic=True) sets for the process
         for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):

@@ -186,7 +186,7 @@ def advice(
         fewer = f": {batch_size} devices are enough" if batch_size < batches == hardware.world else ""
         texts.append(f"The devices can share {effective} samples per step evenly, not {batch_size}{fewer}.")
     texts.append(
-        f"An optimizer step sees {effective} sample{'s' * (effective > 1)}: scale the learning rate by it, linearly for"
+        f"An optimizer step sees {effective} sample{'s' * (effective > 1)}: scale the learning rate accordingly, linearly for"
         " SGD, by the square root for Adam (scale_lr)."
     )
     return tuple(texts)
@@ -360,6 +360,8 @@ def suggest_strategy(
     reasons = [*(why_not(faster, machines, margin) for faster in failed), why_it_fits(found, machines, margin)]
     if found.host and hardware.host_is_assumed:
         suffices = "" if machines is hardware else " and is too little: train on a machine with more"
+        if suffices and any(other.fits for other in others):
+            suffices += ", or with a change below that fits"
         reasons.append(
             f"This machine's host memory of {readable(hardware.host_memory)} was assumed{suffices} (host_memory=)."
         )
