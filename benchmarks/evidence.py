@@ -248,6 +248,46 @@ def estimate() -> str:
     )
 
 
+def cached_gradients() -> str:
+    step = of_floor("grad_cache", "step, 1024 samples", "lightning_tricks GradCacheMixin")
+    ours, whole = (
+        figure("grad_cache", "peak memory", what) for what in ("lightning_tricks GradCacheMixin", "the whole batch")
+    )
+    return (
+        f"1,024 samples in chunks of 64 take {ours:.0f} MiB in place of {whole:.0f} MiB, and a step takes {step:.2f}"
+        " times as long (on a CPU)."
+    )
+
+
+def buckets() -> str:
+    ours, shuffled = (
+        figure("length_buckets", "padding", what) for what in ("lightning_tricks LengthBuckets", "shuffled")
+    )
+    epoch = of_floor("length_buckets", "epoch", "lightning_tricks LengthBuckets")
+    return (
+        f"Of the tokens of samples between 4 and 256 long, {ours:.0f}% are padding in place of {shuffled:.0f}%, and an"
+        f" epoch of a small transformer takes {epoch:.2f} of the time."
+    )
+
+
+def adapters() -> str:
+    case = "vit_tiny_patch16_224"
+    step = figure("lora", f"step, {case}", "lightning_tricks LoRA") / figure("lora", f"step, {case}", "full training")
+    ours, full = (figure("lora", f"checkpoint, {case}", what) for what in ("lightning_tricks LoRA", "full training"))
+    return (
+        f"With a ViT-tiny a checkpoint takes {ours:.1f} MB in place of {full:.1f} MB, and a step {step:.2f} of the time"
+        " of full training (on a CPU)."
+    )
+
+
+def waiting() -> str:
+    ours, theirs = (
+        figure("data_wait", "added to a step, tiny", what)
+        for what in ("lightning_tricks DataWait", "Lightning SimpleProfiler")
+    )
+    return f"It adds {ours:.0f} µs to a step of a tiny network; Lightning's `SimpleProfiler` adds {theirs:.0f} µs."
+
+
 def looks() -> str:
     busy = of_floor("networks", "step, vit_tiny_patch16_224", "InspectTraining: looks")
     idle = of_floor("networks", "step, tiny", "InspectTraining: idle")
@@ -276,6 +316,10 @@ MEASURED: dict[str, list[Callable[[], str]]] = {
     "RewindOnSpike": [rewinds],
     "AdaptiveClip": [clips],
     "LayerFreezing": [freezing],
+    "LoRA": [adapters],
+    "GradCacheMixin": [cached_gradients],
+    "LengthBuckets": [buckets],
+    "DataWait": [waiting],
     "ActivationCheckpointing": [checkpointing],
     "Compile": [layouts],
     "inspect_training": [looks],

@@ -31,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: a third of the time a worker waits for the ranks that it has started."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_runtest_setup() -> None:
     garbage.freeze()
 

@@ -69,6 +69,7 @@ class Garbage:
     def __init__(self) -> None:
         self._slow, self._began = True, 0.0
         gc.callbacks.append(self._watch)
+        gc.disable()  # until the first test: imports leave little garbage
 
     def _watch(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -78,6 +79,7 @@ class Garbage:
 
     def freeze(self) -> None:
         if self._slow:
+            gc.enable()
             gc.collect()
             gc.freeze()
             self._slow = False

@@ -240,6 +240,13 @@ def test_the_costs_are_those_that_were_measured() -> None:
         for what in ("lightning_tricks EMA", "Lightning EMAWeightAveraging")
     )
     assert f"takes {ours:.1f} ms for a ResNet-50; Lightning's takes {theirs:.1f} ms" in COSTS
+    lines = {
+        (row["case"].removeprefix("line by "), row["what"]): row["median"] for row in result("step_scaling")["rows"]
+    }
+    half = "half of its 95% interval"
+    assert f"exponent {lines['parameters', 'slope']:.2f} ± {lines['parameters', half]:.2f})" in " ".join(COSTS.split())
+    assert f"adds {lines['callbacks', 'slope']:.0f} ± {lines['callbacks', half]:.0f} µs" in COSTS
+    assert f"({lines['ranks', 'slope'] / 1000:.1f} ± {lines['ranks', half] / 1000:.1f} ms a process)" in COSTS
 
 
 def card_says(name: str, text: str) -> bool:

@@ -152,7 +152,7 @@ def test_a_missing_peer_and_an_unknown_name_are_named(
     monkeypatch.setattr(sys, "argv", ["run.py", "emma"])
     with pytest.raises(SystemExit):
         run.main()
-    assert "there is no benchmark emma; there are checkpoints, ema," in capsys.readouterr().err
+    assert "there is no benchmark emma; there are checkpoints, data_wait, ema," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("broken", ["run", pytest.param("targets", marks=pytest.mark.slow)])
