@@ -186,8 +186,8 @@ def advice(
         fewer = f": {batch_size} devices are enough" if batch_size < batches == hardware.world else ""
         texts.append(f"The devices can share {effective} samples per step evenly, not {batch_size}{fewer}.")
     texts.append(
-        f"An optimizer step sees {effective} sample{'s' * (effective > 1)}: scale the learning rate accordingly, linearly"
-        " for SGD, by the square root for Adam (scale_lr)."
+        f"An optimizer step sees {effective} sample{'s' * (effective > 1)}: scale the learning rate accordingly,"
+        " linearly for SGD, by the square root for Adam (scale_lr)."
     )
     return tuple(texts)
 
