@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torchmetrics as tm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.target import MixedTarget, mixed_target
@@ -386,3 +387,38 @@ def test_a_loss_for_the_record():
 def test_value_of_a_total():
     loss = CE(outputs(), target())
     torch.testing.assert_close(added(loss, 2 * loss).item(), 3 * CE(outputs(), target()).item())
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": Tensor.item,
+    "tolist": Tensor.tolist,
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "format": "{:.3f}".format,
+    "numpy": lambda loss: loss.detach().numpy(),
+    "isclose": lambda loss: torch.allclose(loss, loss.detach()),
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that wait for a device: those that bring a value to Python."""
+
+    waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize("name", READS)
+def test_reading_a_loss_waits_as_often_as_reading_a_plain_one(name):
+    waits = []
+    for y in (target(), Y):
+        loss = CE(outputs(), y)
+        with Counted() as counted:
+            READS[name](loss)
+        waits.append(counted.waits)
+    assert waits[0] == waits[1]
+    assert waits[0] == 1 or name not in ("item", "float", "int", "bool", "format")
