@@ -32,7 +32,7 @@ A card says what a trick does, when to take it and when not. It has the code, va
 costs, what it brought on our tasks, where it works, and its pitfalls. `lightning-tricks tricks EMA` prints it.
 
 In the code of the cards `L` is `lightning`, `lt` is `lightning_tricks`, `nn` and `F` are torch's. `Net` is your
-LightningModule, here with `self.model` of a stem, blocks and a head; `net = Net()`; loaders and `data` are yours.
+LightningModule, here `self.model` has a stem, blocks and a head; `net = Net()`; loaders and `data` are yours.
 """
 
 

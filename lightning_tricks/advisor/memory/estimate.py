@@ -39,7 +39,7 @@ PARTS = {
     "gathered": "gathered weights",
     "communication": "gradient buckets",
     "activations": "activations",
-    "passing": "or, in the optimizer's step",
+    "passing": "or, while the optimizer steps",
 }
 # The parts that stay while the optimizer steps.
 LASTING = ("weights", "gradients", "optimizer", "extras", "buffers")
