@@ -334,7 +334,8 @@ def suggest_strategy(
         """The memory of the first preset that fits, and that of the presets before it."""
         failed: list[MemoryEstimate] = []
         for name in names:
-            estimate = _smallest_estimate(model, batch, machines, margin, name, optimizer)
+            plain = _smallest_estimate(model, batch, machines, margin, name, optimizer)
+            estimate = _recomputing(plain, machines, margin)
             if not shortage(estimate, machines, margin):
                 return estimate, failed
             failed.append(estimate)
@@ -346,7 +347,7 @@ def suggest_strategy(
         model,
         failed,
         optimizer,
-        partial(_smallest_estimate, model, batch, hardware, margin),
+        lambda *change: _recomputing(_smallest_estimate(model, batch, hardware, margin, *change), hardware, margin),
         lambda estimate: not shortage(estimate, hardware, margin),
     )
     if found is None and hardware.host_is_assumed:
@@ -357,7 +358,13 @@ def suggest_strategy(
         raise ValueError(" ".join([_nothing_fits(failed, hardware, margin) + left_out, *map(str, others)]))
     micro, accumulate = _batches(found, hardware, batch_size, margin)
     found = found if micro is None else found.with_batch(micro)
-    reasons = [*(why_not(faster, machines, margin) for faster in failed), why_it_fits(found, machines, margin)]
+    reasons = [*(why_not(faster, machines, margin) for faster in failed)]
+    if found.recomputes:
+        reasons.append(
+            f"{found.strategy} needs callbacks=[ActivationCheckpointing()]: without it, every device keeps 16-bit"
+            " copies of all weights from the forward to the backward pass."
+        )
+    reasons.append(why_it_fits(found, machines, margin))
     if found.host and hardware.host_is_assumed:
         suffices = "" if machines is hardware else " and is too little: train on a machine with more"
         if suffices and any(other.fits for other in others):
@@ -392,6 +399,16 @@ def _smallest_estimate(
     if batch is None or shortage(without_batch, hardware, margin):
         return without_batch
     return estimate(batch=batch).with_batch(1)
+
+
+def _recomputing(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> MemoryEstimate:
+    """The same estimate if it fits, or else under FSDP2 that with activation checkpointing.
+
+    A block that is computed again frees the 16-bit copies of its weights with its activations, which are still counted.
+    """
+    if not estimate.strategy.startswith(("fsdp2", "hsdp", "tp")) or not shortage(estimate, hardware, margin):
+        return estimate
+    return replace(estimate, casts=estimate.gathered // 2, recomputes=True)
 
 
 def _refuses(optimizer: str, preset: str) -> bool:

@@ -119,6 +119,8 @@ def _folder_damage(folder: Path, callbacks: dict[Any, Any]) -> str | None:
             return f"it has no averages of {missing}: saving was interrupted"
         if (folder / "latest").is_file():
             _check_zero(folder / (folder / "latest").read_text().strip())
+        if (folder / "meta.pt").is_file():
+            _require_intact(folder / "meta.pt", "meta.pt")
         for shards in sorted({file.parent for file in folder.rglob("*.distcp")}):  # weights of FSDP2, and averages
             _check_shards(shards)
     except Exception as error:  # a damaged file can raise almost any exception
@@ -150,11 +152,15 @@ def _check_shards(folder: Path) -> None:
 
 def _check_zero(tag: Path) -> None:
     """Raise unless the files of all ranks are there with their checksums."""
-    from lightning_tricks.checkpoints.zero_folder import OPTIMIZER, by_rank, require_all_ranks
+    from lightning_tricks.checkpoints.zero_folder import MODEL, OPTIMIZER, by_rank, require_all_ranks
 
     for file in sorted(tag.glob("*.pt")):
         _require_intact(file, file.name)
-    require_all_ranks([_plain(file)["optimizer_state_dict"] for file in by_rank(tag, OPTIMIZER)])
+    optimizers = [_plain(file)["optimizer_state_dict"] for file in by_rank(tag, OPTIMIZER)]
+    require_all_ranks(optimizers)
+    models = len(by_rank(tag, MODEL))
+    if "fp32_flat_groups" in optimizers[0] and models != len(optimizers):  # ZeRO-3: each rank has a part
+        raise ValueError(f"it has model states of {models} ranks, expected {len(optimizers)}")
 
 
 def _require_intact(file: Path | io.BytesIO, name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_tricks.advisor.memory.parameters import BLOCKS, Parameters, Weight, parameters_of
+from lightning_tricks.advisor.memory.parameters import Parameters, Weight, assumed_blocks, parameters_of
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.adapters.base import packed_bytes
 from lightning_tricks.core.adapters.inject import frozen_linear, injected, select
@@ -19,7 +19,8 @@ from lightning_tricks.core.adapters.inject import frozen_linear, injected, selec
 def with_adapters(model: nn.Module | int, lora: LoRA | None) -> Iterator[Parameters]:
     """A context in which a module has the adapters of ``lora``, with the parameters that it would have.
 
-    A number of parameters stands for the matrices of ``BLOCKS`` transformer blocks of 12 d**2 weights, all adapted.
+    A number of parameters stands for the matrices of ``assumed_blocks`` transformer blocks of 12 d**2 weights each, all
+    of them adapted.
 
     Raises:
         ValueError: If a pattern of ``lora`` selects nothing, or a layer cannot be adapted.
@@ -27,7 +28,7 @@ def with_adapters(model: nn.Module | int, lora: LoRA | None) -> Iterator[Paramet
     if lora is None:
         yield parameters_of(model)
     elif not isinstance(model, nn.Module):
-        width = (model / (12 * BLOCKS)) ** 0.5
+        width = (model / (12 * assumed_blocks(model))) ** 0.5
         whole = parameters_of(model)
         adapters = Weight((round(2 * lora.r * model / width),), torch.float32, True)
         frozen = Weight((model,), torch.float32, False)

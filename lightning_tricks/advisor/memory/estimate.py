@@ -71,6 +71,7 @@ class MemoryEstimate:
         host: Bytes in the memory of each node.
         nvme: Bytes on the disk of each node.
         largest_layer: Bytes of the layer with the most weights, in the dtype of the forward pass.
+        recomputes: Whether ``casts`` are those with activation checkpointing, which frees them block by block.
         measured: The measured activations by batch size; None if they were not measured.
 
     Example:
@@ -96,6 +97,7 @@ class MemoryEstimate:
     host: int
     nvme: int
     largest_layer: int
+    recomputes: bool = False
     measured: Activations | None = field(default=None, repr=False)
 
     @property

@@ -50,7 +50,7 @@ class Layout:
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of floating-point weights in the forward pass; None if they keep their own."""
-        return HALF.get(self.precision) if self.engine in ("zero", "fsdp2") else self.weight_dtype
+        return HALF.get(self.precision) if self.engine == "zero" else self.weight_dtype
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -59,7 +59,10 @@ class Layout:
 
     @property
     def casts(self) -> bool:
-        """Whether autocast keeps 16-bit copies of the weights during the forward and backward pass."""
+        """Whether autocast keeps 16-bit copies of the weights during the forward and backward pass.
+
+        Under FSDP2, too: the gathered weights of a block are freed, and their copies are kept for its backward pass.
+        """
         return self.autocast is not None and self.compute_dtype is None
 
     def shards(self, stage: int, world: int, nodes: int) -> int:

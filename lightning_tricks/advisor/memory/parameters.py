@@ -12,8 +12,6 @@ from torch import nn
 
 from lightning_tricks.strategies.fsdp2.blocks import sharding_groups
 
-BLOCKS = 32  # Assumed for a number of parameters: the blocks of a language model with 7 billion of them.
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -60,12 +58,21 @@ class Parameters:
         return sum(weight.numel for weight in self.weights)
 
 
+def assumed_blocks(parameters: int) -> int:
+    """The blocks of a language model with so many parameters: 32 up to 7 billion, then in proportion to its width.
+
+    >>> assumed_blocks(10**9), assumed_blocks(7 * 10**9), assumed_blocks(70 * 10**9)
+    (32, 32, 69)
+    """
+    return max(32, round(32 * (parameters / 7e9) ** (1 / 3)))
+
+
 def parameters_of(
     model: nn.Module | int,
     packed: Mapping[int, int] = MappingProxyType({}),
     shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> Parameters:
-    """The parameters of a module; a number stands for trainable fp32 weights in ``BLOCKS`` equal blocks.
+    """The parameters of a module; a number stands for trainable fp32 weights in ``assumed_blocks`` equal ones.
 
     Args:
         model: The module, or the number.
@@ -73,7 +80,7 @@ def parameters_of(
         shapes: The shapes of the parameters of which a process has a part, by ``id``.
     """
     if not isinstance(model, nn.Module):
-        block = -(-model // BLOCKS)
+        block = -(-model // assumed_blocks(model))
         return Parameters((Weight((model,), torch.float32, True),), 0, block, block, 0)
     weights = tuple(
         Weight((packed[id(p)],), torch.uint8, False)

@@ -50,7 +50,7 @@ def remove_stale_locks() -> None:
                 while lock.exists() and _quiet_seconds(lock) < QUIET:
                     time.sleep(1)
             if lock.exists() and not _is_held(lock):
-                lock.unlink()
+                lock.unlink(missing_ok=True)
                 warnings.warn(
                     f"{lock} was left by a compilation that was killed, and every process would wait for it: removed.",
                     stacklevel=2,

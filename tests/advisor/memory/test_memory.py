@@ -237,8 +237,9 @@ def test_fsdp2_gathers_what_the_strategy_groups() -> None:
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(5000, 5000, bias=False) for _ in range(3)), nn.Linear(5000, 2, bias=False))
     estimate = estimate_memory(net, strategy="fsdp2_bf16", devices=8)
-    assert estimate.gathered == 2 * (2 * 25_000_000 + 10_000)  # two of the large layers, and what is in no group
-    assert estimate.communication == 2 * 2 * 25_000_000
+    assert estimate.gathered == 4 * (2 * 25_000_000 + 10_000)  # two of the large layers, and what is in no group
+    assert estimate.communication == 4 * 2 * 25_000_000
+    assert estimate.casts == 2 * (3 * 25_000_000 + 10_000)  # kept for the backward pass by every process
 
 
 def test_the_bucket_is_that_of_the_presets() -> None:
@@ -346,7 +347,7 @@ def test_nothing_is_allocated_for_a_model_on_meta() -> None:
     estimate = estimate_memory(huge, batch=torch.empty(1000, 50_000, device="meta"), strategy="fsdp2_bf16", devices=8)
     assert estimate.weights == 20 * (50_000 * 50_000 + 50_000) * 4 // 8
     assert estimate.activations > 20 * 1000 * 50_000 * 2
-    assert estimate.largest_layer == (50_000 * 50_000 + 50_000) * 2
+    assert estimate.largest_layer == (50_000 * 50_000 + 50_000) * 4
 
 
 def test_cuda_keeps_norms_in_fp32() -> None:
