@@ -291,6 +291,7 @@ def estimate_memory(
         world=devices * nodes,
         batch_size=samples,
         activations=0 if measured is None or samples is None else measured.at(samples),
+        recomputes=False,
         measured=measured,
         **_parts(layout, parameters, states, devices * nodes, nodes, extras, measured),
     )
