@@ -254,7 +254,7 @@ print(f"from YAML: {test_accuracy(cli.model.network):.3f}")
 # - With 40% wrong labels they end at 93% test accuracy where plain training ends at 68%, and the seeds agree. Plain
 #   training is not tuned here; where it is, as in the [benchmarks](../benchmarks/README.md), the gain is a few points,
 #   and the three together are nowhere significantly better than `EMA` alone. `EMA` is almost free: begin with it.
-# - With right labels they change nothing.
+# - With right labels they change nothing here.
 # - The checkpoint holds the averaged weights under your module's own names, so plain torch reads it.
 #
 # The cards of these tricks have starting values, costs, measurements and pitfalls: [EMA](../docs/tricks/EMA.md),

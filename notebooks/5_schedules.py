@@ -273,7 +273,7 @@ for name, case in cases.items():
 # ## What we learned
 #
 # - With wrong labels every curve that falls is at least ten points better than a constant learning rate. With right
-#   labels there is no difference.
+#   labels there is no difference here.
 # - Which falling curve it is matters little; `one_cycle` and `cosine` lead here.
 # - A warm-up saves a learning rate that is too large, and changes nothing at one that is right.
 # - The length of a schedule is counted for you, in optimizer steps.

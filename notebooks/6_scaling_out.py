@@ -260,4 +260,4 @@ print(f"in plain torch: validation accuracy {accuracy(net, *load_digits(0)['val'
 # - A sharded checkpoint becomes one file with `consolidate`, without a GPU.
 #
 # Cards: [presets](../docs/tricks/preset.md), [estimate_memory and suggest_strategy](../docs/tricks/estimate_memory.md),
-# [consolidate](../docs/tricks/average_checkpoints.md).
+# [consolidate](../docs/tricks/consolidate.md).

@@ -52,7 +52,7 @@ ADVICE = {
         "LRSchedule",
     ),
     "flat_cos": Advice(
-        "A learning rate that falls at the end gained with wrong labels on images.",
+        "A learning rate that falls at the end gained with wrong labels on two of our three tasks.",
         "- class_path: LRSchedule\n  init_args: {curve: flat_cos, warmup: 0.05}",
         "LRSchedule",
     ),
@@ -62,7 +62,7 @@ ADVICE = {
         "LRSchedule",
     ),
     "EMA": Advice(
-        "Averaged weights follow wrong labels less: a gain on images, none told on texts.",
+        "Averaged weights follow wrong labels less: a gain on all of our tasks.",
         "- class_path: EMA\n  init_args: {decay: 0.999}",
         "EMA",
     ),
