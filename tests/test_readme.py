@@ -93,7 +93,8 @@ def test_the_gain_of_the_average_is_that_of_all_fifteen_seeds() -> None:
     text = " ".join(README.split())
     assert f"it adds {gain['points']:.1f} points of test accuracy (95% interval {interval}, 15 seeds)" in text
     flat = regimes()["flat_cos"]["digits", WRONG_LABELS]
-    assert f"has {flat['points']:+.1f} there, within the spread of five seeds ({flat['low']:+.1f} to {flat['high']:+.1f})" in text
+    spread = f"({flat['low']:+.1f} to {flat['high']:+.1f})"
+    assert f"has {flat['points']:+.1f} there, within the spread of five seeds {spread}" in text
     assert {row["seeds"] for row in result("regimes")["rows"] if (row["task"], row["trick"]) == ("digits", "EMA")} == {
         15
     }

@@ -52,7 +52,7 @@ ADVICE = {
         "LRSchedule",
     ),
     "flat_cos": Advice(
-        "A learning rate that falls at the end gained with wrong labels on two of our three tasks.",
+        "With wrong labels a learning rate that falls gained on two of our three tasks.",
         "- class_path: LRSchedule\n  init_args: {curve: flat_cos, warmup: 0.05}",
         "LRSchedule",
     ),
