@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -42,18 +43,42 @@ def compare_at_first(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle
 
 
 class _Comparison:
-    """A hook behind the first forward pass of a module."""
+    """A hook behind the first forward pass of a module, and a warning if its layers run outside of it."""
 
     def __init__(self, name: str, places: Places, device: torch.device) -> None:
         self._name, self._places, self._device = name, places, device
+        self._inside = False
 
     def start(self, owner: nn.Module) -> None:
-        # In front of the hook of FSDP2, which shards the weights again.
-        self._handle = owner.register_forward_hook(self, with_kwargs=True, prepend=True)
+        layers = [parent.get_submodule(key) for parent, key in self._places]
+        self._handles = [
+            owner.register_forward_pre_hook(self._enter),
+            *(layer.register_forward_pre_hook(self._ask) for layer in layers),
+            # In front of the hook of FSDP2, which shards the weights again.
+            owner.register_forward_hook(self, with_kwargs=True, prepend=True),
+        ]
+
+    @torch.compiler.disable
+    def _enter(self, owner: nn.Module, args: Any) -> None:
+        self._inside = True
+
+    @torch.compiler.disable
+    def _ask(self, layer: nn.Module, args: Any) -> None:
+        if not self._inside:
+            self._remove()
+            rank_zero_warn(
+                f"plan splits layers of {self._name!r}, which run outside of its forward pass: whether they compute the"
+                " same with parts is not compared. Call the module itself, or look whether the loss of the first step"
+                " is that of strategy='fsdp2_bf16'."
+            )
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     @torch.compiler.disable
     def __call__(self, owner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._handle.remove()
+        self._remove()
         parts: list[Tensor] = []
         apply_to_collection((args, kwargs), DTensor, parts.append)
         if not parts:

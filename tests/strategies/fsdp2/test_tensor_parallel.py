@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,24 @@ class PackedWords(CountedWords):
     attention = Packed
 
 
+class Around(nn.Module):
+    """Calls the layers of a module, and not the module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self.inner).forward(self.inner, x)
+
+
+class AroundWords(Words):
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        for block in self.blocks:
+            block.attention = Around(block.attention)
+
+
 class Lamb(Words):
     def configure_optimizers(self) -> Any:
         return lt.optimizer("lamb", self, lr=0.01)
@@ -282,12 +301,20 @@ def saved(folder: str) -> dict[str, Tensor]:
 LATE = ("lamb", "LoRA", "Compile")  # need libraries that take long to import
 
 
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        together(AroundWords, PLANNED, max_steps=1)
+    return [str(each.message) for each in caught]
+
+
 def quick(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {case: ended(case) for case in QUICK}
     return {
         **found,
         "refused": {case: refused(case) for case in REFUSED if case not in LATE},
         "unseeded": unseeded(),
+        "warned": warned(),
         "saved": saved(folder),
     }
 
@@ -330,6 +357,12 @@ def test_four_processes_train_what_one_does(four: Cases, case: str) -> None:
 def test_what_cannot_be_right_is_refused_by_name(two: list[dict[str, Any]], case: str) -> None:
     for rank in two:
         assert re.search(REFUSED[case][-1], rank["refused"][case]), rank["refused"][case]
+
+
+def test_layers_that_run_outside_of_their_module_are_not_compared_which_is_said(two: list[dict[str, Any]]) -> None:
+    first, _ = (rank["warned"] for rank in two)
+    told = "plan splits layers of 'blocks.0.attention.inner', which run outside of its forward pass"
+    assert [text.startswith(told) for text in first].count(True) == 1
 
 
 @pytest.mark.slow
