@@ -324,7 +324,11 @@ def suggest_strategy(
         check_count("batch_size", batch_size)
         if batch is None:
             raise ValueError(f"batch_size={batch_size} needs batch=, an example batch of any size.")
-    hardware = hardware or Hardware.detect()
+    if hardware is None:
+        try:
+            hardware = Hardware.detect()
+        except ValueError as error:
+            raise ValueError(f"hardware=None: {error}") from error
 
     possible = [name for name in candidates(hardware) if name != "tp_bf16" or _can_split(model, hardware.devices)]
     refused = [name for name in possible if isinstance(optimizer, str) and _refuses(optimizer, name)]

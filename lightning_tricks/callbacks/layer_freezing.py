@@ -33,17 +33,20 @@ def frozen_layers(step: int, layers: int, *, fraction: float, start: float, stop
         stop: Step at which it ends, at least ``start``; at once if they are equal.
 
     Raises:
-        ValueError: If ``layers`` or ``start`` is negative, ``fraction`` is outside its range, or ``stop`` is below
-            ``start``.
+        ValueError: If ``step``, ``layers`` or ``start`` is negative, ``fraction`` is outside its range, or ``stop`` is
+            below ``start``.
 
     Example:
         >>> [frozen_layers(step, 10, fraction=0.5, start=100, stop=200) for step in (100, 119, 120, 200, 300)]
         [0, 0, 1, 5, 5]
     """
+    check_count("step", step, 0)
     check_count("layers", layers, 0)
     check_range("fraction", fraction, 0, 1)
     check_range("start", start, 0)
-    check_range("stop", stop, start)
+    check_range("stop", stop, 0)
+    if stop < start:
+        raise ValueError(f"stop must be at least start={start}, got {stop}.")
     if step < start:
         return 0
     share = min(1.0, (step - start) / (stop - start)) if stop > start else 1.0

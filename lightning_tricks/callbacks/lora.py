@@ -126,7 +126,7 @@ class LoRA(Trick):
         if alpha is not None and not 0 < alpha < float("inf"):
             raise ValueError(f"alpha must be above 0, got {alpha!r}: it is the numerator of the scale, alpha / r.")
         check_range("dropout", dropout, 0.0, 1.0, below=True)
-        if train not in ((), []):  # jsonargparse makes a list of the default
+        if not isinstance(train, tuple | list) or train:  # jsonargparse makes a list of the default
             check_patterns("train", train)
         check_choice("variant", variant, ("lora", "dora", "rslora"))
         check_choice("base", base, ("keep", "nf4", "int8"))

@@ -27,8 +27,11 @@ def path_of(name: str, value: PathLike) -> Path:
 
     Raises:
         TypeError: If it is not a path.
+        ValueError: If it has a null character, which no path can have.
     """
     check_type(name, value, str, os.PathLike)
+    if "\0" in os.fsdecode(value):
+        raise ValueError(f"{name} must be a path, got {value!r}.")
     return Path(value)
 
 

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
 from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import check_count
@@ -58,7 +59,7 @@ def make_folds(splitter: Any, samples: int, targets: Any = None, groups: Any = N
         splitter = library("sklearn.model_selection", "cross_validate", "evaluation").KFold(
             splitter, shuffle=True, random_state=seed
         )
-    if isinstance(splitter, str) or not callable(getattr(splitter, "split", None)):
+    if isinstance(splitter, str | Tensor) or not callable(getattr(splitter, "split", None)):  # theirs is another one
         raise TypeError(f"splitter must be an int or have a method split, as sklearn's KFold(), got {splitter!r}.")
     values = [None if values is None else numpy.asarray(values) for values in (targets, groups)]
     with isolate_rng(include_cuda=False):

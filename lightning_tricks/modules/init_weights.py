@@ -76,8 +76,8 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
     steps = dict(_planned(layers, recipe))
     if not steps:
         raise ValueError(
-            f"init_weights needs layers with parameters for {recipe!r}, found none in {type(model).__name__} with"
-            f" modules={modules!r}: name them in modules=."
+            f"init_weights needs layers with parameters for recipe={recipe!r}, found none in {type(model).__name__}"
+            f" with modules={modules!r}: name them in modules=."
         )
     _check(model, list(steps))
     named = dict(model.named_parameters(remove_duplicate=False))

@@ -56,8 +56,11 @@ def logits_and_accuracy(net: torch.nn.Module) -> tuple[torch.Tensor, float]:
     return logits, (logits.argmax(-1) == y).float().mean().item()
 
 
+PRESETS = [row for row in lt.presets() if row["name"] != "tp_bf16"]  # which needs a plan
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", lt.presets(), ids=lambda row: row["name"])
+@pytest.mark.parametrize("row", PRESETS, ids=lambda row: row["name"])
 def test_a_plain_script(row: dict[str, Any], tmp_path: Path) -> None:
     name = row["name"]
     devices = 1 if row["strategy"] == "SinglePreset" else 2
