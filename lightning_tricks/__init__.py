@@ -2,9 +2,10 @@
 
 from lightning_tricks import functional
 from lightning_tricks.advisor.batch_size import find_batch_size
-from lightning_tricks.advisor.choose import Hardware, suggest_strategy
+from lightning_tricks.advisor.choose import suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import environment_report
+from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.inspect_training import InspectTraining, inspect_training
 from lightning_tricks.advisor.memory.estimate import estimate_memory
 from lightning_tricks.advisor.profile import profile_tricks

@@ -256,6 +256,15 @@ def card_says(name: str, text: str) -> bool:
     return text in " ".join(card(name).split())
 
 
+def test_what_guide_and_cards_say_of_little_data_and_of_cutmix() -> None:
+    few = {trick for trick in regimes() if ("digits", "10% of the samples") in told(trick, 1)}
+    assert few == {"label smoothing 0.1"}
+    assert "from scratch no trick gained on our images, and label smoothing did on digits" in GUIDE
+    lost = [-regimes()["CutMix"]["digits", regime]["points"] for regime in ("long tail", WRONG_LABELS)]
+    assert card_says("CutMix", "`CutMix` lost {:.1f} and {:.1f} points on digits".format(*lost))
+    assert {("digits", "long tail"), ("digits", WRONG_LABELS)} <= told("CutMix", -1)
+
+
 def test_what_the_prose_of_the_cards_says_of_our_tasks() -> None:
     wrong = {trick: {task for task, regime in told(trick, 1) if regime == WRONG_LABELS} for trick in regimes()}
     assert card_says("SAM", "with 40% wrong labels it gains on all of our tasks and `SAM` on two of three")

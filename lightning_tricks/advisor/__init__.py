@@ -1,9 +1,10 @@
 """Advice before training: memory, strategy, batch size, this machine, and probable mistakes."""
 
 from lightning_tricks.advisor.batch_size import BatchSizeResult, find_batch_size
-from lightning_tricks.advisor.choose import Hardware, Suggestion, suggest_strategy
+from lightning_tricks.advisor.choose import Suggestion, suggest_strategy
 from lightning_tricks.advisor.doctor import Doctor
 from lightning_tricks.advisor.environment import EnvironmentReport, environment_report
+from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.inspect_training import InspectTraining, TrainingInspection, inspect_training
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_tricks.advisor.profile import TricksProfile, profile_tricks

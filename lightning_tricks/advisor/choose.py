@@ -7,93 +7,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from types import NoneType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_tricks.advisor.environment import devices_here, host_memory
+from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory, readable
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.adapters.inject import adaptable_linear
-from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
+from lightning_tricks.core.checks import check_count, check_range, check_type
 from lightning_tricks.optimizers.table import row_of
 from lightning_tricks.strategies.fsdp2.plan import planned_layers
 
-__all__ = ["Hardware", "Suggestion", "suggest_strategy"]
-
-
-@final
-@dataclass(frozen=True)
-class Hardware:
-    """The devices and nodes to train on, and the links between them.
-
-    Args:
-        device_memory: The memory of each device, in bytes.
-        devices: The number of devices per node, at least 1.
-        nodes: The number of nodes, at least 1.
-        links: "fast" (NVLink in a node, InfiniBand between nodes) or "slow" (PCIe, Ethernet); torch cannot detect it.
-        host_memory: The memory of each node, in bytes; 0 means that nothing can be offloaded to it.
-        nvme: The space on each node's NVMe disk, in bytes; 0 means that there is none.
-        bf16: Whether the devices compute in bf16, as Ampere and later do.
-        host_is_assumed: Whether ``host_memory`` is that of this machine because no other was given.
-
-    Raises:
-        TypeError: If a value has the wrong type.
-        ValueError: If a value is out of range.
-
-    Example:
-        >>> Hardware(device_memory=24e9, devices=8).world
-        8
-    """
-
-    device_memory: float
-    devices: int = 1
-    nodes: int = 1
-    links: Literal["fast", "slow"] = "fast"
-    host_memory: float = 0
-    nvme: float = 0
-    bf16: bool = True
-    host_is_assumed: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("device_memory", "host_memory", "nvme"):
-            check_range(name, getattr(self, name), 0)
-        check_count("devices", self.devices)
-        check_count("nodes", self.nodes)
-        check_choice("links", self.links, ("fast", "slow"))
-        check_bool("bf16", self.bf16)
-        check_bool("host_is_assumed", self.host_is_assumed)
-
-    @property
-    def world(self) -> int:
-        """The number of devices on all nodes."""
-        return self.devices * self.nodes
-
-    def batches(self, preset: str) -> int:
-        """The number of batches that the devices compute at a time: one each, or one in a node (``tp_bf16``)."""
-        return self.nodes if preset == "tp_bf16" else self.world
-
-    @classmethod
-    def detect(cls, **known: Any) -> Hardware:
-        """Describe this machine.
-
-        Args:
-            **known: Arguments of ``Hardware`` that replace the detected ones.
-
-        Raises:
-            ValueError: If there is no CUDA device and ``device_memory`` is not given.
-        """
-        devices = devices_here()
-        detected: dict[str, Any] = {"host_memory": host_memory(), "host_is_assumed": "host_memory" not in known}
-        if devices[0].kind == "cuda":
-            detected["devices"] = len(devices)
-            detected["device_memory"] = min(device.memory for device in devices)
-            detected["bf16"] = all(device.bf16 for device in devices)
-        elif "device_memory" not in known:
-            raise ValueError("No CUDA device is seen here: pass device_memory=, the bytes of each device.")
-        return cls(**{**detected, **known})
+__all__ = ["Suggestion", "suggest_strategy"]
 
 
 DEVICE = "on each device"
@@ -338,8 +266,7 @@ def suggest_strategy(
         """The memory of the first preset that fits, and that of the presets before it."""
         failed: list[MemoryEstimate] = []
         for name in names:
-            plain = _smallest_estimate(model, batch, machines, margin, name, optimizer)
-            estimate = _recomputing(plain, machines, margin)
+            estimate = _smallest_estimate(model, batch, machines, margin, name, optimizer)
             if not shortage(estimate, machines, margin):
                 return estimate, failed
             failed.append(estimate)
@@ -351,7 +278,7 @@ def suggest_strategy(
         model,
         failed,
         optimizer,
-        lambda *change: _recomputing(_smallest_estimate(model, batch, hardware, margin, *change), hardware, margin),
+        partial(_smallest_estimate, model, batch, hardware, margin),
         lambda estimate: not shortage(estimate, hardware, margin),
     )
     if found is None and hardware.host_is_assumed:
@@ -399,20 +326,22 @@ def _smallest_estimate(
         nodes=hardware.nodes,
         lora=lora,
     )
-    without_batch = estimate()
+    without_batch = _recomputed_if_needed(estimate(), hardware, margin)
     if batch is None or shortage(without_batch, hardware, margin):
         return without_batch
-    return estimate(batch=batch).with_batch(1)
+    return _recomputed_if_needed(estimate(batch=batch).with_batch(1), hardware, margin)
 
 
-def _recomputing(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> MemoryEstimate:
-    """The same estimate if it fits, or else under FSDP2 that with activation checkpointing.
+def _recomputed_if_needed(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> MemoryEstimate:
+    """The same estimate, or that with activation checkpointing under FSDP2 if only that fits.
 
     A block that is computed again frees the 16-bit copies of its weights with its activations, which are still counted.
     """
-    if not estimate.strategy.startswith(("fsdp2", "hsdp", "tp")) or not shortage(estimate, hardware, margin):
-        return estimate
-    return replace(estimate, casts=estimate.gathered // 2, recomputes=True)
+    copies = min(estimate.casts, estimate.gathered // 2)  # of the blocks that are gathered at a time
+    recomputed = replace(estimate, casts=copies, recomputes=True)
+    sharded = estimate.strategy.startswith(("fsdp2", "hsdp", "tp"))
+    needed = sharded and shortage(estimate, hardware, margin) and not shortage(recomputed, hardware, margin)
+    return recomputed if needed else estimate
 
 
 def _refuses(optimizer: str, preset: str) -> bool:
@@ -471,7 +400,8 @@ def alternatives(
                 break
         if tried:
             best = tried[-1] if fits(tried[-1]) else tried[0]
-            found.append(Alternative(change, best.strategy, best.total, fits(best)))
+            whole = f"{change} and ActivationCheckpointing()" if best.recomputes else change
+            found.append(Alternative(whole, best.strategy, best.total, fits(best)))
     return tuple(found)
 
 

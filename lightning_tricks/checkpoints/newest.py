@@ -152,15 +152,13 @@ def _check_shards(folder: Path) -> None:
 
 def _check_zero(tag: Path) -> None:
     """Raise unless the files of all ranks are there with their checksums."""
-    from lightning_tricks.checkpoints.zero_folder import MODEL, OPTIMIZER, by_rank, require_all_ranks
+    from lightning_tricks.checkpoints.zero_folder import OPTIMIZER, by_rank, model_files, require_all_ranks
 
     for file in sorted(tag.glob("*.pt")):
         _require_intact(file, file.name)
     optimizers = [_plain(file)["optimizer_state_dict"] for file in by_rank(tag, OPTIMIZER)]
     require_all_ranks(optimizers)
-    models = len(by_rank(tag, MODEL))
-    if "fp32_flat_groups" in optimizers[0] and models != len(optimizers):  # ZeRO-3: each rank has a part
-        raise ValueError(f"it has model states of {models} ranks, expected {len(optimizers)}")
+    model_files(tag, optimizers)
 
 
 def _require_intact(file: Path | io.BytesIO, name: str) -> None:

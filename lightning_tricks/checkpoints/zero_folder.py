@@ -46,10 +46,8 @@ def zero_weights(folder: Path) -> dict[str, Any]:
         raise ValueError(f"it has DeepSpeed's experts in files of their own ({experts[0]}), which are not joined here")
     optimizers = [_load(file)["optimizer_state_dict"] for file in by_rank(tag, OPTIMIZER)]
     require_all_ranks(optimizers)
-    sharded = "fp32_flat_groups" in optimizers[0]  # ZeRO-3; otherwise ZeRO-1 or 2.
-    models = [_load(file) for file in (by_rank(tag, MODEL) if sharded else [tag / MODEL.removeprefix("_")])]
-    if sharded and len(models) != len(optimizers):
-        raise ValueError(f"it has model states of {len(models)} ranks, expected {len(optimizers)}")
+    sharded = is_zero3(optimizers)
+    models = [_load(file) for file in model_files(tag, optimizers)]
     model = models[0]
     masters = dict(_masters_of_zero3(model, optimizers) if sharded else _masters_of_zero1(model, optimizers))
     if sharded:
@@ -99,6 +97,25 @@ def by_rank(tag: Path, ending: str) -> list[Path]:
     """The files whose names end in a rank and ``ending``, in the order of the ranks."""
     files = {int(file.name.removesuffix(ending).split("_")[-1]): file for file in tag.glob(f"*zero_pp_rank_*{ending}")}
     return [files[rank] for rank in sorted(files)]
+
+
+def is_zero3(optimizers: Sequence[dict[str, Any]]) -> bool:
+    """Whether the optimizer states are those of ZeRO-3, and not of ZeRO-1 or 2."""
+    return "fp32_flat_groups" in optimizers[0]
+
+
+def model_files(tag: Path, optimizers: Sequence[dict[str, Any]]) -> list[Path]:
+    """The files of model states: of each rank under ZeRO-3, else one.
+
+    Raises:
+        ValueError: If there are not as many as ranks.
+    """
+    if not is_zero3(optimizers):
+        return [tag / MODEL.removeprefix("_")]
+    files = by_rank(tag, MODEL)
+    if len(files) != len(optimizers):
+        raise ValueError(f"it has model states of {len(files)} ranks, expected {len(optimizers)}")
+    return files
 
 
 def require_all_ranks(optimizers: Sequence[dict[str, Any]]) -> None:

@@ -108,7 +108,8 @@ def test_adapters_are_told_with_numbers_even_if_they_do_not_fit() -> None:
     assert on_one.alternatives[2].total == estimate_memory(MIDDLE, strategy="single_bf16", lora=lora).total
     sharded = suggest_strategy(LARGE, hardware=Hardware(40 * GB, devices=8, host_memory=1000 * GB))
     assert sharded.preset == "zero3_offload_bf16"
-    assert sharded.alternatives[1][:2] == ("LoRA(r=8) on all linear layers", "fsdp2_bf16")
+    change = "LoRA(r=8) on all linear layers and ActivationCheckpointing()"
+    assert sharded.alternatives[1][:2] == (change, "fsdp2_bf16")
     with pytest.raises(ValueError, match=r"With LoRA\(r=8, base='nf4'\) on all linear layers, single_bf16 .*: fits\."):
         suggest_strategy(MIDDLE, hardware=Hardware(24 * GB))
 
@@ -143,6 +144,18 @@ def test_fsdp2_is_taken_with_activation_checkpointing_where_its_copies_do_not_fi
     assert [each.estimate.recomputes for each in (tight, roomy)] == [True, False]
     assert roomy.estimate.casts == 2 * 10 * MIDDLE
     assert tight.estimate.casts == tight.estimate.gathered // 2
+
+
+def test_activations_are_measured_where_activation_checkpointing_is_needed() -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.Tanh()) for _ in range(20)))
+    batch = torch.zeros(2, 1000)
+    plain = estimate_memory(net, strategy="fsdp2_bf16", devices=8, batch=batch).with_batch(1)
+    suggestion = suggest_strategy(net, hardware=Hardware(plain.total, devices=8), batch=batch)
+    assert suggestion.preset == "fsdp2_bf16"
+    assert suggestion.estimate.recomputes
+    assert suggestion.estimate.casts < plain.casts
+    assert suggestion.micro_batch_size is not None
+    assert suggestion.estimate.total <= 0.9 * plain.total
 
 
 def test_presets_that_refuse_the_optimizer_are_not_suggested() -> None:

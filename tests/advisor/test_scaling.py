@@ -20,6 +20,18 @@ def test_the_bytes_of_seven_billion_weights_are_estimated() -> None:
         assert (device, host) == (f"{found.total / 1e9:.1f}", f"{found.host / 1e9:.1f}"), name
 
 
+def test_what_the_copies_of_fsdp2_and_an_offloaded_optimizer_take() -> None:
+    page, seven = " ".join(PAGE.split()), 7_000_000_000
+    plain = lt.estimate_memory(seven, strategy="fsdp2_bf16", devices=8)
+    assert f"{plain.casts / 1e9:.0f} of the {plain.total / 1e9:.1f} GB are 16-bit copies" in page
+    recomputed = lt.suggest_strategy(seven, hardware=lt.Hardware(24e9, devices=8)).estimate
+    assert recomputed.recomputes
+    assert f"frees them with the activations: {recomputed.total / 1e9:.1f} GB for 7B" in page
+    offloaded = lt.estimate_memory(seven, strategy="zero2_offload_bf16")
+    guide = " ".join((DOCS / "choose.md").read_text().split())
+    assert f"a model of 7B needs {offloaded.host / 1e9:.0f} GB of host memory" in guide
+
+
 def measured(file: str) -> list[dict[str, Any]]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["rows"]
 

@@ -65,6 +65,23 @@ def test_the_lock_of_a_living_compilation_stays_and_that_of_a_killed_one_is_remo
     assert stale_locks() == []
 
 
+def test_a_compilation_that_ends_while_one_looks_was_not_killed(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(looked_at: Path) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # after it was found, and before it is removed
+            lock.unlink()
+        return False
+
+    looks = 0
+    monkeypatch.setattr(compiler, "_is_held", ends)
+    lock.touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remove_stale_locks()
+    assert looks == 2
+
+
 def test_another_machine_may_hold_a_lock_on_a_network_disk(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "NETWORK", ("",))
     monkeypatch.setattr(compiler, "QUIET", 2)

@@ -50,11 +50,13 @@ def remove_stale_locks() -> None:
                 while lock.exists() and _quiet_seconds(lock) < QUIET:
                     time.sleep(1)
             if lock.exists() and not _is_held(lock):
-                lock.unlink(missing_ok=True)
-                warnings.warn(
-                    f"{lock} was left by a compilation that was killed, and every process would wait for it: removed.",
-                    stacklevel=2,
-                )
+                with suppress(FileNotFoundError):  # if the compilation has just ended
+                    lock.unlink()
+                    warnings.warn(
+                        f"{lock} was left by a compilation that was killed, and every process would wait for it:"
+                        " removed.",
+                        stacklevel=2,
+                    )
 
 
 def stale_locks() -> list[Path]:
