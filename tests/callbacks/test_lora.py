@@ -269,7 +269,8 @@ def test_a_fresh_module_loads_it(weights_only: bool, tmp_path: Path) -> None:
     (validated,) = other.validate(build(NormNet), loader(24), ckpt_path=best.best_model_path, verbose=False)
     assert validated["val_loss"] == pytest.approx(scored)
     predicted = other.predict(build(NormNet), loader(24), ckpt_path=best.best_model_path)
-    assert torch.equal(torch.cat(predicted), module.eval()(data(24).tensors[0]).detach())
+    with torch.no_grad():  # batch by batch, since the rounding of a product depends on the number of rows
+        assert torch.equal(torch.cat(predicted), torch.cat([module.eval()(x) for x, _ in loader(24)]))
 
 
 def test_a_checkpoint_without_the_frozen_weights_that_it_needs_is_not_saved(tmp_path: Path) -> None:
