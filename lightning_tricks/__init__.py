@@ -8,6 +8,7 @@ from lightning_tricks.advisor.environment import environment_report
 from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.inspect_training import InspectTraining, inspect_training
 from lightning_tricks.advisor.memory.estimate import estimate_memory
+from lightning_tricks.advisor.non_finite import NonFiniteOperation, find_non_finite
 from lightning_tricks.advisor.profile import profile_tricks
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
@@ -138,6 +139,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "NonFiniteOperation",
     "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",
@@ -174,6 +176,7 @@ __all__ = [
     "export_weights",
     "find_batch_size",
     "find_lr",
+    "find_non_finite",
     "find_num_workers",
     "fit_temperature",
     "flat_cos",

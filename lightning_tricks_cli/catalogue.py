@@ -191,11 +191,12 @@ CATALOGUE = (
         "Learning rates by layer, and no weight decay on biases and norms.",
     ),
     Row(
-        ("SkipNonFinite", "TerminateOnNonFinite"),
+        ("SkipNonFinite", "TerminateOnNonFinite", "find_non_finite"),
         "Stability",
         "callbacks=[lt.SkipNonFinite()]",
-        "Skips steps with NaN or infinity, or stops before the first one.",
+        "Skips steps with NaN or infinity, or stops and finds what made them.",
         "a check of the gradients",
+        ("NonFiniteOperation", "NonFiniteOrigin"),
     ),
     Row(
         ("RewindOnSpike",),

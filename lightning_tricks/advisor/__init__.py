@@ -7,6 +7,7 @@ from lightning_tricks.advisor.environment import EnvironmentReport, environment_
 from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.inspect_training import InspectTraining, TrainingInspection, inspect_training
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
+from lightning_tricks.advisor.non_finite import NonFiniteOperation, NonFiniteOrigin, find_non_finite
 from lightning_tricks.advisor.profile import TricksProfile, profile_tricks
 
 __all__ = [
@@ -16,12 +17,15 @@ __all__ = [
     "Hardware",
     "InspectTraining",
     "MemoryEstimate",
+    "NonFiniteOperation",
+    "NonFiniteOrigin",
     "Suggestion",
     "TrainingInspection",
     "TricksProfile",
     "environment_report",
     "estimate_memory",
     "find_batch_size",
+    "find_non_finite",
     "inspect_training",
     "profile_tricks",
     "suggest_strategy",

@@ -34,7 +34,8 @@ class TerminateOnNonFinite(Trick):
     Weights, optimizers and buffers are those before the window of the bad batch. They are saved as ``last_good.ckpt``
     in a new folder ``non_finite-step=N``, to resume training or to try the batch again. ``batch-rank=R.pt`` holds the
     batch of rank R, for ``torch.load``. An existing folder is never changed: the new one is then called ``...-v1``,
-    ``...-v2`` and so on. Then a FloatingPointError ends the fit on all ranks.
+    ``...-v2`` and so on. Then a FloatingPointError ends the fit on all ranks. ``find_non_finite`` repeats the step and
+    finds the operation.
 
     With a GradScaler (fp16), which finds its scale by infinite gradients, and under DeepSpeed, which owns the
     gradients, only the losses are checked. Every batch waits for the device once.
@@ -124,7 +125,7 @@ class TerminateOnNonFinite(Trick):
         except Exception as error:  # besides the file system, pickling the batch can fail
             why = str(error).partition("\n")[0]
             return f"The state before it and the batch are incomplete in {folder}: {why}"
-        return f"The state before it and the batch are in {folder}."
+        return f"The state before it and the batch are in {folder}: find_non_finite tells which operation it was."
 
 
 def _new_folder(parent: Path, step: int) -> Path | str:

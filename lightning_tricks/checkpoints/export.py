@@ -159,6 +159,18 @@ def _select(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, ca
     return checkpoint.get("current_model_state", state)  # The raw weights, if saved by Lightning's WeightAveraging.
 
 
+def raw_weights(checkpoint: Mapping[str, Any], source: PathLike) -> dict[str, Any]:
+    """The weights that the optimizer was training, of a checkpoint that was loaded from ``source``.
+
+    Raises:
+        ValueError: If the checkpoint does not certainly have them.
+    """
+    try:
+        return _select(checkpoint, weights_in(dict(checkpoint), source), "raw", None)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
 def _is_average(callback_state: Any) -> bool:
     return isinstance(callback_state, dict) and {"updates", "raw", "averaged"} <= callback_state.keys()
 

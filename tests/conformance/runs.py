@@ -52,7 +52,7 @@ def last_good(stopped: BaseException) -> Path:
     """The checkpoint that the error names."""
     found = re.fullmatch(
         r"TerminateOnNonFinite has stopped training after step \d+, in batch 0 of epoch \d+; not finite: the loss; .*"
-        r" The state before it and the batch are in (.*)\.",
+        r" The state before it and the batch are in (.*): find_non_finite tells which operation it was\.",
         str(stopped),
     )
     assert found, stopped

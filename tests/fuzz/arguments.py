@@ -38,7 +38,7 @@ def layers() -> nn.Module:
     return Net().layers
 
 
-FILE, FOLDER = "weights.pt", "sharded.ckpt"  # in the current folder, by ``make_files``
+FILE, FOLDER, KEPT = "weights.pt", "sharded.ckpt", "non_finite-step=2"  # in the current folder, by ``make_files``
 
 
 def make_files() -> None:
@@ -46,6 +46,10 @@ def make_files() -> None:
     with warnings.catch_warnings(action="ignore"):  # torch says that there is no process group
         dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=FOLDER, no_dist=True)
     torch.save({}, f"{FOLDER}/meta.pt")
+    run = trainer(max_steps=2)
+    run.fit(PlainNet(), loader(16), loader(16))
+    run.save_checkpoint(f"{KEPT}/last_good.ckpt")
+    torch.save(next(iter(loader(16))), f"{KEPT}/batch-rank=0.pt")
 
 
 SCHEDULE = {"optimizer": sgd, "module": lambda: None, "total_steps": lambda: 20}
@@ -113,6 +117,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "max_size": lambda: 4,
     },
     "find_lr": {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16), "steps": lambda: 10},
+    "find_non_finite": {"trainer": trainer, "module": PlainNet, "folder": lambda: KEPT},
     "freeze": {"model": layers, "parameters": lambda: "0"},
     "growing_size": {"step": lambda: 3, "full": lambda: 64, "initial": lambda: 0.5, "stop": lambda: 8},
     "greedy_soup": {
@@ -124,6 +129,11 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "layer_decay_groups": {"model": layers, "lr": lambda: 1e-3, "decay": lambda: 0.7, "pattern": lambda: r"^(\d+)"},
     "no_weight_decay_groups": {"model": layers, "weight_decay": lambda: 0.1},
     "plot_schedule": {"schedule": lambda: lt.cosine(sgd(), total_steps=20)},
+    "NonFiniteOperation": {
+        **{name: str for name in ("operation", "made", "module", "line")},
+        "backward": bool,
+    },
+    "NonFiniteOrigin": {"batch": tuple, "weights": tuple, "operations": tuple, "path": str},
     "SequenceLengthWarmup": {"inputs": lambda: 0},
     "preset": {"name": lambda: "single_bf16"},
     "quantize": {"module": layers},

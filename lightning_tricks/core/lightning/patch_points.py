@@ -75,6 +75,20 @@ WRAPPED = (
     ),
     WrappedMethod(
         _MODULE,
+        "on_before_batch_transfer",
+        "batch, dataloader_idx",
+        "find_non_finite",
+        "a kept batch, which the hook has changed already",
+    ),
+    WrappedMethod(
+        _MODULE,
+        "on_after_batch_transfer",
+        "batch, dataloader_idx",
+        "find_non_finite",
+        "a kept batch, which the hook has changed already",
+    ),
+    WrappedMethod(
+        _MODULE,
         "training_step",
         "args, kwargs",
         "GradCacheMixin",

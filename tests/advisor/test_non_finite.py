@@ -1,0 +1,345 @@
+"""find_non_finite: the operation, the module and the line of the first value that is not finite, in a real fit."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_tricks as lt
+from lightning_tricks.advisor import NonFiniteOperation
+from tests.conformance.engines import cpu_deepspeed
+from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.ranks import run_ranks
+
+
+def line_of(function: Any, text: str) -> str:
+    """The place of a line of code as it is reported."""
+    lines, first = inspect.getsourcelines(function)
+    (number,) = (number for number, line in enumerate(lines, first) if text in line)
+    return f"{__file__}:{number}, in {function.__name__}: {lines[number - first].strip()}"
+
+
+class Layer(nn.Module):
+    """Finite in both passes but in one way, once ``bad`` is set."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.bad = how, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.bad:
+            return x
+        zero = x - x
+        if self.how == "forward":
+            lowest = zero.log()
+            return x + lowest - lowest
+        if self.how == "backward":
+            return x + zero.sqrt() * zero.detach()
+        if self.how == "nested":
+            return x + 0 * torch.linalg.vector_norm(zero, dim=-1, keepdim=True).pow(0.5)
+        if self.how == "large":
+            return 0 * (70_000 * x.sign().half()) + x
+        if self.how == "in place":
+            return x + zero.log_().mul_(0)
+        hidden = torch.full_like(x, float("-inf")).softmax(-1)  # the mask itself is not what is wrong
+        return x + hidden
+
+
+class Suspect(PlainNet):
+    """A network in which a layer goes wrong at the third step."""
+
+    how = "forward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Tanh(), Layer(self.how)), nn.Linear(16, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.layers[1][1].bad = self.trainer.global_step >= 2
+        return super().training_step(batch, batch_idx)
+
+
+def suspect(how: str, kind: type[pl.LightningModule] = Suspect) -> Any:
+    return build(type("Spoiled", (kind,), {"how": how}))
+
+
+def kept(module: pl.LightningModule, folder: Path, callbacks: Any = (), **settings: Any) -> Path:
+    """The folder that TerminateOnNonFinite leaves."""
+    with pytest.raises(FloatingPointError):
+        fit(module, callbacks=[*callbacks, lt.TerminateOnNonFinite(str(folder))], **settings)
+    (made,) = folder.iterdir()
+    return made
+
+
+FOUND = {
+    "forward": [("torch.Tensor.log", "inf", "zero.log()"), ("torch.Tensor.sub", "nan", "x + lowest - lowest")],
+    "backward": [("torch.Tensor.sqrt", "nan", "zero.sqrt() * zero.detach()")],
+    "nested": [("torch.Tensor.pow", "nan", "vector_norm")],
+    "in place": [("torch.Tensor.log_", "inf", "zero.log_()"), ("torch.Tensor.mul_", "nan", "zero.log_().mul_(0)")],
+    "mask": [("torch.Tensor.softmax", "nan", ".softmax(-1)")],
+}
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_the_operation_its_module_and_its_line(how: str, tmp_path: Path) -> None:
+    folder = kept(suspect(how), tmp_path)
+    found = lt.find_non_finite(trainer(), suspect(how), folder)
+    assert found
+    assert (found.batch, found.weights) == ((), ())
+    assert found.path == str(folder / "batch-rank=0.pt")
+    backward = how in ("backward", "nested")
+    for operation, (name, made, code) in zip(found.operations, FOUND[how], strict=True):
+        assert isinstance(operation, NonFiniteOperation)
+        assert (operation.operation, operation.made, operation.backward) == (name, made, backward)
+        assert operation.module == "layers.1.1"
+        assert operation.line == line_of(Layer.forward, code)
+        assert f"{name} made the first {made}, in layers.1.1 ({__file__}" in str(found)
+
+
+def test_everything_is_as_before(tmp_path: Path) -> None:
+    folder = kept(suspect("forward"), tmp_path)
+    module, run = suspect("forward"), trainer(callbacks=[lt.EMA()], max_steps=2, limit_train_batches=0.5)
+    before, callbacks, random = weights(module), list(run.callbacks), torch.random.get_rng_state()
+    assert lt.find_non_finite(run, module, folder)
+    assert_equal(weights(module), before)
+    assert run.callbacks == callbacks
+    assert (run.global_step, run.limit_train_batches, run.max_steps) == (0, 0.5, 2)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert not torch.is_anomaly_enabled()
+    other = fit(suspect("forward"), callbacks=[lt.EMA()], max_steps=2)
+    pl.seed_everything(7, verbose=False)
+    run.limit_train_batches = 1.0
+    run.fit(module, loader(), loader(24))
+    assert run.global_step == other.global_step == 2
+    assert_equal(weights(module), weights(other.lightning_module))
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    x, y = torch.randn(16, 8), torch.zeros(16, dtype=torch.long)
+    x[11, 2] = torch.nan
+    batches = DataLoader(TensorDataset(x, y), batch_size=8)
+    found = lt.find_non_finite(trainer(), build(PlainNet), kept(build(PlainNet), tmp_path, train=batches))
+    assert found.batch == ("batch[0]: samples 3",)
+    assert found.operations == ()
+    assert str(found).endswith("batch-rank=0.pt is not finite: batch[0]: samples 3")
+
+
+class Ruin(pl.Callback):
+    """The head is infinite before the first step."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.layers[2].bias.fill_(torch.inf)
+
+
+def test_weights_that_were_not_finite_are_named(tmp_path: Path) -> None:
+    found = lt.find_non_finite(trainer(), build(PlainNet), kept(build(PlainNet), tmp_path, [Ruin()]))
+    assert found.weights == ("layers.2.bias",)
+    assert "Before the step these weights were not finite: layers.2.bias" in str(found)
+
+
+class Grown(PlainNet):
+    """Infinite where a weight that trains has moved, which its average has not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        moved = (self.layers[2].bias.detach() - self.first).abs().sum() > 0.02
+        return super().training_step(batch, batch_idx) / (0.0 if moved else 1.0)
+
+    def on_fit_start(self) -> None:
+        self.first = torch.tensor([0.1, -0.1])
+        with torch.no_grad():
+            self.layers[2].bias.copy_(self.first)
+
+
+def test_beside_ema_the_step_has_the_weights_that_were_trained(tmp_path: Path) -> None:
+    folder = kept(build(Grown), tmp_path, [lt.EMA(decay=0.9999)])
+    found = lt.find_non_finite(trainer(), build(Grown), folder)
+    assert [operation.made for operation in found.operations] == ["inf", "nan"]
+    assert found.operations[0].module == ""
+    assert found.operations[0].operation == "torch.Tensor.div"
+
+
+def test_the_precision_is_the_trainers(tmp_path: Path) -> None:
+    class Product(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = F.cross_entropy(self.layers(x) + 0 * F.linear(x.abs() + 300, torch.full((2, 8), 300.0)), y)
+            return loss if batch_idx > 1 else F.cross_entropy(self.layers(x), y)
+
+    def half() -> dict[str, Any]:
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))]}
+
+    folder = kept(build(Product), tmp_path, **half())
+    found = lt.find_non_finite(trainer(**half()), build(Product), folder)
+    first = found.operations[0]
+    assert (first.operation, first.made) == ("torch.nn.functional.linear", "inf")
+    nothing = lt.find_non_finite(trainer(), build(Product), folder)
+    assert not nothing
+    assert "is finite in this Trainer" in str(nothing)
+
+
+class ByHand(Suspect):
+    """Manual optimization, whose step is skipped by an error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Checkpointed(Suspect):
+    """Its middle is computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[2](checkpoint(self.layers[1], self.layers[0](x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("kind", [ByHand, Checkpointed])
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_other_steps(kind: type[pl.LightningModule], how: str, tmp_path: Path) -> None:
+    found = lt.find_non_finite(trainer(), suspect(how, kind), kept(suspect(how, kind), tmp_path))
+    expected = [(name, made, "layers.1.1") for name, made, _ in FOUND[how]]
+    assert [(each.operation, each.made, each.module) for each in found.operations] == expected
+
+
+def test_a_module_that_refuses_such_values_itself(tmp_path: Path) -> None:
+    class Careful(Suspect):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if self.careful and not loss.isfinite():
+                raise ValueError("the loss is NaN")
+            return loss
+
+        careful = False
+
+    folder, module = kept(build(Careful), tmp_path), build(Careful)
+    module.careful = True
+    assert lt.find_non_finite(trainer(), module, folder).operations[0].operation == "torch.Tensor.log"
+
+    class Broken(Suspect):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise ValueError("something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        lt.find_non_finite(trainer(), build(Broken), folder)
+
+
+def test_the_batch_is_not_changed_by_hooks_again(tmp_path: Path) -> None:
+    class Doubled(Suspect):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch[0] * 2, batch[1]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen = batch[0].clone()
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+
+    class Look(Doubled):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(batch[0].clone())
+            return super().training_step(batch, batch_idx)
+
+    folder = kept(build(Doubled), tmp_path, [lt.Mixup(alpha=1.0)])
+    assert lt.find_non_finite(trainer(), build(Look), folder)
+    (batch, _) = torch.load(folder / "batch-rank=0.pt", weights_only=False)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], batch)
+
+
+def test_compiled_code_runs_uncompiled(tmp_path: Path) -> None:
+    folder = kept(suspect("forward"), tmp_path)
+    module = suspect("forward")
+    module.layers.compile(backend="eager")
+    assert (
+        lt.find_non_finite(trainer(), torch.compile(module, backend="eager"), folder).operations[0].module
+        == "layers.1.1"
+    )
+
+
+def adapters() -> lt.LoRA:
+    return lt.LoRA("layers.0", r=2)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    folder = kept(suspect("forward"), tmp_path, [adapters()])
+    found = lt.find_non_finite(trainer(callbacks=[adapters()]), suspect("forward"), folder)
+    assert found.operations[0].operation == "torch.Tensor.log"
+
+
+class Split(Suspect):
+    """Sharded under FSDP2."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
+def two_ranks(folder: Path) -> None:
+    for name in ("ddp", "fsdp", "zero"):
+        module = build(Split)
+        strategy: Any = {"ddp": "ddp", "fsdp": ModelParallelStrategy(2, 1), "zero": cpu_deepspeed()}[name]
+        with pytest.raises(FloatingPointError):
+            fit(
+                module,
+                train=rank_loader(),
+                callbacks=[lt.TerminateOnNonFinite(str(folder / name))],
+                strategy=strategy,
+                devices=2,
+                use_distributed_sampler=False,
+            )
+
+
+def test_what_two_ranks_left_is_found_by_one(tmp_path: Path) -> None:
+    run_ranks(two_ranks, tmp_path)
+    for name in ("ddp", "fsdp", "zero"):
+        (folder,) = (tmp_path / name).iterdir()
+        module = build(Split)
+        if name != "ddp":  # a folder has no counts of steps
+            module.training_step = partial(_always_bad, module)
+        found = lt.find_non_finite(trainer(), module, folder)
+        assert found.operations[0].line == line_of(Layer.forward, "zero.log()")
+        assert not found.weights
+
+
+def _always_bad(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    module.layers[1][1].bad = True
+    return F.cross_entropy(module(batch[0]), batch[1])
+
+
+def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no last_good\.ckpt with a batch"):
+        lt.find_non_finite(trainer(), build(PlainNet), tmp_path)
+    folder = kept(suspect("forward"), tmp_path)
+    with pytest.raises(MisconfigurationException, match="repeats the step on one device, got DDPStrategy"):
+        lt.find_non_finite(trainer(strategy="ddp"), suspect("forward"), folder)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        lt.find_non_finite(trainer(), BoringModel(), folder)
+    (folder / "last_good.ckpt").write_bytes(b"no checkpoint")
+    with pytest.raises(ValueError, match="last_good"):
+        lt.find_non_finite(trainer(), suspect("forward"), folder)
