@@ -129,11 +129,6 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "layer_decay_groups": {"model": layers, "lr": lambda: 1e-3, "decay": lambda: 0.7, "pattern": lambda: r"^(\d+)"},
     "no_weight_decay_groups": {"model": layers, "weight_decay": lambda: 0.1},
     "plot_schedule": {"schedule": lambda: lt.cosine(sgd(), total_steps=20)},
-    "NonFiniteOperation": {
-        **{name: str for name in ("operation", "made", "module", "line")},
-        "backward": bool,
-    },
-    "NonFiniteOrigin": {"batch": tuple, "weights": tuple, "operations": tuple, "path": str},
     "SequenceLengthWarmup": {"inputs": lambda: 0},
     "preset": {"name": lambda: "single_bf16"},
     "quantize": {"module": layers},
@@ -180,7 +175,7 @@ LEFT_OUT = {
         [
             *("BatchSizeResult", "Comparison", "CrossValidation", "EnvironmentReport", "LRFinderResult"),
             *("MemoryEstimate", "Sharpness", "SoupAndEnsemble", "Suggestion", "Temperature", "TricksProfile"),
-            *("TrainingInspection", "WorkersResult"),
+            *("NonFiniteOperation", "NonFiniteOrigin", "TrainingInspection", "WorkersResult"),
         ],
         "a result, which nobody constructs",
     ),
