@@ -26,6 +26,8 @@ __all__ = ["Suggestion", "suggest_strategy"]
 
 DEVICE = "on each device"
 UNLIMITED = 1e18  # bytes
+LARGE = 10**9  # parameters of models whose products are large enough for float8
+PIPELINE = "pipeline, which sends activations instead of weights (the recipe is in docs/scaling.md)"
 SPLIT = (
     "split it among devices (preset('tp_bf16', plan=...)), or into tiles that ZeRO-3 gathers one after the other"
     " (deepspeed.zero.TiledLinear, with the settings in docs/scaling.md)"
@@ -77,6 +79,7 @@ def advice(
     failed: Sequence[MemoryEstimate],
     batch_size: int | None,
     accumulate: int,
+    size: int,
 ) -> tuple[str, ...]:
     """Give further advice on the strategy that fits.
 
@@ -87,14 +90,21 @@ def advice(
         failed: The memory of the faster strategies, which do not fit.
         batch_size: The requested number of samples of an optimizer step.
         accumulate: The number of batches of an optimizer step.
+        size: The number of parameters of the model.
     """
     texts, micro = [], estimate.batch_size
     if estimate.measured is None:
         texts.append("Activations were not counted: that takes a model and an example batch.")
-    if estimate.strategy.startswith(("fsdp2", "zero3")) and hardware.links == "slow" and hardware.world > 1:
+    if hardware.world > 1 and hardware.links == "fast":
+        texts.append("Links are taken to be fast (NVLink, InfiniBand): for PCIe or Ethernet, set links='slow'.")
+    elif hardware.world > 1 and estimate.strategy.startswith(("fsdp2", "zero3")):
+        pipeline = f", or a {PIPELINE}" if hardware.nodes > 1 else ""
         texts.append(
-            "Over slow links the weights are sent in every forward and backward pass: use many samples per step."
+            "Over slow links the weights are sent in every forward and backward pass: use many samples per step"
+            f"{pipeline}."
         )
+    if size >= LARGE and hardware.bf16 and not estimate.strategy.startswith("zero3"):
+        texts.append("On Ada, Hopper and later, callbacks=[Float8(), Compile()] may be faster. It saves no memory.")
     if micro is not None and estimate.activations > estimate.total / 2 and (accumulate > 1 or failed):
         texts.append(
             f"Activations are {readable(estimate.activations)}: activation checkpointing keeps few of them, for about a"
@@ -303,7 +313,8 @@ def suggest_strategy(
         reasons.append(
             f"This machine's host memory of {readable(hardware.host_memory)} was assumed{suffices} (host_memory=)."
         )
-    texts = advice(found, hardware, margin, failed, batch_size, accumulate)
+    size = model if isinstance(model, int) else sum(weight.numel() for weight in model.parameters())
+    texts = advice(found, hardware, margin, failed, batch_size, accumulate, size)
     return Suggestion(found.strategy, hardware, micro, accumulate, tuple(reasons), texts, found, others)
 
 
@@ -443,6 +454,8 @@ def _nothing_fits(failed: list[MemoryEstimate], hardware: Hardware, margin: floa
     remedy = "Use more devices"
     if DEVICE not in smallest:
         remedy += ", more host memory, or an NVMe disk (nvme=)" if nearest.nvme == 0 else ", or a larger disk"
+    if hardware.world > 1:
+        remedy += f", or a {PIPELINE}"
     remedy += ", or train fewer of the weights (LoRA)"
     if nearest.activations > hardware.device_memory / 4:
         remedy += ", or use activation checkpointing, or split layers by a plan (preset('tp_bf16', plan=...))"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from lightning_tricks_cli.commands.target import add_target
+from lightning_tricks_cli.commands.target import add_target, at_least_one
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,12 +20,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     memory.set_defaults(run=run)
     add_target(memory)
-    memory.add_argument("--batch-size", type=int, metavar="N", help="number of samples on each device")
+    memory.add_argument("--batch-size", type=at_least_one, metavar="N", help="number of samples on each device")
     memory.add_argument("--strategy", metavar="NAME", help="a preset, or ddp (default: a full model on each device)")
     memory.add_argument(
         "--precision", metavar="NAME", help="Lightning's precision (default: the preset's, or bf16-mixed)"
     )
-    memory.add_argument("--devices", type=int, default=1, metavar="N", help="number of devices per node (default: 1)")
+    memory.add_argument(
+        "--devices", type=at_least_one, default=1, metavar="N", help="number of devices per node (default: 1)"
+    )
     memory.add_argument(
         "--extras", type=_names, default=(), metavar="NAMES", help="tricks that copy the weights: ema,swa,sam"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from lightning_tricks_cli.commands.target import add_target, size, with_flags
+from lightning_tricks_cli.commands.target import add_target, at_least_one, size, with_flags
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,12 +20,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     suggest.set_defaults(run=run)
     add_target(suggest)
     suggest.add_argument(
-        "--batch-size", type=int, metavar="N", help="number of samples of an optimizer step, over all devices"
+        "--batch-size", type=at_least_one, metavar="N", help="number of samples of an optimizer step, over all devices"
     )
     suggest.add_argument("--device-memory", type=size, metavar="SIZE", help="memory of each device, for example 24GB")
     suggest.add_argument("--host-memory", type=size, metavar="SIZE", help="memory of each node (default: as here)")
     suggest.add_argument("--nvme", type=size, metavar="SIZE", help="space on each node's NVMe disk (default: none)")
-    suggest.add_argument("--devices", type=int, metavar="N", help="number of devices per node")
+    suggest.add_argument("--devices", type=at_least_one, metavar="N", help="number of devices per node")
     suggest.add_argument(
         "--links",
         choices=("fast", "slow"),

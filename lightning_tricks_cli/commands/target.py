@@ -19,7 +19,7 @@ def add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--optimizer", default="adamw", metavar="NAME", help="sgd, adamw, adamw8bit, ... (default: adamw)"
     )
-    command.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
+    command.add_argument("--nodes", type=at_least_one, default=1, metavar="N", help="number of machines (default: 1)")
     command.add_argument(
         "--sequence-length",
         type=at_least_one,

@@ -176,8 +176,29 @@ def test_8_bit_states_fit_where_those_of_adamw_do_not() -> None:
 def test_weights_over_slow_links_are_warned_of() -> None:
     hardware = Hardware(80 * GB, devices=8, nodes=4, links="slow")
     assert "Over slow links the weights are sent" in " ".join(suggest_strategy(70 * 10**9, hardware=hardware).advice)
+    assert "or a pipeline, which sends activations" in " ".join(suggest_strategy(70 * 10**9, hardware=hardware).advice)
+    assert "pipeline" not in str(suggest_strategy(MIDDLE, hardware=Hardware(80 * GB, devices=8, links="slow")))
     whole = suggest_strategy(SMALL, hardware=hardware)
     assert "slow links" not in " ".join(whole.advice)
+    with pytest.raises(ValueError, match=r"Use more devices.* or a pipeline, which sends activations"):
+        suggest_strategy(HUGE, hardware=hardware)
+
+
+def test_links_that_are_taken_to_be_fast_are_said() -> None:
+    said = "Links are taken to be fast (NVLink, InfiniBand): for PCIe or Ethernet, set links='slow'."
+    assert said in suggest_strategy(SMALL, hardware=Hardware(80 * GB, devices=8)).advice
+    assert said not in suggest_strategy(SMALL, hardware=Hardware(80 * GB, devices=8, links="slow")).advice
+    assert said not in suggest_strategy(SMALL, hardware=Hardware(80 * GB)).advice
+
+
+def test_float8_is_told_of_where_products_are_large() -> None:
+    def told(model: Any, **machines: Any) -> bool:
+        return "Float8()" in str(suggest_strategy(model, hardware=Hardware(40 * GB, host_memory=1e12, **machines)))
+
+    assert told(MIDDLE, devices=8)
+    assert not told(SMALL, devices=8)
+    assert not told(LARGE, devices=1)  # ZeRO-3 refuses it
+    assert not told(MIDDLE, devices=8, bf16=False)
 
 
 def test_host_memory_that_is_missing_is_what_to_add() -> None:
@@ -187,9 +208,10 @@ def test_host_memory_that_is_missing_is_what_to_add() -> None:
 
 def test_a_batch_that_is_asked_for_is_made_or_said() -> None:
     net, batch = nn.Linear(10, 10), torch.zeros(2, 10)
-    made = suggest_strategy(net, hardware=Hardware(GB, devices=4), batch=batch, batch_size=64)
+    four = Hardware(GB, devices=4, links="slow")  # of fast links it says that they were assumed
+    made = suggest_strategy(net, hardware=four, batch=batch, batch_size=64)
     assert (made.effective_batch_size, made.advice) == (64, ())
-    more = suggest_strategy(net, hardware=Hardware(GB, devices=4), batch=batch, batch_size=2)
+    more = suggest_strategy(net, hardware=four, batch=batch, batch_size=2)
     assert "share 4 samples per step evenly, not 2: 2 devices are enough." in more.advice[0]
     assert "with 1 sample at a time" in more.reasons[0]
     with pytest.raises(ValueError, match="batch_size=64 needs batch="):

@@ -49,6 +49,13 @@ def test_a_laptop_plans_for_a_large_device(capsys: pytest.CaptureFixture[str]) -
     assert "--batch-size 3 needs a model to measure, got TARGET '7B'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--devices", "--nodes", "--batch-size"])
+def test_a_wrong_number_is_told_by_its_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("7B", flag, "0")
+    assert f"argument {flag}: '0' is not a positive integer" in capsys.readouterr().err
+
+
 def test_batch_size_and_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--device-memory", "1GB", "--devices", "2", "--batch-size", "512")
     assert run("timm:vit_tiny_patch16_224", *arguments, "--json") == 0
