@@ -498,6 +498,32 @@ def with_a_state() -> str:
     return str(caught.value)
 
 
+class TwoOptimizers(Deep):
+    """The stem has an optimizer and a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        head = list(self.layers[-1].parameters())
+        stem = [weight for weight in self.parameters() if all(weight is not other for other in head)]
+        return [torch.optim.SGD(head, lr=0.1), torch.optim.SGD(stem, lr=0.1)]
+
+
+def test_a_loss_that_depends_on_frozen_weights_alone_is_told() -> None:
+    callback = lt.GradualUnfreeze([2], parameters=[r"layers\.[0-3]"])
+    with pytest.raises(MisconfigurationException, match="GradualUnfreeze: this loss has no gradient, as everything"):
+        fit(build(TwoOptimizers), callbacks=[callback])
+
+
 def test_a_communication_hook_with_a_state_is_refused() -> None:
     first, _ = run_ranks(with_a_state)
     assert "communication hook that keeps a state" in first

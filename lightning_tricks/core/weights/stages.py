@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
@@ -236,6 +236,15 @@ class StagedCallback(Trick):
     ) -> None:
         assert self._stages is not None, "set with the strategy"
         self._proceed(trainer, pl_module, self._stages)  # global_step changes between accumulation windows only
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        super().on_before_backward(trainer, pl_module, loss)
+        if self._stages is not None and not loss.requires_grad and (frozen := self._stages.frozen()):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: this loss has no gradient, as everything that it depends on is frozen now."
+                f" Skip its backward pass while it is, or let a part train, {self.written()}. {examples(frozen)}"
+            )
 
     def _proceed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stages: Stages) -> None:
         if (due := self._due(trainer, stages)) != stages.joined:
