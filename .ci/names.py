@@ -15,7 +15,7 @@ FILE = Path(__file__).parents[1] / "lightning_tricks_cli" / "names.json"
 
 
 def names() -> dict[str, Any]:
-    """The presets, the callbacks of this package and of Lightning, and the arguments of a Trainer."""
+    """The presets and optimizers, the callbacks of this package and of Lightning, and the arguments of a Trainer."""
     ours, theirs = (
         [
             name
@@ -27,6 +27,7 @@ def names() -> dict[str, Any]:
     arguments = [name for name in inspect.signature(pl.Trainer).parameters if name != "self"]
     return {
         "presets": lt.presets(),
+        "optimizers": lt.optimizers(),
         "callbacks": sorted(ours),
         "lightning_callbacks": sorted(set(theirs) - {"Callback", "LambdaCallback"}),
         "trainer": arguments,

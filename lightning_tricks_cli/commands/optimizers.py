@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from lightning_tricks_cli.commands.names import known_names, print_table
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of the command."""
@@ -21,10 +23,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from lightning_tricks.core.report import table
-    from lightning_tricks.optimizers.table import optimizers
-
-    rows = optimizers()
+    rows = known_names()["optimizers"]
     if options.json:
         print(json.dumps(rows, indent=1))
         return
@@ -32,4 +31,4 @@ def run(options: argparse.Namespace) -> None:
     for row in rows:
         refused = " ".join(engine for engine in ("fsdp2", "zero") if not row[engine])
         cells.append([row["name"], row["library"], f"{row['bytes']:g}", refused, row["use"]])
-    print(table(("name", "library", "bytes", "refused", "when"), cells))
+    print_table(("name", "library", "bytes", "refused", "when"), cells)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import textwrap
 
-from lightning_tricks_cli.commands.names import known_names
+from lightning_tricks_cli.commands.names import known_names, print_table
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,8 +28,4 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=1))
         return
     columns = ("name", "precision", "strategy", "when")
-    widths = [2 + max(len(row[column]) for row in rows) for column in columns[:-1]]
-    space = max(20, shutil.get_terminal_size().columns - sum(widths))
-    for row in [dict(zip(columns, columns, strict=True)), *rows]:
-        start = "".join(f"{row[column]:{width}}" for column, width in zip(columns, widths, strict=False))
-        print(start + textwrap.fill(row["when"], space).replace("\n", "\n" + " " * sum(widths)))
+    print_table(columns, [[row[column] for column in columns] for row in rows])

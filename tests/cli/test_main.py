@@ -198,6 +198,7 @@ def test_help_and_static_text_import_neither_torch_nor_lightning() -> None:
         ["--version"],
         ["presets"],
         ["presets", "--json"],
+        ["optimizers"],
         ["completion", "bash"],
         ["recommend", "--task", "llm"],
     ]
