@@ -8,6 +8,7 @@ import os
 import re
 import statistics
 from functools import cache
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,9 @@ def test_the_gain_of_the_average_is_that_of_all_fifteen_seeds() -> None:
     text = " ".join(README.split())
     assert f"it adds {gain['points']:.1f} points of test accuracy (95% interval {interval}, 15 seeds)" in text
     flat = regimes()["flat_cos"]["digits", WRONG_LABELS]
-    spread = f"({flat['low']:+.1f} to {flat['high']:+.1f})"
-    assert f"has {flat['points']:+.1f} there, within the spread of five seeds {spread}" in text
+    spread = f"its interval over five seeds, {flat['low']:+.1f} to {flat['high']:+.1f}, includes 0"
+    assert f"gains {flat['points']:.1f} there, but {spread}" in text
+    assert flat["low"] < 0 < flat["high"]
     assert {row["seeds"] for row in result("regimes")["rows"] if (row["task"], row["trick"]) == ("digits", "EMA")} == {
         15
     }
@@ -346,6 +348,18 @@ def test_the_line_of_a_trick_is_right(row: Row) -> None:
             compile(row.line, row.line, "exec")
     used = set(re.findall(r"\blt\.(\w+)", row.line))
     assert used & {*row.names} or not used
+
+
+def test_badges_and_extras_are_those_of_the_package() -> None:
+    package = metadata("lightning-tricks")
+    required = re.findall(r"^(torch|lightning)\b.*?(>=[\d.]+)", "\n".join(package.get_all("Requires-Dist", [])), re.M)
+    badges = dict(re.findall(r"badge/(\w+)-([\w.%-]+)-blue", README))
+    assert badges.pop("license").replace("--", "-") == package["License-Expression"]
+    least = {name: ">=" + version.removesuffix("%2B") for name, version in badges.items()}
+    assert least == {"python": package["Requires-Python"], **dict(required)}
+    table = README.split("|extra|for|")[1].split("\n\n")[0]
+    others = {"pytorch-lightning", "notebooks", "bench", "docs", "pages", "test", "dev"}
+    assert set(re.findall(r"`([\w-]+)`", table)) == set(package.get_all("Provides-Extra", [])) - others
 
 
 def test_it_fits_one_screen_after_the_other() -> None:

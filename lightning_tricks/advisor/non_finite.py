@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import linecache
 import math
+import os
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -34,13 +37,14 @@ from lightning_tricks.core.adapters.record import record_in
 from lightning_tricks.core.batches.paths import spelled, walk
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.lightning.trainer import grad_scaler
 from lightning_tricks.core.nonfinite.finite import all_finite, nonfinite_names
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 
 __all__ = ["NonFiniteOperation", "NonFiniteOrigin", "find_non_finite"]
 
 _LIBRARIES = tuple(
-    str(Path(sysconfig.get_paths()["purelib"]) / name) for name in ("torch", "lightning", "pytorch_lightning")
+    f"{Path(sysconfig.get_paths()['purelib']) / name}{os.sep}" for name in ("torch", "lightning", "pytorch_lightning")
 )
 
 
@@ -54,10 +58,11 @@ class NonFiniteOperation:
         backward: Whether it made it in the backward pass, as a gradient.
         module: The path of the innermost submodule that called it; empty in code of the LightningModule itself.
         line: The file, the line and the function that called it, and the code there; of the forward pass.
+        rows: The indices in the first dimension of the result where it is; empty if it is everywhere.
 
     Example:
-        >>> print(NonFiniteOperation("torch.log", "inf", False, "head", "net.py:31, in forward: x.log()"))
-        torch.log made the first inf, in head (net.py:31, in forward: x.log())
+        >>> print(NonFiniteOperation("torch.log", "inf", False, "head", "net.py:31, in forward: x.log()", (5,)))
+        torch.log made inf in rows 5, in head (net.py:31, in forward: x.log())
     """
 
     operation: str
@@ -65,48 +70,63 @@ class NonFiniteOperation:
     backward: bool
     module: str
     line: str
+    rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         what = f"the gradient of {self.operation}" if self.backward else self.operation
-        return f"{what} made the first {self.made}, in {self.module or 'the LightningModule'} ({self.line})"
+        rows = f" in rows {some(map(str, self.rows))}" if self.rows else ""
+        return f"{what} made {self.made}{rows}, in {self.module or 'the LightningModule'} ({self.line})"
 
 
 @dataclass(frozen=True)
 class NonFiniteOrigin:
-    """The result of ``find_non_finite``; print it.
+    """The result of ``find_non_finite``: true if the repeated step was not finite. Print it.
 
     Args:
-        batch: The parts of the batch that are not finite, with the samples.
-        weights: The names of the weights and buffers that are not finite before the step.
-        operations: The operations that made the first infinite and the first NaN value, in their order.
         path: The file of the batch.
+        batch: The parts of the batch that are not finite, with the samples.
+        weights: The names of the weights that are not finite before the step.
+        operations: The operations that made infinite or NaN values, in their order.
+        reached: The loss, or the parameters whose gradients are not finite in the repeated step.
+        error: The exception that the module raised in the step; "" if none.
 
     Example:
-        >>> print(NonFiniteOrigin(("batch[0]: samples 1",), (), (), "debug/batch-rank=0.pt"))
+        >>> print(NonFiniteOrigin("debug/batch-rank=0.pt", ("batch[0]: samples 1",), reached=("the loss",)))
         The batch in debug/batch-rank=0.pt is not finite: batch[0]: samples 1
     """
 
-    batch: tuple[str, ...]
-    weights: tuple[str, ...]
-    operations: tuple[NonFiniteOperation, ...]
     path: str
+    batch: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    operations: tuple[NonFiniteOperation, ...] = ()
+    reached: tuple[str, ...] = ()
+    error: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.batch or self.weights or self.operations)
+        return bool(self.reached or self.error)
 
     def __str__(self) -> str:
         lines = [f"The batch in {self.path} is not finite: {', '.join(self.batch)}"] if self.batch else []
         if self.weights:
             lines.append(f"Before the step these weights were not finite: {some(self.weights)}")
         lines += map(str, self.operations)
-        return "\n".join(lines) or (
-            f"The step with {self.path} is finite in this Trainer. Use the precision of the training; dropout and other"
-            " random numbers are not those of then."
-        )
+        if self.error:
+            lines.append(f"The step ended with {self.error}")
+        elif not self.reached:
+            lines.append(
+                f"The step with {self.path} is finite in this Trainer. Use the precision of the training; dropout and"
+                " other random numbers are not those of then."
+            )
+        elif not lines:
+            lines.append(
+                f"Not finite: {some(self.reached)}. No operation that was seen has made it: scripted code, hooks,"
+                " assignments to parts of a tensor and numbers of Python are not seen."
+            )
+        return "\n".join(lines)
 
 
 class Watch(TorchFunctionMode):
-    """Notes which operations make the first infinite and the first NaN value, in the forward and backward pass.
+    """Notes which operations make infinite or NaN values, in the forward and backward pass.
 
     Args:
         module: The module whose submodules are named.
@@ -120,16 +140,18 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.found: list[NonFiniteOperation] = []
+        self.found: dict[NonFiniteOperation, None] = {}  # in their order, each once
         self._names = {part: name for name, part in module.named_modules()}
-        self._inside: list[str] = []  # the paths of the modules that are being called
+        self._inside = [""]  # the paths of the modules that are being called
         self._seen: set[Node] = set()
         self._undo = ExitStack()
 
     @override
     def __enter__(self) -> Watch:
-        entered = register_module_forward_pre_hook(lambda part, _: self._enter(part))
-        left = register_module_forward_hook(lambda part, *_: self._leave(part), always_call=True)
+        entered = register_module_forward_pre_hook(
+            lambda part, _: self._inside.append(self._names.get(part, self._inside[-1]))
+        )
+        left = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         self._undo.callback(entered.remove)
         self._undo.callback(left.remove)
         return super().__enter__()
@@ -140,10 +162,7 @@ class Watch(TorchFunctionMode):
         self._undo.close()
         self._seen.clear()
 
-    def _enter(self, part: nn.Module) -> None:
-        self._inside.append(self._names.get(part, ""))
-
-    def _leave(self, part: nn.Module) -> None:
+    def _leave(self) -> None:
         self._inside.pop()
 
     @override
@@ -154,14 +173,15 @@ class Watch(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         given = _kinds((args, kwargs))  # before the call, which may write into its inputs
         result = function(*args, **(kwargs or {}))
-        tensors = [value for value in _leaves(result) if isinstance(value, Tensor)]
         name = resolve_name(function) or function.__name__
-        if not tensors or "empty" in name:  # memory that nobody has written has any values
+        tensors = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        # Memory that nobody has written has any values, and the nodes of gradients were looked at as they ran.
+        if not tensors or "empty" in name or function is torch.autograd.grad:
             return result
-        place, got = (self._inside[-1] if self._inside else "", _line()), _kinds(tensors)
-        self._note(name, given, got, False, *place)
+        place = (self._inside[-1], _line())
+        self._note(name, given, tensors, False, *place)
         for tensor in tensors:
-            self._follow(tensor.grad_fn, name, given | got, place)
+            self._follow(tensor.grad_fn, name, given | _kinds(tensors), place)
         return result
 
     def _follow(self, node: Node | None, name: str, values: set[str], place: tuple[str, str]) -> None:
@@ -172,42 +192,47 @@ class Watch(TorchFunctionMode):
             if node is None or node in self._seen or node.name().endswith("AccumulateGrad"):
                 continue
             self._seen.add(node)
+            if isinstance(node, BackwardCFunction):  # a torch.autograd.Function, which is seen at its first use
+                name = node.name().removesuffix("Backward")
             node.register_hook(
-                lambda inputs, outputs: self._note(name, values | _kinds(outputs), _kinds(inputs), True, *place)
+                lambda inputs, outputs, name=name: self._note(name, values | _kinds(outputs), inputs, True, *place)
             )
             new += [following for following, _ in node.next_functions]
 
-    def _note(self, name: str, given: set[str], got: set[str], backward: bool, module: str, line: str) -> None:
-        known = {operation.made for operation in self.found}
-        new = got - given - known
-        if "nan" in given | known:  # an infinite value behind a NaN tells nothing
-            new.discard("inf")
-        for made in sorted(new):
-            self.found.append(NonFiniteOperation(name, made, backward, module, line))
-
-
-def _leaves(values: Any) -> list[Any]:
-    found: list[Any] = []
-    apply_to_collection(values, (Tensor, float), found.append)
-    return found
+    def _note(self, name: str, given: set[str], got: Iterable[Any], backward: bool, module: str, line: str) -> None:
+        for made in sorted(_kinds(got) - given):
+            if made == "nan" or "nan" not in given:  # an infinite value behind a NaN tells nothing
+                rows = next((rows for value in got if (rows := _rows(value))), ())
+                self.found[NonFiniteOperation(name, made, backward, module, line, rows)] = None
 
 
 def _kinds(values: Any) -> set[str]:
     """Whether there are NaN or infinite values in tensors and numbers."""
     kinds: set[str] = set()
-    for value in _leaves(values):
-        if isinstance(value, float):
-            nan, inf = math.isnan(value), math.isinf(value)
-        elif not _has_floats(value) or all_finite([value.detach()]):
+    for value in tree_leaves(values):
+        try:
+            if isinstance(value, float):
+                nan, inf = math.isnan(value), math.isinf(value)
+            elif not _has_floats(value) or all_finite([value.detach()]):
+                continue
+            else:
+                nan, inf = bool(value.isnan().any()), bool(value.isinf().any())
+        except RuntimeError:  # what cannot be read: float8, nested tensors, inside of vmap
             continue
-        else:
-            nan, inf = bool(value.isnan().any()), bool(value.isinf().any())
         kinds.update(["nan"] * nan, ["inf"] * inf)
     return kinds
 
 
 def _has_floats(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta and (value.is_floating_point() or value.is_complex())
+
+
+def _rows(value: Any) -> tuple[int, ...]:
+    """The indices in the first dimension where a tensor is not finite; empty if all are, or none."""
+    if not _has_floats(value) or value.ndim == 0 or value.layout is not torch.strided or len(value) == 0:
+        return ()
+    bad = (~value.detach().isfinite()).reshape(len(value), -1).any(1)
+    return () if bad.all() else tuple(bad.nonzero().flatten().tolist())
 
 
 def _line() -> str:
@@ -223,11 +248,20 @@ def _line() -> str:
 class _Step(UndoneFit):
     """One training step with the kept state and batch."""
 
-    def __init__(self, checkpoint: Path, watch: Watch) -> None:
+    def __init__(self, checkpoint: Path) -> None:
         super().__init__()
-        self._path, self._watch = checkpoint, watch
+        self._path, self._watching = checkpoint, ExitStack()
+        self._watch: Watch | None = None  # once the step has begun
         self.weights: list[str] = []  # those that are not finite before the step
-        self.operations: tuple[NonFiniteOperation, ...] | None = None
+        self.reached: list[str] = []
+
+    @property
+    def operations(self) -> tuple[NonFiniteOperation, ...]:
+        return () if self._watch is None else tuple(self._watch.found)
+
+    @property
+    def was_made(self) -> bool:
+        return self._watch is not None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -240,37 +274,56 @@ class _Step(UndoneFit):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _load(trainer, pl_module, self._path)
-        self.weights = nonfinite_names(
-            {name: value for name, value in pl_module.state_dict().items() if _has_floats(value)}
-        )
+        self.weights = [name for name, weight in pl_module.named_parameters() if _kinds(weight)]
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._watch.found.clear()
+        self._watch = self._watching.enter_context(Watch(pl_module))
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._end_if(nonfinite_names({"the loss": loss.detach()}))
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if grad_scaler(trainer) is None:  # which finds its scale by infinite gradients
+            named = pl_module.named_parameters()
+            names = nonfinite_names({name: weight.grad for name, weight in named if weight.grad is not None})
+            self._end_if([f"the gradient of {name}" for name in names])
+
+    def _end_if(self, reached: list[str]) -> None:
+        """End where ``TerminateOnNonFinite`` does: all that follows are consequences."""
+        self.reached = reached
+        if reached:
+            raise FloatingPointError
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.operations = tuple(self._watch.found)
+        self._watching.close()
         trainer.should_stop = True
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        self.operations = tuple(self._watch.found) or None
+        self._watching.close()
 
 
 def _load(trainer: pl.Trainer, module: pl.LightningModule, path: Path) -> None:
-    """Load the weights that the optimizer was training, the loss scale, and the counts of steps and epochs."""
+    """Load the weights that the optimizer was training, its states, the loss scale, and the counts of batches."""
     if path.is_dir():
         module.load_state_dict(_of_folder(path), strict=module.strict_loading)
         return
     checkpoint = load(path)
+    module.on_load_checkpoint(checkpoint)
     adapted = record_in(checkpoint) is not None  # it has the adapters without the frozen weights
     module.load_state_dict(raw_weights(checkpoint, path), strict=module.strict_loading and not adapted)
+    trainer.strategy.load_optimizer_state_dict(checkpoint)
     if scale := checkpoint.get(type(trainer.precision_plugin).__qualname__):
         trainer.precision_plugin.load_state_dict(scale)
     counts, loop = checkpoint["loops"]["fit_loop"], trainer.fit_loop
@@ -282,6 +335,8 @@ def _load(trainer: pl.Trainer, module: pl.LightningModule, path: Path) -> None:
     epoch.manual_optimization.optim_step_progress.load_state_dict(
         counts["epoch_loop.manual_optimization.optim_step_progress"]
     )
+    index = counts["epoch_loop.batch_progress"]["current"]["ready"] - 1
+    wrap_method(trainer.strategy, "training_step", lambda step, batch, *idx: step(batch, *(index for _ in idx)))
 
 
 def _of_folder(folder: Path) -> dict[str, Tensor]:
@@ -297,22 +352,25 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: PathLike) -> NonFiniteOrigin:
-    """Repeat the step at which ``TerminateOnNonFinite`` stopped, and find the operation that made the first NaN.
+    """Repeats the step at which ``TerminateOnNonFinite`` stopped, and finds the operations that made inf and NaN.
 
-    It runs one training step with the weights and the batch of the folder, by the Trainer's own precision and without
-    its callbacks, and looks at the results of all operations of torch in the forward pass, and at all gradients in the
-    backward pass. The infinite value before a NaN is told, too: it often is the cause. Compiled code runs uncompiled.
-    With batches of several ranks it takes the first one with a finding. Afterwards module and Trainer are bit for bit
-    as before. The batch is unpickled: open only folders of your own.
+    It runs one training step with the weights, the optimizer states and the batch of the folder, by the Trainer's own
+    precision and without its callbacks, up to the first loss or gradient that is not finite. All results of torch's
+    functions are looked at in the forward pass, and all gradients in the backward pass. An operation is listed if its
+    result has infinite or NaN values that its inputs do not have: an infinite one before a NaN often is the cause, and
+    one of a metric or a mask may be meant. Compiled code runs uncompiled. With batches of several ranks it takes the
+    first one that is not finite. Afterwards module and Trainer are bit for bit as before. The batch is unpickled: open
+    only folders of your own. Checkpoints of several devices that are folders have no optimizer states here.
 
     Args:
-        trainer: A Trainer with one device, the precision of the training, and the callbacks that change the network.
+        trainer: A Trainer with one device, the precision of the training, and the callbacks that change the network;
+            that of the training if the module reads its ``trainer.datamodule``.
         module: A LightningModule of the class that was trained.
         folder: The folder ``non_finite-step=N`` that ``TerminateOnNonFinite`` has left.
 
     Returns:
-        What is not finite in the batch and the weights, and the operations that made the first infinite and the first
-        NaN value; false if there is nothing. Print it.
+        What is not finite in the batch and the weights, and the operations that made it, in their order; false if the
+        repeated step is finite. Print it.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -352,38 +410,28 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
     files = sorted(kept.glob("batch-rank=*.pt"), key=lambda file: int(file.stem.rpartition("=")[2]))
     if not files or not (kept / "last_good.ckpt").exists():
         raise FileNotFoundError(f"{kept} has no last_good.ckpt with a batch: pass a folder of TerminateOnNonFinite.")
-    for file in files:
-        found = _repeat(trainer, module, kept / "last_good.ckpt", file)
-        if found:
-            break
-    return found
+    found = [_repeat(trainer, module, kept / "last_good.ckpt", file) for file in files]
+    return next(filter(None, found), found[0])
 
 
 def _repeat(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path, file: Path) -> NonFiniteOrigin:
     batch = torch.load(file, map_location="cpu", weights_only=False)  # of any class
-    bad = [f"{spelled(path)}{_samples(value)}" for path, value in walk(batch) if _kinds([value])]
-    watch = Watch(getattr(module, "_orig_mod", module))
-    step = _Step(checkpoint, watch)
+    loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+    step, error = _Step(checkpoint), ""
     try:
-        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings(), watch:
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.simplefilter("ignore", PossibleUserWarning)  # on the speed of training
-            loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=_same)  # type: ignore[arg-type]
             step.fit(trainer, module, loader, None)
-    except Exception:
-        if step.operations is None:
-            raise  # not a consequence of a value that is not finite
-    if step.operations is None:
+    except Exception as raised:
+        if not (step.operations or step.reached):
+            raise
+        error = "" if step.reached else f"{type(raised).__name__}: {raised}"
+    if not step.was_made:
         raise MisconfigurationException("find_non_finite: no training step was made. Does the module skip the batch?")
-    return NonFiniteOrigin(tuple(bad), tuple(step.weights), step.operations, str(file))
+    bad = [f"{spelled(path)}{_samples(value)}" for path, value in walk(batch) if _kinds([value])]
+    return NonFiniteOrigin(str(file), tuple(bad), tuple(step.weights), step.operations, tuple(step.reached), error)
 
 
-def _same(batch: Any) -> Any:
-    return batch
-
-
-def _samples(value: Tensor | float) -> str:
-    """Which entries of the first dimension are not finite."""
-    if not isinstance(value, Tensor) or value.ndim == 0 or value.is_sparse:
-        return ""
-    rows = (~value.isfinite()).flatten(1).any(1) if value.ndim > 1 else ~value.isfinite()
-    return f": samples {some(map(str, rows.nonzero().flatten().tolist()))}"
+def _samples(value: Any) -> str:
+    rows = _rows(value)
+    return f": samples {some(map(str, rows))}" if rows else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import suppress
 from itertools import count
@@ -74,7 +75,8 @@ class TerminateOnNonFinite(Trick):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch = batch
+        # A module may take parts out of its batch.
+        self._batch = copy.copy(batch) if type(batch) in (dict, list) else batch
         self._window.begin_batch(trainer, pl_module, batch_idx)
 
     @override

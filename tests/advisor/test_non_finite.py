@@ -108,7 +108,7 @@ def test_the_operation_its_module_and_its_line(how: str, tmp_path: Path) -> None
         assert (operation.operation, operation.made, operation.backward) == (name, made, backward)
         assert operation.module == "layers.1.1"
         assert operation.line == line_of(Layer.forward, code)
-        assert f"{name} made the first {made}, in layers.1.1 ({__file__}" in str(found)
+        assert f"{name} made {made}, in layers.1.1 ({__file__}" in str(found)
 
 
 def test_everything_is_as_before(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
     batches = DataLoader(TensorDataset(x, y), batch_size=8)
     found = lt.find_non_finite(trainer(), build(PlainNet), kept(build(PlainNet), tmp_path, train=batches))
     assert found.batch == ("batch[0]: samples 3",)
-    assert found.operations == ()
+    assert (found.operations, found.reached) == ((), ("the loss",))
     assert str(found).endswith("batch-rank=0.pt is not finite: batch[0]: samples 3")
 
 
@@ -170,7 +170,7 @@ class Grown(PlainNet):
 def test_beside_ema_the_step_has_the_weights_that_were_trained(tmp_path: Path) -> None:
     folder = kept(build(Grown), tmp_path, [lt.EMA(decay=0.9999)])
     found = lt.find_non_finite(trainer(), build(Grown), folder)
-    assert [operation.made for operation in found.operations] == ["inf", "nan"]
+    assert [operation.made for operation in found.operations] == ["inf"]
     assert found.operations[0].module == ""
     assert found.operations[0].operation == "torch.Tensor.div"
 
@@ -277,6 +277,162 @@ def test_compiled_code_runs_uncompiled(tmp_path: Path) -> None:
         lt.find_non_finite(trainer(), torch.compile(module, backend="eager"), folder).operations[0].module
         == "layers.1.1"
     )
+
+
+class Odd(PlainNet):
+    """A loss with something odd in it, which is NaN in the third step."""
+
+    odd: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers(x)
+        return F.cross_entropy(hidden, y) + (type(self).odd(self, x, hidden) if batch_idx == 2 else 0.0)
+
+
+class Doubling(torch.autograd.Function):
+    """Its gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * float("nan")
+
+
+def hooked(module: Any, x: Tensor, hidden: Tensor) -> Tensor:
+    hidden.register_hook(lambda gradient: gradient * torch.nan)
+    return hidden.sum()
+
+
+def metric(module: Any, x: Tensor, hidden: Tensor) -> Tensor:
+    x[:0].mean()  # a metric of an empty class, which no loss has
+    return (hidden - hidden).sum().sqrt() * 0
+
+
+def masked(module: Any, x: Tensor, hidden: Tensor) -> Tensor:
+    x.to(torch.float8_e4m3fn)
+    torch.tensor(range(4))
+    torch.func.vmap(lambda row: row * 2)(x)
+    (torch.zeros(3, 3).tril().log() + torch.ones(3)).softmax(-1)
+    return hidden.sum() / 0 - hidden.sum() / 0
+
+
+ODD = {
+    "metric": (metric, [("torch.Tensor.mean", False), ("torch.Tensor.sqrt", True)]),
+    "function": (lambda module, x, hidden: Doubling.apply(hidden).sum(), [("Doubling", True)]),
+    "masked": (
+        masked,
+        [("torch.Tensor.log", False), ("torch.Tensor.softmax", False)]
+        + [("torch.Tensor.div", False)] * 2
+        + [("torch.Tensor.sub", False)],
+    ),
+    "row": (lambda module, x, hidden: x.new_tensor([1.0, -1.0]).log().sum(), [("torch.Tensor.log", False)]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_losses(name: str, tmp_path: Path) -> None:
+    odd, expected = ODD[name]
+    kind = type("Oddity", (Odd,), {"odd": odd})
+    found = lt.find_non_finite(trainer(), build(kind), kept(build(kind), tmp_path))
+    assert found
+    names = [(each.operation, each.backward) for each in found.operations]
+    assert list(dict.fromkeys(names)) == list(dict.fromkeys(expected))
+    if name == "row":
+        assert found.operations[0].rows == (1,)
+        assert "torch.Tensor.log made nan in rows 1, in the LightningModule" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reached"),
+    [(hooked, "the gradient of layers.0.weight"), (lambda _, x, hidden: hidden.sum() * (torch.inf * 0.0), "the loss")],
+)
+def test_what_is_not_seen_is_never_called_finite(odd: Any, reached: str, tmp_path: Path) -> None:
+    kind = type("Oddity", (Odd,), {"odd": odd})
+    found = lt.find_non_finite(trainer(), build(kind), kept(build(kind), tmp_path))
+    assert found
+    assert found.reached[0] == reached
+    assert found.operations == ()
+    assert f"Not finite: {reached}" in str(found)
+    assert "No operation that was seen has made it" in str(found)
+
+
+class Kept(PlainNet):
+    """What it does depends on its own checkpoint, takes its labels out of the batch, and holds a mask."""
+
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.hot = torch.compile(nn.Linear(16, 16), backend="eager")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = batch.pop("y")
+        self.temperature = 0.0 if batch_idx >= 2 else self.temperature
+        return F.cross_entropy(self.layers(batch["x"]) / self.temperature, y)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["temperature"] = self.temperature
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.temperature = checkpoint["temperature"]
+
+
+def test_the_state_of_then(tmp_path: Path) -> None:
+    x, y = torch.randn(16, 8), torch.zeros(16, dtype=torch.long)
+    batches = DataLoader([{"x": a, "y": b} for a, b in zip(x, y, strict=True)], batch_size=4)
+    folder = kept(build(Kept), tmp_path, train=batches, limit_val_batches=0)
+    found = lt.find_non_finite(trainer(), build(Kept), folder)
+    assert (found.operations[0].operation, found.weights) == ("torch.Tensor.div", ())
+
+
+class Momentum(PlainNet):
+    """The first of two steps of a batch ruins the second by its momentum alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, before = self.optimizers(), self.layers[2].bias.detach().clone()
+        optimizer.zero_grad()
+        self.manual_backward(self.layers[2].bias.sum() * (0.0 if batch_idx else 1.0))
+        optimizer.step()
+        moved = (self.layers[2].bias.detach() - before).abs().sum()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx) / (moved == 0 or batch_idx != 2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_optimizers_have_their_states(tmp_path: Path) -> None:
+    found = lt.find_non_finite(trainer(), build(Momentum), kept(build(Momentum), tmp_path))
+    assert found.operations[0].operation == "torch.Tensor.div"
+
+
+def test_errors_of_the_module_are_not_lost(tmp_path: Path) -> None:
+    class Masked(Suspect):
+        def on_fit_start(self) -> None:
+            torch.zeros(1).log()
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        folder, other = kept(build(Masked), tmp_path), build(Masked)
+        other.layers[0] = nn.Linear(8, 20)
+        lt.find_non_finite(trainer(), other, folder)
+
+    class Broken(Suspect):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            torch.zeros(1).log()
+            raise KeyError("missing")
+
+    found = lt.find_non_finite(trainer(), build(Broken), folder)
+    assert found
+    assert "The step ended with KeyError: 'missing'" in str(found)
 
 
 def adapters() -> lt.LoRA:

@@ -70,7 +70,7 @@ WRAPPED = (
         _STRATEGY,
         "training_step",
         "args, kwargs",
-        "SAM, GradCacheMixin",
+        "SAM, GradCacheMixin, find_non_finite",
         "the step with the module's batch, under autocast and DDP",
     ),
     WrappedMethod(
@@ -503,7 +503,9 @@ PRIVATE = (
     PrivateName("torch._functorch", "config", "Compile", "the backward pass is compiled with the forward pass"),
     PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "estimate_memory", "tensors without memory"),
     PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "estimate_memory", "counts bytes by operation"),
-    PrivateName("torch.utils._pytree", "tree_leaves", "estimate_memory", "tensors in arguments of operations"),
+    PrivateName(
+        "torch.utils._pytree", "tree_leaves", "estimate_memory, find_non_finite", "tensors in arguments of operations"
+    ),
     PrivateName("torch.utils._pytree", "tree_map", "estimate_memory", "tensors in arguments of operations"),
     PrivateName("torch.utils._pytree", "tree_map_only", "estimate_memory", "tensors in arguments of operations"),
     PrivateName("torch.ops.aten", "_local_scalar_dense", "estimate_memory", "the operation behind .item()"),

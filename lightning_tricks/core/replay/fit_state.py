@@ -72,7 +72,7 @@ class TrainedModuleState:
         self._shards.reshard()
         self._state, self._owners, self._weights = ModuleState(module), [], []
         for owner in module.modules():
-            structure = [restorer(vars(owner)[name], name) for name in _STRUCTURE]
+            structure = [restorer(vars(owner)[name], name) for name in _STRUCTURE if name in vars(owner)]
             self._owners.append((owner, type(owner), [restore for restore in structure if restore is not None]))
             state.note([value for name, value in vars(owner).items() if name not in _STRUCTURE])
         for weight in module.parameters():
