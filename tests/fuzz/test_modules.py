@@ -210,6 +210,8 @@ def known(spec: Spec, name: str) -> str:
         return "that a loss depends on frozen weights alone is known at its backward pass, after a step of the other"
     if name == "ScheduleFree" and spec.optimizer in ("step schedule", "epoch schedule", "tuple of lists", "none"):
         return "its optimizer takes the place of another one here; tests/callbacks/test_schedule_free.py has schedules"
+    if name == "SWA" and spec.manual == "past Lightning":
+        return "that an optimizer steps past Lightning is known after its first step; SWA names itself then"
     if name == "SWA" and spec.trainer == "resumes":
         return "its start is a share of a training that is made longer here"
     if name == "LRSchedule" and spec.trainer == "reload":

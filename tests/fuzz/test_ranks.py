@@ -21,9 +21,9 @@ from tests.fuzz.states import State
 from tests.fuzz.test_modules import IMAGES, SWEEP, TRICKS, Outcome, difference, fitted, known, refusal_problem
 from tests.ranks import run_ranks
 
-STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
-    "DDP": lambda: {"strategy": "ddp_find_unused_parameters_true"},
-    "FSDP2": lambda: lt.preset("fsdp2_bf16", precision="32-true"),
+STRATEGIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "DDP": lambda precision: {"strategy": "ddp_find_unused_parameters_true", "precision": precision},
+    "FSDP2": lambda precision: lt.preset("fsdp2_bf16", precision=precision),
 }
 NETS = ("linear", "BatchNorm and dropout", "noise", "cached", "recurrent")
 STATES = ((), (State("list"),), (State("tensor", moment="on_train_batch_end"),), (State("number", moment="forward"),))
@@ -72,10 +72,11 @@ def drawn(part: int, number: int) -> list[tuple[Spec, str]]:
     return found
 
 
-def ended(spec: Spec, trick: Trick, settings: dict[str, Any]) -> Outcome:
-    more = TRAINERS[spec.trainer]
+def ended(spec: Spec, trick: Trick, strategy: str) -> Outcome:
+    more = {"precision": "32-true", **TRAINERS[spec.trainer]}
+    settings = {**STRATEGIES[strategy](more.pop("precision")), **more, "max_epochs": 2, "devices": 2}
     with TemporaryDirectory() as folder:
-        outcome = fitted(spec, trick, {"max_epochs": 2, "devices": 2, **settings, **more}, Path(folder), None, "off")
+        outcome = fitted(spec, trick, settings, Path(folder), None, "off")
     local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in outcome.weights.items()}
     return replace(outcome, weights=local)
 
@@ -84,10 +85,10 @@ def problems(strategy: str, given: list[tuple[Spec, str]]) -> list[str]:
     """What is wrong with each of the tricks, on this rank."""
     said = []
     for spec, name in given:
-        plain = ended(spec, Trick(), STRATEGIES[strategy]())
+        plain = ended(spec, Trick(), strategy)
         assert plain.refused is None, f"{spec} does not train: {plain.refused}"
         try:
-            other = ended(spec, TRICKS[name], STRATEGIES[strategy]())
+            other = ended(spec, TRICKS[name], strategy)
             problem = refusal_problem(name, other.refused) if other.refused else difference(plain, other)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
