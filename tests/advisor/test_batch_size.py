@@ -285,8 +285,9 @@ def test_a_real_limit_of_memory() -> None:
     )
     assert run.returncode == 0, run.stderr
     size = int(run.stdout.split()[0])
-    # a sample takes 65536 floats in each of Linear, Tanh and their gradients: 0.5 to 1 MiB of the 150
-    assert 64 <= size <= 400
+    # A sample takes 65536 floats in each of Linear, Tanh and their gradients: 0.5 to 1 MiB of the 150, of which threads
+    # and libraries take a part that depends on the machine.
+    assert 32 <= size <= 400
 
 
 # -- nothing is left behind -------------------------------------------------------------------------------------------
