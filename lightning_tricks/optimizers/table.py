@@ -223,7 +223,7 @@ def row_of(name: str) -> Row:
     known = [*ROWS, *(_LOOKAHEAD + base for base in around)]
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(ROWS)}."
-    raise ValueError(f"name must be one of lightning_tricks.optimizers(), got {name!r}: {hint}")
+    raise ValueError(f"the name of an optimizer must be one of lightning_tricks.optimizers(), got {name!r}: {hint}")
 
 
 def check_settings(row: Row, kind: Any, settings: dict[str, Any]) -> None:

@@ -47,7 +47,8 @@ def at_least_one(text: str) -> int:
 def with_flags(text: str, options: argparse.Namespace) -> str:
     """A text about Python arguments in the words of the command: ``batch_size=64`` becomes ``--batch-size 64``.
 
-    Calls such as ``Trainer(devices=8)`` stay as they are.
+    A text that begins with what an argument must be begins with its flag. Calls such as ``Trainer(devices=8)`` stay as
+    they are.
     """
 
     def in_words_of_the_command(found: re.Match[str]) -> str:
@@ -56,4 +57,6 @@ def with_flags(text: str, options: argparse.Namespace) -> str:
         value = "" if found[3] == "True" else found[3]
         return f"--{found[1].replace('_', '-')} {value}".rstrip()
 
-    return re.sub(rf"\w\([^()]*\)|\b({'|'.join(vars(options))})=(['\"]?)([\w.]*)\2", in_words_of_the_command, text)
+    names = "|".join(re.findall(r"--([\w-]+)", options.parser.format_usage())).replace("-", "_")
+    text = re.sub(rf"^({names})(?= must )", lambda found: f"--{found[1].replace('_', '-')}", text)
+    return re.sub(rf"\w\([^()]*\)|\b({names})=(['\"]?)([\w.-]*)\2", in_words_of_the_command, text)

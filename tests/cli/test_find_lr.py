@@ -193,8 +193,8 @@ def test_a_wrong_configuration_is_one_line_on_stderr_and_exit_code_2(
         (["-c", "none.yaml"], "There is no file none.yaml."),
         (["-c", DIGITS, "--plot", "lr.txt"], "the name of the plot must end in ."),
         (["-c", DIGITS, "--plot", "none/lr.png"], "There is no folder none for the plot."),
-        (["-c", DIGITS, "-c", "quiet.yaml", "--steps", "3"], "steps must be at least 10, got 3"),
-        (["-c", DIGITS, "-c", "quiet.yaml", "--max-lr", "0"], "min_lr must be above 0 and below max_lr"),
+        (["-c", DIGITS, "-c", "quiet.yaml", "--steps", "3"], "--steps must be at least 10, got 3"),
+        (["-c", DIGITS, "-c", "quiet.yaml", "--max-lr", "0"], "--min-lr must be above 0 and below max_lr"),
     ],
 )
 def test_a_wrong_argument_is_one_line_on_stderr_and_exit_code_1(

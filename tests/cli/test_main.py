@@ -25,9 +25,9 @@ from tests.ranks import run_alone
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "0"], "lightning-tricks: seeds must be at least 1, got 0."),
-        (["--epochs", "-1"], "lightning-tricks: epochs must be at least 1, got -1."),
-        (["--noise", "1.5"], "lightning-tricks: noise must be in [0.0, 1.0], got 1.5."),
+        (["--seeds", "0"], "lightning-tricks: --seeds must be at least 1, got 0."),
+        (["--epochs", "-1"], "lightning-tricks: --epochs must be at least 1, got -1."),
+        (["--noise", "1.5"], "lightning-tricks: --noise must be in [0.0, 1.0], got 1.5."),
     ],
 )
 def test_a_wrong_value_is_one_line_on_stderr_and_exit_code_1(
@@ -91,7 +91,7 @@ def test_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["average", "a.ckpt", "-o", "b.ckpt"], "b.ckpt exists: choose another name, or overwrite it with --force"),
         (["average", "none.ckpt", "-o", "c.ckpt"], "There is no file none.ckpt."),
         (["average", "a.ckpt", "other.ckpt", "-o", "c.ckpt"], "a.ckpt and other.ckpt are not of the same model"),
-        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "1", "2"], "weights must have one value per file"),
+        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "1", "2"], "--weights must have one value per file"),
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "-1"], "weights[0] must be in [0.0, inf), got -1.0."),
         (["average", "cut.ckpt", "-o", "c.ckpt"], "cut.ckpt is damaged or not a checkpoint."),
         (["average", "hostile.ckpt", "-o", "c.ckpt"], "hostile.ckpt was not read: it holds posix.system"),

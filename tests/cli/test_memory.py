@@ -83,9 +83,14 @@ def test_a_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["timm:resnet5000"], "timm has no model 'resnet5000'"),
         (["broken.json"], "broken.json is not JSON: Expecting property name"),
         (["1e400"], "'1e400' is not a model"),
-        (["7B", "--strategy", "zero"], "strategy must be one of"),
+        (["7B", "--strategy", "zero"], "--strategy must be one of"),
         (["7B", "--batch-size", "8"], "--batch-size 8 needs batch="),
-        (["7B", "--optimizer", "adamww"], "name must be one of"),
+        (["7B", "--optimizer", "adamww"], "the name of an optimizer must be one of"),
+        (["7B", "--strategy", "fsdp2"], "--strategy must be one of 'auto', "),
+        (
+            ["7B", "--strategy", "ddp_bf16", "--precision", "32-true"],
+            "--strategy ddp_bf16 trains in 'bf16-mixed', got --precision 32-true. Leave --precision out",
+        ),
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

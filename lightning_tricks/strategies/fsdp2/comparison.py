@@ -152,6 +152,7 @@ def _unsplit(layer: nn.Module) -> nn.Module:
     whole._forward_hooks, whole._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
     full = {name: nn.Parameter(_full(p), requires_grad=False) for name, p in layer.named_parameters(recurse=False)}
     whole._parameters = {**layer._parameters, **full}
+    vars(whole).pop("forward", None)  # of a trick such as Float8, bound to the layer with parts
     return whole
 
 
