@@ -53,7 +53,8 @@ def why_not(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> str:
         f"{readable(size)} more {kind}" for kind, size in shortage(estimate, hardware, margin).items()
     )
     smallest = "without activations" if estimate.batch_size is None else "with one sample at a time"
-    return f"{estimate.strategy} needs {missing}, even {smallest}."
+    recomputed = " and with ActivationCheckpointing()" if estimate.recomputes else ""
+    return f"{estimate.strategy} needs {missing}, even {smallest}{recomputed}."
 
 
 def why_it_fits(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> str:
@@ -233,8 +234,9 @@ def suggest_strategy(
     the device; optimizer states in host memory; weights in host memory, too; all on a disk. On several devices: a full
     model on each (DDP, with compressed gradients over slow links); sharded (FSDP2; over slow links first ZeRO-1 and
     ZeRO-2, which send no more than DDP, and on several nodes HSDP); over fast links with split layers (tensor
-    parallelism, for a model of transformers with a plan of its own); then offloaded as above. Then it takes as many
-    samples at a time as fit, up to the device's share of ``batch_size``; accumulation does the rest.
+    parallelism, for a model of transformers with a plan of its own); with weights in 16 bits (ZeRO-3); then offloaded
+    as above. Then it takes as many samples at a time as fit, up to the device's share of ``batch_size``; accumulation
+    does the rest.
 
     Args:
         model: A module or a number of parameters, as for ``estimate_memory``.
@@ -291,6 +293,9 @@ def suggest_strategy(
         partial(_smallest_estimate, model, batch, hardware, margin),
         lambda estimate: not shortage(estimate, hardware, margin),
     )
+    size = model if isinstance(model, int) else sum(weight.numel() for weight in model.parameters())
+    if failed and hardware.bf16:
+        others += _split(size, hardware, margin, optimizer, "tp_bf16" in possible)
     if found is None and hardware.host_is_assumed:
         machines = replace(hardware, host_memory=UNLIMITED)
         found, failed = first_that_fits(machines)
@@ -313,7 +318,6 @@ def suggest_strategy(
         reasons.append(
             f"This machine's host memory of {readable(hardware.host_memory)} was assumed{suffices} (host_memory=)."
         )
-    size = model if isinstance(model, int) else sum(weight.numel() for weight in model.parameters())
     texts = advice(found, hardware, margin, failed, batch_size, accumulate, size)
     return Suggestion(found.strategy, hardware, micro, accumulate, tuple(reasons), texts, found, others)
 
@@ -344,15 +348,14 @@ def _smallest_estimate(
 
 
 def _recomputed_if_needed(estimate: MemoryEstimate, hardware: Hardware, margin: float) -> MemoryEstimate:
-    """The same estimate, or that with activation checkpointing under FSDP2 if only that fits.
+    """The same estimate, or that with activation checkpointing under FSDP2 if it does not fit.
 
     A block that is computed again frees the 16-bit copies of its weights with its activations, which are still counted.
     """
     copies = min(estimate.casts, estimate.gathered // 2)  # of the blocks that are gathered at a time
     recomputed = replace(estimate, casts=copies, recomputes=True)
     sharded = estimate.strategy.startswith(("fsdp2", "hsdp", "tp"))
-    needed = sharded and shortage(estimate, hardware, margin) and not shortage(recomputed, hardware, margin)
-    return recomputed if needed else estimate
+    return recomputed if sharded and shortage(estimate, hardware, margin) else estimate
 
 
 def _refuses(optimizer: str, preset: str) -> bool:
@@ -416,6 +419,23 @@ def alternatives(
     return tuple(found)
 
 
+def _split(
+    size: int, hardware: Hardware, margin: float, optimizer: OptimizerLike, has_plan: bool
+) -> tuple[Alternative, ...]:
+    """Layers that are split by a plan of one's own, and stages of a pipeline: without activations, evenly divided."""
+    found, usable = [], hardware.device_memory * (1 - margin)
+    refused = isinstance(optimizer, str) and _refuses(optimizer, "tp_bf16")
+    if hardware.devices > 1 and hardware.links == "fast" and not has_plan and not refused:
+        total = _smallest_estimate(size, None, hardware, margin, "tp_bf16", optimizer).total
+        found.append(Alternative("a plan for its layers (docs/scaling.md)", "tp_bf16", total, total <= usable))
+    if hardware.world > 1:
+        alone = _smallest_estimate(size, None, replace(hardware, devices=1, nodes=1), margin, "single_bf16", optimizer)
+        total = alone.total // hardware.world
+        stages = f"a pipeline of {hardware.world} stages (docs/scaling.md)"
+        found.append(Alternative(stages, "ModelParallelStrategy", total, total <= usable))
+    return tuple(found)
+
+
 def candidates(hardware: Hardware) -> list[str]:
     """Names of presets for the hardware, the fastest first."""
     one_device = hardware.world == 1
@@ -426,9 +446,9 @@ def candidates(hardware: Hardware) -> list[str]:
         on_device = ["single_bf16"]
     elif hardware.links == "slow":
         within_nodes = ["hsdp_bf16"] if hardware.nodes > 1 and hardware.devices > 1 else []
-        on_device = ["ddp_compressed_bf16", "zero1_bf16", "zero2_bf16", *within_nodes, "fsdp2_bf16"]
+        on_device = ["ddp_compressed_bf16", "zero1_bf16", "zero2_bf16", *within_nodes, "fsdp2_bf16", "zero3_bf16"]
     else:
-        on_device = ["ddp_bf16", "fsdp2_bf16", "tp_bf16"]
+        on_device = ["ddp_bf16", "fsdp2_bf16", "tp_bf16", "zero3_bf16"]
     return [*on_device, "zero2_offload_bf16", "zero3_offload_bf16", "zero3_nvme_bf16"]
 
 

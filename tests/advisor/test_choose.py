@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.advisor import Hardware, estimate_memory, suggest_strategy
+from lightning_tricks.advisor.choose import candidates
 from lightning_tricks.advisor.memory import estimate as memory
 from lightning_tricks.advisor.memory.activations import measure
 from lightning_tricks.advisor.memory.estimate import readable
@@ -163,7 +166,9 @@ def test_presets_that_refuse_the_optimizer_are_not_suggested() -> None:
     assert suggest_strategy(7 * 10**9, hardware=hardware).preset == "fsdp2_bf16"
     assert suggest_strategy(7 * 10**9, hardware=hardware, optimizer="sgd_momentum").preset == "fsdp2_bf16"
     assert suggest_strategy(7 * 10**9, hardware=hardware, optimizer="adagrad").preset == "fsdp2_bf16"
-    with pytest.raises(ValueError, match=r"fsdp2_bf16, zero2_offload_bf16, .* refuse optimizer='adamw8bit'"):
+    with pytest.raises(
+        ValueError, match=r"fsdp2_bf16, zero3_bf16, zero2_offload_bf16, .* refuse optimizer='adamw8bit'"
+    ):
         suggest_strategy(7 * 10**9, hardware=hardware, optimizer="adamw8bit")
 
 
@@ -177,11 +182,51 @@ def test_weights_over_slow_links_are_warned_of() -> None:
     hardware = Hardware(80 * GB, devices=8, nodes=4, links="slow")
     assert "Over slow links the weights are sent" in " ".join(suggest_strategy(70 * 10**9, hardware=hardware).advice)
     assert "or a pipeline, which sends activations" in " ".join(suggest_strategy(70 * 10**9, hardware=hardware).advice)
-    assert "pipeline" not in str(suggest_strategy(MIDDLE, hardware=Hardware(80 * GB, devices=8, links="slow")))
+    on_a_node = suggest_strategy(MIDDLE, hardware=Hardware(80 * GB, devices=8, links="slow"))
+    assert "pipeline" not in " ".join(on_a_node.advice)
     whole = suggest_strategy(SMALL, hardware=hardware)
     assert "slow links" not in " ".join(whole.advice)
     with pytest.raises(ValueError, match=r"Use more devices.* or a pipeline, which sends activations"):
         suggest_strategy(HUGE, hardware=hardware)
+
+
+def test_split_layers_and_pipelines_are_told_with_numbers() -> None:
+    several = Hardware(40 * GB, devices=8, host_memory=1000 * GB)
+    split, pipeline = suggest_strategy(LARGE, hardware=several).alternatives[-2:]
+    assert split[1:] == ("tp_bf16", estimate_memory(LARGE, strategy="tp_bf16", devices=8).total, False)
+    assert split.change == "a plan for its layers (docs/scaling.md)"
+    total = estimate_memory(LARGE, strategy="single_bf16").total // 8
+    assert pipeline == ("a pipeline of 8 stages (docs/scaling.md)", "ModelParallelStrategy", total, False)
+    slow = suggest_strategy(LARGE, hardware=Hardware(40 * GB, devices=8, nodes=4, links="slow", host_memory=1e12))
+    assert [each.strategy for each in slow.alternatives[-2:]] == ["ddp_compressed_bf16", "ModelParallelStrategy"]
+    alone = suggest_strategy(MIDDLE, hardware=Hardware(24 * GB, host_memory=256 * GB))
+    assert all("LoRA" in each.change or "adamw8bit" in each.change for each in alone.alternatives)
+
+
+def test_what_is_missing_is_told_with_activation_checkpointing_where_that_is_not_enough() -> None:
+    large = 70 * 10**9
+    said = suggest_strategy(large, hardware=Hardware(80 * GB, devices=8, nodes=2, host_memory=1e12)).reasons
+    least = estimate_memory(large, strategy="fsdp2_bf16", devices=8, nodes=2)
+    assert "fsdp2_bf16 needs 18.3 GB more" in said[1]
+    assert said[1].endswith("and with ActivationCheckpointing().")
+    assert least.total - 72 * GB > 18.3 * GB  # without it
+    enough = Hardware(98 * GB, devices=8, nodes=2, host_memory=1e12)
+    assert suggest_strategy(large, hardware=enough).preset == "zero3_bf16"
+
+
+def test_the_table_of_the_page_is_the_order_of_the_presets() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    rows = re.findall(r"^\| (.*?) ?\| (.*?) \| (.*) \|$", page.split("## What memory holds")[0], re.MULTILINE)
+    takes: dict[str, list[str]] = {}
+    place = ""
+    for you_have, _, take in rows:
+        place = you_have or place
+        takes.setdefault(place, []).extend(re.findall(r"`(\w+_bf16)`", take))
+    fast, slow = (names for have, names in takes.items() if "links" in have)
+    offloaded = takes["any"]
+    assert candidates(Hardware(GB, devices=8, nodes=2)) == fast + offloaded
+    assert candidates(Hardware(GB, devices=8, nodes=2, links="slow")) == slow + offloaded
+    assert candidates(Hardware(GB)) == [*takes["one device"], offloaded[-1]]
 
 
 def test_links_that_are_taken_to_be_fast_are_said() -> None:

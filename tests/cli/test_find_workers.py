@@ -64,7 +64,7 @@ def test_json_of_a_module_in_the_current_folder(capsys: pytest.CaptureFixture[st
     ("arguments", "message"),
     [
         (["-c", "none.yaml"], "There is no file none.yaml."),
-        (["-c", DIGITS, "--rounds", "1"], "rounds must be at least 2, got 1"),
+        (["-c", DIGITS, "--rounds", "1"], "--rounds must be at least 2, got 1"),
     ],
 )
 def test_a_wrong_argument_is_one_line_on_stderr_and_exit_code_1(

@@ -74,8 +74,8 @@ def test_what_is_drawn_is_the_curve() -> None:
     ("arguments", "message"),
     [
         (["cosine", "--flat", "3"], "curve 'cosine' has no option flat; it has floor, warmup."),
-        (["cosine", "--warmup", "2.5"], "warmup must be an int >= 0 (steps) or a float in [0, 1]"),
-        (["wsd", "--shape", "round"], "shape must be one of"),
+        (["cosine", "--warmup", "2.5"], "--warmup must be an int >= 0 (steps) or a float in [0, 1]"),
+        (["wsd", "--shape", "round"], "--shape must be one of"),
         (["cosine", "-o", "lr.txt"], "the name of the plot must end in ."),
         (["cosine", "-o", "none/lr.png"], "There is no folder none for the plot."),
     ],
