@@ -1,13 +1,13 @@
 """Handwritten digits on Ray: python ray_train.py --strategy ddp_bf16 --workers 32 --gpu (see docs/multi_node.md)."""
 
 import argparse
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import ray.train
+from lightning.pytorch.callbacks import ModelCheckpoint
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.lightning import RayTrainReportCallback
 from ray.train.torch import TorchTrainer
 
 import lightning_tricks as lt
@@ -15,21 +15,17 @@ from lightning_tricks.examples.digits import Digits, DigitsData
 
 
 def train(options: dict[str, Any]) -> None:
-    """Train in a worker; after a failure go on from what was reported last."""
+    """Train in a worker; after a failure go on from the newest checkpoint that is complete."""
     pl.seed_everything(0)
+    folder = Path(options["storage"], ray.train.get_context().get_experiment_name(), "checkpoints")
     trainer = lt.ray_trainer(
         options["strategy"],
         max_steps=options["steps"],
-        callbacks=[RayTrainReportCallback()],
-        enable_checkpointing=False,  # Ray keeps what the callback reports
+        callbacks=[ModelCheckpoint(folder)],  # every epoch; every_n_train_steps=100 for long ones
         enable_progress_bar=False,
         logger=False,
     )
-    with ExitStack() as stack:
-        reported = ray.train.get_checkpoint()
-        folder = stack.enter_context(reported.as_directory()) if reported else None
-        ckpt_path = f"{folder}/checkpoint.ckpt" if folder else None
-        trainer.fit(Digits(), datamodule=DigitsData(batch_size=32), ckpt_path=ckpt_path)
+    trainer.fit(Digits(), datamodule=DigitsData(batch_size=32), ckpt_path=lt.newest_checkpoint(folder))
 
 
 def main() -> None:
@@ -39,7 +35,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="devices in all, on any number of machines")
     parser.add_argument("--gpu", action="store_true", help="a GPU each")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--storage", required=True, help="a folder that all machines share, or s3://...")
+    parser.add_argument("--storage", required=True, help="a folder that all machines share")
     options = parser.parse_args()
     result = TorchTrainer(
         train,
@@ -47,7 +43,7 @@ def main() -> None:
         scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
         run_config=RunConfig(storage_path=options.storage, failure_config=FailureConfig(max_failures=2)),
     ).fit()
-    print(f"last checkpoint: {result.checkpoint.path}/checkpoint.ckpt")
+    print(f"last checkpoint: {lt.newest_checkpoint(Path(result.path, 'checkpoints'))}")
 
 
 if __name__ == "__main__":

@@ -121,6 +121,11 @@ class PresetStrategy(Strategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if str(checkpoint_path) == "newest" and not os.path.exists(checkpoint_path):
+            raise MisconfigurationException(
+                "ckpt_path='newest' needs the callback that knows the folder of the run: add"
+                " callbacks=[Preemption(folder)], or pass ckpt_path=newest_checkpoint(folder)."
+            )
         if os.path.isdir(checkpoint_path) and not saves_folder(self.lightning_module.trainer):
             raise MisconfigurationException(
                 f"ckpt_path={str(checkpoint_path)!r} is a folder of shards, and strategy={self.strategy_name!r} loads"

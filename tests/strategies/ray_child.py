@@ -17,15 +17,20 @@ import lightning_tricks as lt
 
 
 class FailOnce(Callback):
-    """The second worker fails in the second epoch, at the first attempt: as its machine does, or with an error."""
+    """The second worker fails in the second epoch, at the first attempt: as its machine does, or with an error.
 
-    def __init__(self, folder: str, killed: bool) -> None:
-        self.note, self.killed = Path(folder, f"failed-{killed}"), killed
+    If it is killed, it leaves a checkpoint that was never finished, which says that it is newer.
+    """
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.note, self.killed = Path(folder, f"failed-{name}"), name != "failed"
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1 and not self.note.exists():
             self.note.touch()
             if self.killed:
+                saved = Path(trainer.checkpoint_callback.dirpath, "epoch=9-step=999.ckpt")  # type: ignore[union-attr,arg-type]
+                saved.write_bytes(b"PK")
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("a machine is gone")
 
@@ -39,7 +44,7 @@ def failing(options: dict[str, Any]) -> None:
     original = lt.ray_trainer
 
     def watched(*args: Any, **arguments: Any) -> pl.Trainer:
-        arguments["callbacks"].append(FailOnce(options["storage"], options["killed"]))
+        arguments["callbacks"].append(FailOnce(options["storage"], options["name"]))
         trainer = original(*args, **arguments)
         facts = {
             "device": str(trainer.strategy.root_device),
@@ -50,7 +55,7 @@ def failing(options: dict[str, Any]) -> None:
             "preset": trainer.strategy.strategy_name,
             "world": trainer.world_size,
         }
-        Path(options["storage"], f"facts-{trainer.global_rank}.json").write_text(json.dumps(facts))
+        Path(options["storage"], f"facts-{options['name']}-{trainer.global_rank}.json").write_text(json.dumps(facts))
         return trainer
 
     lt.ray_trainer = watched
@@ -60,16 +65,18 @@ def failing(options: dict[str, Any]) -> None:
         lt.ray_trainer = original
 
 
-def run(train: Any, storage: str, **options: Any) -> Any:
+def run(train: Any, storage: str, **options: Any) -> str | None:
+    """The newest checkpoint of the run."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    return TorchTrainer(
+    result = TorchTrainer(
         train,
         train_loop_config={"storage": storage, "strategy": "ddp_bf16", **options},
         scaling_config=ScalingConfig(num_workers=options["workers"]),
         run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=2)),
     ).fit()
+    return lt.newest_checkpoint(Path(result.path, "checkpoints"))
 
 
 def main(storage: str, steps: int) -> None:
@@ -84,10 +91,10 @@ def main(storage: str, steps: int) -> None:
         found["outside"] = str(error)
     ray.init(num_cpus=2, include_dashboard=False)
     try:
-        for name, killed in (("failed", False), ("killed", True)):
-            found[name] = run(failing, storage, workers=2, steps=steps, killed=killed).checkpoint.path
-        found["facts"] = [json.loads(Path(storage, f"facts-{rank}.json").read_text()) for rank in range(2)]
-        found["alone"] = run(ray_train.train, storage, workers=1, steps=steps).checkpoint.path
+        for name, strategy in (("failed", "ddp_bf16"), ("killed", "ddp_bf16"), ("sharded", "fsdp2_bf16")):
+            found[name] = run(failing, storage, workers=2, steps=steps, name=name, strategy=strategy)
+        found["facts"] = [json.loads(Path(storage, f"facts-failed-{rank}.json").read_text()) for rank in range(2)]
+        found["alone"] = run(ray_train.train, storage, workers=1, steps=steps)
     finally:
         ray.shutdown()
     assert not dist.is_initialized()

@@ -146,6 +146,12 @@ def test_training_is_that_of_lightnings_own_bf16() -> None:
 
 
 @pytest.mark.parametrize("name", ["single_bf16", "ddp_bf16"])
+def test_newest_needs_the_callback_that_knows_the_folder(name: str) -> None:
+    with pytest.raises(MisconfigurationException, match=r"'newest' needs .* add callbacks=\[Preemption\(folder\)\]"):
+        trainer(strategy=name).validate(build(Net), loader(), ckpt_path="newest")
+
+
+@pytest.mark.parametrize("name", ["single_bf16", "ddp_bf16"])
 def test_a_folder_of_shards_is_an_error_with_a_remedy(name: str, tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=rf"folder of shards, and strategy='{name}' .* consolidate"):
         trainer(strategy=name).validate(build(Net), loader(), ckpt_path=tmp_path)

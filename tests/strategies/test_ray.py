@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_tricks.checkpoints import consolidate
 from lightning_tricks.examples.digits import Digits, DigitsData
 from lightning_tricks.strategies.ray import ray_trainer
 from tests.nets import assert_close, quiet
@@ -113,10 +114,21 @@ def test_the_trainer_is_what_ray_says(in_workers: dict[str, Any]) -> None:
 def test_a_run_that_failed_ends_as_one_that_nothing_disturbs(
     how: str, in_workers: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """Also where a worker was killed before Ray had taken the last checkpoint, and an earlier one or none is used."""
-    found = torch.load(f"{in_workers[how]}/checkpoint.ckpt", weights_only=True)
+    """Also where a checkpoint was never finished, and an earlier one or none is used."""
+    found = torch.load(in_workers[how], weights_only=True)
     assert found["global_step"] == STEPS
     assert_close(found["state_dict"], expected["state_dict"], 1e-6)
+
+
+@pytest.mark.slow
+@with_ray
+def test_a_sharded_run_whose_worker_was_killed_goes_on(
+    in_workers: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    consolidate(in_workers["sharded"], tmp_path / "weights.pt")
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert f"step={STEPS}" in in_workers["sharded"]
+    assert_close(found, expected["state_dict"], 1e-5)
 
 
 @pytest.mark.slow
@@ -126,5 +138,5 @@ def test_one_worker_is_one_device(in_workers: dict[str, Any]) -> None:
     run = pl.Trainer(**{**quiet, "max_epochs": -1, "max_steps": STEPS, "strategy": "single_bf16"})
     module = Digits()
     run.fit(module, datamodule=DigitsData(batch_size=32))
-    found = torch.load(f"{in_workers['alone']}/checkpoint.ckpt", weights_only=True)
+    found = torch.load(in_workers["alone"], weights_only=True)
     assert_close(found["state_dict"], module.state_dict(), 1e-6)

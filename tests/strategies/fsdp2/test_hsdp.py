@@ -24,6 +24,8 @@ CASES: dict[str, tuple[type[PlainNet], dict[str, Any], dict[str, Any]]] = {  # m
     "four copies": (Transformer, {"replicas": 4}, CLIPPED),
     "manual": (Manual, NODES, {}),
     "sam": (SAMTransformer, NODES, {}),
+    "EMA": (Transformer, NODES, {"callbacks": [lt.EMA(0.9)]}),
+    "AutoClip": (Transformer, NODES, {"callbacks": [lt.AutoClip(10)]}),
 }
 
 

@@ -113,6 +113,8 @@ CASES: dict[str, Case] = {  # module, of the preset, of the Trainer
     "AutoClip": (Words, PLANNED, tricks(lambda: lt.AutoClip(10))),
     "Compile": (Words, PLANNED, tricks(lambda: lt.Compile("Block", backend="aot_eager"))),
     "EMA": (Words, PLANNED, tricks(lambda: lt.EMA(0.9))),
+    "Float8": (Words, PLANNED, tricks(lambda: lt.Float8(emulate=True))),
+    "sequence, clipped": (Words, {"plan": SEQUENCE}, lambda: {**CLIPPED, "accumulate_grad_batches": 2}),
     "HardExampleFilter": (Words, PLANNED, tricks(lambda: lt.HardExampleFilter(mode="loss", across_ranks=True))),
     "MoEBalance": (Experts, PLANNED, tricks(lambda: lt.MoEBalance(0.1))),
     "RewindOnSpike": (Words, PLANNED, tricks(lt.RewindOnSpike)),
@@ -138,6 +140,14 @@ class Seven(Words):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[:, :7])
+
+
+class Odd(Words):
+    """Has a layer of three outputs."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.odd = nn.Linear(8, 3)
 
 
 class Counted(Attention):
@@ -208,6 +218,8 @@ REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, 
     "no gather": (Words, {"plan": {**HAND, "head": "colwise"}}, dict, "plan leaves the loss different"),
     "norm of heads": (Words, without("q_norm"), dict, "blocks.0.attention.q_norm.weight, blocks.0.attention.q_norm"),
     "norm of tokens": (Words, without("^norm", SEQUENCE), dict, "plan leaves .*blocks.0.norm.weight"),
+    "size": (Odd, {"plan": {**HAND, "odd": "colwise"}}, dict, "'odd', which has 3 outputs, which 2 does not"),
+    "nothing": (Words, {"plan": {"nowhere": "colwise"}}, dict, "'nowhere' is neither"),
     "counted heads": (CountedWords, PLANNED, dict, "layers of 'blocks.0.attention' .Counted., .* it counts heads"),
     "packed heads": (
         PackedWords,
@@ -329,9 +341,20 @@ def two(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(quick, str(folder))
 
 
+FOUR = [case for case in CASES if case != "Float8"]  # whose scale is that of a process's own samples
+
+
+@pytest.mark.slow
+def test_float8_computes_with_parts_of_layers_as_with_all() -> None:
+    kind, _, settings = CASES["Float8"]
+    module, _ = alone(kind, **settings())
+    for rank in run_cases(ended, ["Float8"])["Float8"]:
+        assert_close(rank["weights"], weights(module), 1e-5)
+
+
 @pytest.fixture(scope="module")
 def four() -> Cases:
-    return run_cases(ended, CASES, nprocs=4, timeout=900)
+    return run_cases(ended, FOUR, nprocs=4, timeout=900)
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -344,7 +367,7 @@ def test_two_processes_train_what_one_does(two: list[dict[str, Any]], case: str)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FOUR)
 def test_four_processes_train_what_one_does(four: Cases, case: str) -> None:
     kind, arguments, settings = CASES[case]
     precision = arguments.get("precision", "32-true")
