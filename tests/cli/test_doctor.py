@@ -40,6 +40,19 @@ def test_without_deepspeed_it_says_what_to_do(
     assert ("┃" in out) == rich
 
 
+def test_a_stale_lock_of_deepspeeds_compiler_is_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "500")
+    assert main(["doctor"]) == 0
+    assert f"{lock}, which the next run removes" in capsys.readouterr().out
+    assert lock.exists()
+
+
 CONFIG = """
 seed_everything: 0
 trainer: {strategy: zero3_bf16, devices: 8, accelerator: cuda}

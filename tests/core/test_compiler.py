@@ -82,12 +82,17 @@ def test_a_compilation_that_ends_while_one_looks_was_not_killed(lock: Path, monk
     assert looks == 2
 
 
-def test_another_machine_may_hold_a_lock_on_a_network_disk(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "NETWORK", ("",))
+@pytest.mark.parametrize("who", ["machine", "user"])
+def test_what_is_not_seen_here_may_hold_a_lock(who: str, lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "NETWORK", ("",) if who == "machine" else ())
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() if who == "machine" else 12345)
     monkeypatch.setattr(compiler, "QUIET", 2)
     lock.touch()
     begun = time.monotonic()
-    with pytest.warns(UserWarning, match="another machine compiles"), pytest.warns(UserWarning, match="removed"):
+    with (
+        pytest.warns(UserWarning, match="another machine or user compiles"),
+        pytest.warns(UserWarning, match="removed"),
+    ):
         remove_stale_locks()
     assert time.monotonic() - begun >= 1
     lock.touch()

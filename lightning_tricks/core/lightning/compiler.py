@@ -35,16 +35,16 @@ def prepare_to_compile(op: str) -> None:
 def remove_stale_locks() -> None:
     """Remove the locks that no compilation holds, with a warning for each.
 
-    What another machine does is not visible here. On a network disk a lock is therefore removed after 15 minutes in
-    which nothing was written beside it.
+    What other machines and users do is not visible here. A lock on a network disk or of another user is therefore
+    removed after 15 minutes in which nothing was written beside it.
     """
     for lock in stale_locks():
         with _one_process_at_a_time(lock.parent):
-            if _is_on_network(lock) and lock.exists() and _quiet_seconds(lock) < QUIET:
+            if (_is_on_network(lock) or _is_of_another(lock)) and lock.exists() and _quiet_seconds(lock) < QUIET:
                 left = (QUIET - _quiet_seconds(lock)) / 60
                 warnings.warn(
-                    f"{lock}: another machine compiles an operator of DeepSpeed, or was killed. Waiting for it, at most"
-                    f" {left:.0f} minutes; delete the file if no machine compiles.",
+                    f"{lock}: another machine or user compiles an operator of DeepSpeed, or was killed. Waiting for it,"
+                    f" at most {left:.0f} minutes; delete the file if nobody compiles.",
                     stacklevel=2,
                 )
                 while lock.exists() and _quiet_seconds(lock) < QUIET:
@@ -89,6 +89,13 @@ def _is_on_network(path: Path) -> bool:
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in path.resolve().parents if folder in mounts), "")
     return kind.lower().startswith(NETWORK)
+
+
+def _is_of_another(lock: Path) -> bool:
+    """Whether another user has made the lock, whose open files only the superuser sees."""
+    with suppress(AttributeError, FileNotFoundError):  # Windows has no numbers of users.
+        return os.getuid() not in (0, lock.stat().st_uid)
+    return False
 
 
 def _quiet_seconds(lock: Path) -> float:
