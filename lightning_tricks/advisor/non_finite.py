@@ -359,8 +359,8 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
     functions are looked at in the forward pass, and all gradients in the backward pass. An operation is listed if its
     result has infinite or NaN values that its inputs do not have: an infinite one before a NaN often is the cause, and
     one of a metric or a mask may be meant. Compiled code runs uncompiled. With batches of several ranks it takes the
-    first one that is not finite. Afterwards module and Trainer are bit for bit as before. The batch is unpickled: open
-    only folders of your own. Checkpoints of several devices that are folders have no optimizer states here.
+    first one that is not finite. Afterwards module and Trainer are bit for bit as before. Checkpoints that are folders
+    have no optimizer states here.
 
     Args:
         trainer: A Trainer with one device, the precision of the training, and the callbacks that change the network;
@@ -375,7 +375,8 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
     Raises:
         TypeError: For a value of the wrong type.
         FileNotFoundError: If the folder has no checkpoint or no batch.
-        ValueError: If the checkpoint is damaged, or has shards of averages.
+        ValueError: If the checkpoint is damaged, or has shards of averages; if the batch has classes that could run
+            code when it is loaded, and that torch was not told to allow.
         RuntimeError: If the module does not have the weights of the checkpoint.
         MisconfigurationException: For several devices, lazy layers, and inside of a fit.
 
@@ -415,7 +416,7 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
 
 
 def _repeat(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path, file: Path) -> NonFiniteOrigin:
-    batch = torch.load(file, map_location="cpu", weights_only=False)  # of any class
+    batch = _batch(file)
     loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
     step, error = _Step(checkpoint), ""
     try:
@@ -430,6 +431,16 @@ def _repeat(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path, f
         raise MisconfigurationException("find_non_finite: no training step was made. Does the module skip the batch?")
     bad = [f"{spelled(path)}{_samples(value)}" for path, value in walk(batch) if _kinds([value])]
     return NonFiniteOrigin(str(file), tuple(bad), tuple(step.weights), step.operations, tuple(step.reached), error)
+
+
+def _batch(file: Path) -> Any:
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        classes = ", ".join(name.rpartition(".")[2] for name in unsafe)
+        raise ValueError(
+            f"{file} has more than tensors, and loading could run its code: {some(unsafe)}. If it is your own, allow"
+            f" that first, torch.serialization.add_safe_globals([{classes}])."
+        )
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _samples(value: Any) -> str:

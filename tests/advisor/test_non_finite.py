@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -486,6 +487,31 @@ def test_what_two_ranks_left_is_found_by_one(tmp_path: Path) -> None:
 def _always_bad(module: Any, batch: Any, batch_idx: int) -> Tensor:
     module.layers[1][1].bad = True
     return F.cross_entropy(module(batch[0]), batch[1])
+
+
+@dataclass
+class Pair:
+    """A batch of a class of the user's."""
+
+    x: Tensor
+    y: Tensor
+
+
+class OfPairs(Suspect):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+
+def test_classes_of_a_batch_are_loaded_once_they_are_allowed(tmp_path: Path) -> None:
+    batches: Any = DataLoader([Pair(*pair) for pair in loader()], batch_size=None)
+    folder = kept(build(OfPairs), tmp_path, train=batches, limit_val_batches=0)
+    with pytest.raises(
+        ValueError, match=r"tests\.advisor\.test_non_finite\.Pair\..* torch.serialization.add_safe_globals\(\[Pair\]\)"
+    ):
+        lt.find_non_finite(trainer(), build(OfPairs), folder)
+    with torch.serialization.safe_globals([Pair]):
+        found = lt.find_non_finite(trainer(), build(OfPairs), folder)
+    assert found.operations[0].operation == "torch.Tensor.log"
 
 
 def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
