@@ -114,6 +114,33 @@ def test_the_commands_run(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 
+# Commands of other pages that need what a run before them has left, or train for minutes; tests of their own run them.
+ELSEWHERE = ("compare", "cross-validate", "export adapters.ckpt", "export sharded.ckpt", "fit")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # of dcp.save, which makes the sharded checkpoint
+def test_the_commands_of_other_pages_run(tmp_path: Path) -> None:
+    lines = [
+        line for page in MARKDOWN if page.name != "cli.md" for line in "\n".join(blocks(page, "bash")).splitlines()
+    ]
+    commands = {line for line in lines if re.match(rf"lightning-tricks (?!{'|'.join(ELSEWHERE)})", line)}
+    assert len(commands) >= 10
+    (tmp_path / "configs").symlink_to(DOCS.parent / "configs")
+    (tmp_path / "runs").mkdir()
+    weights = {"state_dict": {"model.weight": torch.ones(2)}, "optimizer_states": [{}]}
+    for name in ("a", "b", "best", "last"):
+        torch.save(weights, tmp_path / f"{name}.ckpt")
+    for name in ("sharded", "best"):
+        dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "runs" / f"{name}.ckpt", no_dist=True)
+        torch.save({}, tmp_path / "runs" / f"{name}.ckpt" / "meta.pt")
+    for command in sorted(commands):
+        run = [sys.executable, "-m", "lightning_tricks_cli.main", *shlex.split(command)[1:]]
+        environment = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
+        done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+
+
 def parser_choices() -> list[str]:
     return re.findall(r"^    ([a-z-]+)(?: |$)", parser().format_help(), re.MULTILINE)
 
