@@ -8,7 +8,7 @@ from lightning_tricks.advisor.environment import environment_report
 from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.inspect_training import InspectTraining, inspect_training
 from lightning_tricks.advisor.memory.estimate import estimate_memory
-from lightning_tricks.advisor.non_finite import NonFiniteOperation, find_non_finite
+from lightning_tricks.advisor.non_finite import find_non_finite
 from lightning_tricks.advisor.profile import profile_tricks
 from lightning_tricks.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.adaptive_clip import AdaptiveClip
@@ -139,7 +139,6 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
-    "NonFiniteOperation",
     "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",

@@ -196,7 +196,7 @@ CATALOGUE = (
         "callbacks=[lt.SkipNonFinite()]",
         "Skips steps with NaN or infinity, or stops and finds what made them.",
         "a check of the gradients",
-        ("NonFiniteOperation", "NonFiniteOrigin"),
+        ("NonFiniteOrigin",),
     ),
     Row(
         ("RewindOnSpike",),

@@ -7,7 +7,7 @@ from lightning_tricks.advisor.environment import EnvironmentReport, environment_
 from lightning_tricks.advisor.hardware import Hardware
 from lightning_tricks.advisor.inspect_training import InspectTraining, TrainingInspection, inspect_training
 from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
-from lightning_tricks.advisor.non_finite import NonFiniteOperation, NonFiniteOrigin, find_non_finite
+from lightning_tricks.advisor.non_finite import NonFiniteOrigin, find_non_finite
 from lightning_tricks.advisor.profile import TricksProfile, profile_tricks
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Hardware",
     "InspectTraining",
     "MemoryEstimate",
-    "NonFiniteOperation",
     "NonFiniteOrigin",
     "Suggestion",
     "TrainingInspection",

@@ -429,8 +429,7 @@ def _split(
         total = _smallest_estimate(size, None, hardware, margin, "tp_bf16", optimizer).total
         found.append(Alternative("a plan for its layers (docs/scaling.md)", "tp_bf16", total, total <= usable))
     if hardware.world > 1:
-        alone = _smallest_estimate(size, None, replace(hardware, devices=1, nodes=1), margin, "single_bf16", optimizer)
-        total = alone.total // hardware.world
+        total = estimate_memory(size, strategy="single_bf16", optimizer=optimizer).total // hardware.world
         stages = f"a pipeline of {hardware.world} stages (docs/scaling.md)"
         found.append(Alternative(stages, "ModelParallelStrategy", total, total <= usable))
     return tuple(found)

@@ -9,7 +9,7 @@ import os
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_tricks.checkpoints.export import raw_weights
+from lightning_tricks.checkpoints.export import selected_weights
 from lightning_tricks.checkpoints.files import PathLike, load, path_of
 from lightning_tricks.checkpoints.stream import LazyTensor
 from lightning_tricks.core.adapters.record import record_in
@@ -41,7 +41,9 @@ from lightning_tricks.core.lightning.trainer import grad_scaler
 from lightning_tricks.core.nonfinite.finite import all_finite, nonfinite_names
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 
-__all__ = ["NonFiniteOperation", "NonFiniteOrigin", "find_non_finite"]
+__all__ = ["NonFiniteOrigin", "find_non_finite"]
+
+_FINDS: dict[str, Callable[[Tensor], Tensor]] = {"nan": torch.isnan, "inf": torch.isinf}
 
 _LIBRARIES = tuple(
     f"{Path(sysconfig.get_paths()['purelib']) / name}{os.sep}" for name in ("torch", "lightning", "pytorch_lightning")
@@ -199,10 +201,11 @@ class Watch(TorchFunctionMode):
             )
             new += [following for following, _ in node.next_functions]
 
-    def _note(self, name: str, given: set[str], got: Iterable[Any], backward: bool, module: str, line: str) -> None:
+    def _note(self, name: str, given: set[str], got: Sequence[Any], backward: bool, module: str, line: str) -> None:
         for made in sorted(_kinds(got) - given):
             if made == "nan" or "nan" not in given:  # an infinite value behind a NaN tells nothing
-                rows = next((rows for value in got if (rows := _rows(value))), ())
+                value = next(value for value in got if made in _kinds(value))
+                rows = _rows(value, _FINDS[made])
                 self.found[NonFiniteOperation(name, made, backward, module, line, rows)] = None
 
 
@@ -211,15 +214,12 @@ def _kinds(values: Any) -> set[str]:
     kinds: set[str] = set()
     for value in tree_leaves(values):
         try:
-            if isinstance(value, float):
-                nan, inf = math.isnan(value), math.isinf(value)
-            elif not _has_floats(value) or all_finite([value.detach()]):
-                continue
-            else:
-                nan, inf = bool(value.isnan().any()), bool(value.isinf().any())
+            if isinstance(value, float) and not math.isfinite(value):
+                kinds.add("nan" if math.isnan(value) else "inf")
+            elif _has_floats(value) and not all_finite([value.detach()]):
+                kinds.update(kind for kind, find in _FINDS.items() if find(value).any())
         except RuntimeError:  # what cannot be read: float8, nested tensors, inside of vmap
             continue
-        kinds.update(["nan"] * nan, ["inf"] * inf)
     return kinds
 
 
@@ -227,11 +227,11 @@ def _has_floats(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta and (value.is_floating_point() or value.is_complex())
 
 
-def _rows(value: Any) -> tuple[int, ...]:
-    """The indices in the first dimension where a tensor is not finite; empty if all are, or none."""
-    if not _has_floats(value) or value.ndim == 0 or value.layout is not torch.strided or len(value) == 0:
+def _rows(value: Any, find: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
+    """The indices in the first dimension where something is found in a tensor; empty if that is everywhere."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.layout is not torch.strided:
         return ()
-    bad = (~value.detach().isfinite()).reshape(len(value), -1).any(1)
+    bad = find(value.detach()).reshape(len(value), -1).any(1)
     return () if bad.all() else tuple(bad.nonzero().flatten().tolist())
 
 
@@ -251,17 +251,9 @@ class _Step(UndoneFit):
     def __init__(self, checkpoint: Path) -> None:
         super().__init__()
         self._path, self._watching = checkpoint, ExitStack()
-        self._watch: Watch | None = None  # once the step has begun
+        self.watch: Watch | None = None  # once the step has begun
         self.weights: list[str] = []  # those that are not finite before the step
         self.reached: list[str] = []
-
-    @property
-    def operations(self) -> tuple[NonFiniteOperation, ...]:
-        return () if self._watch is None else tuple(self._watch.found)
-
-    @property
-    def was_made(self) -> bool:
-        return self._watch is not None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -280,7 +272,7 @@ class _Step(UndoneFit):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._watch = self._watching.enter_context(Watch(pl_module))
+        self.watch = self._watching.enter_context(Watch(pl_module))
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -322,7 +314,7 @@ def _load(trainer: pl.Trainer, module: pl.LightningModule, path: Path) -> None:
     checkpoint = load(path)
     module.on_load_checkpoint(checkpoint)
     adapted = record_in(checkpoint) is not None  # it has the adapters without the frozen weights
-    module.load_state_dict(raw_weights(checkpoint, path), strict=module.strict_loading and not adapted)
+    module.load_state_dict(selected_weights(checkpoint, path, "raw"), strict=module.strict_loading and not adapted)
     trainer.strategy.load_optimizer_state_dict(checkpoint)
     if scale := checkpoint.get(type(trainer.precision_plugin).__qualname__):
         trainer.precision_plugin.load_state_dict(scale)
@@ -411,8 +403,11 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
     files = sorted(kept.glob("batch-rank=*.pt"), key=lambda file: int(file.stem.rpartition("=")[2]))
     if not files or not (kept / "last_good.ckpt").exists():
         raise FileNotFoundError(f"{kept} has no last_good.ckpt with a batch: pass a folder of TerminateOnNonFinite.")
-    found = [_repeat(trainer, module, kept / "last_good.ckpt", file) for file in files]
-    return next(filter(None, found), found[0])
+    for file in files:
+        found = _repeat(trainer, module, kept / "last_good.ckpt", file)
+        if found:
+            break
+    return found
 
 
 def _repeat(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path, file: Path) -> NonFiniteOrigin:
@@ -424,13 +419,15 @@ def _repeat(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path, f
             warnings.simplefilter("ignore", PossibleUserWarning)  # on the speed of training
             step.fit(trainer, module, loader, None)
     except Exception as raised:
-        if not (step.operations or step.reached):
-            raise
+        if step.watch is None or not (step.watch.found or step.reached):
+            raise  # no consequence of a value that is not finite
         error = "" if step.reached else f"{type(raised).__name__}: {raised}"
-    if not step.was_made:
+    if step.watch is None:
         raise MisconfigurationException("find_non_finite: no training step was made. Does the module skip the batch?")
     bad = [f"{spelled(path)}{_samples(value)}" for path, value in walk(batch) if _kinds([value])]
-    return NonFiniteOrigin(str(file), tuple(bad), tuple(step.weights), step.operations, tuple(step.reached), error)
+    return NonFiniteOrigin(
+        str(file), tuple(bad), tuple(step.weights), tuple(step.watch.found), tuple(step.reached), error
+    )
 
 
 def _batch(file: Path) -> Any:
@@ -444,5 +441,5 @@ def _batch(file: Path) -> Any:
 
 
 def _samples(value: Any) -> str:
-    rows = _rows(value)
+    rows = _rows(value, lambda tensor: ~tensor.isfinite())
     return f": samples {some(map(str, rows))}" if rows else ""

@@ -88,10 +88,7 @@ def export_weights(
         weights, record = lazy_weights(source), record_of(source)
     else:
         loaded = load(source)
-        try:
-            weights = _select(loaded, weights_in(loaded, source), which, callback)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+        weights = selected_weights(loaded, source, which, callback)
         record = record_in(loaded)
     if record is None and (merge or base is not None):
         raise ValueError(f"{source} has no adapters of LoRA to merge: leave merge and base out.")
@@ -159,14 +156,16 @@ def _select(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, ca
     return checkpoint.get("current_model_state", state)  # The raw weights, if saved by Lightning's WeightAveraging.
 
 
-def raw_weights(checkpoint: Mapping[str, Any], source: PathLike) -> dict[str, Any]:
-    """The weights that the optimizer was training, of a checkpoint that was loaded from ``source``.
+def selected_weights(
+    checkpoint: dict[str, Any], source: PathLike, which: str, callback: str | None = None
+) -> dict[str, Any]:
+    """The averaged or raw weights, as for ``export_weights``, of a checkpoint that was loaded from ``source``.
 
     Raises:
         ValueError: If the checkpoint does not certainly have them.
     """
     try:
-        return _select(checkpoint, weights_in(dict(checkpoint), source), "raw", None)
+        return _select(checkpoint, weights_in(checkpoint, source), which, callback)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 

@@ -175,7 +175,7 @@ LEFT_OUT = {
         [
             *("BatchSizeResult", "Comparison", "CrossValidation", "EnvironmentReport", "LRFinderResult"),
             *("MemoryEstimate", "Sharpness", "SoupAndEnsemble", "Suggestion", "Temperature", "TricksProfile"),
-            *("NonFiniteOperation", "NonFiniteOrigin", "TrainingInspection", "WorkersResult"),
+            *("NonFiniteOrigin", "TrainingInspection", "WorkersResult"),
         ],
         "a result, which nobody constructs",
     ),
