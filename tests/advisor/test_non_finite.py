@@ -194,7 +194,7 @@ def test_the_precision_is_the_trainers(tmp_path: Path) -> None:
 
 
 class ByHand(Suspect):
-    """Manual optimization, whose step is skipped by an error of its own."""
+    """Steps by itself."""
 
     def __init__(self) -> None:
         super().__init__()
