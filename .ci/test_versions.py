@@ -1,18 +1,18 @@
-"""Run the fast tests against the oldest and the newest Lightning and torch, one new environment after the other.
+"""Run the fast tests with each Python, and the oldest and newest torch, Lightning and libraries that are supported.
 
 Each environment is made in a temporary folder with everything that is written while it works, and removed with it,
 on a failure and on Ctrl-C, too. What was found goes to benchmarks/results/versions.json and docs/versions.md.
 
-    python .ci/test_versions.py                         all combinations
-    python .ci/test_versions.py 2.6.0:2.9.0 newest:newest    these, as lightning:torch
+    python .ci/test_versions.py                                  all combinations whose Python is installed
+    python .ci/test_versions.py 3.10:oldest:oldest:oldest        these, as python:lightning:torch:libraries
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,22 +30,17 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 
-OLDEST_LIGHTNING, OLDEST_TORCH = "2.6.0", "2.9.0"
 COMBINATIONS = [
-    f"{lightning}:{torch}" for lightning in (OLDEST_LIGHTNING, "newest") for torch in (OLDEST_TORCH, "newest")
+    "3.10:oldest:oldest:oldest",
+    "3.11:oldest:newest:newest",
+    "3.12:newest:oldest:newest",
+    "3.13:newest:newest:oldest",
+    "3.14:newest:newest:newest",
 ]
 COMPROMISED = {"2.6.2", "2.6.3"}  # releases of lightning that must not be installed
-NEEDS_TORCHVISION = {"timm"}
-REPORTED = ("python", "torch", "lightning", "torchvision", "timm", "transformers", "deepspeed", "torchmetrics")
-
-
-def newest(package: str) -> str:
-    """The newest release that pip finds."""
-    found = subprocess.run([sys.executable, "-m", "pip", "index", "versions", package], capture_output=True, text=True)
-    match = re.match(rf"{package} \((\S+)\)", found.stdout)
-    if match is None:
-        sys.exit(f"error: pip finds no {package}: {found.stderr.strip()}")
-    return match[1]
+LIBRARIES = ("timm", "transformers", "peft", "deepspeed", "torchao")
+NEEDS_TORCHVISION = "timm"
+REPORTED = ("python", "torch", "lightning", "torchvision", *LIBRARIES, "torchmetrics")
 
 
 def requirements(extra: str) -> Iterator[str]:
@@ -59,16 +54,42 @@ def requirements(extra: str) -> Iterator[str]:
             yield each
 
 
+def oldest(package: str) -> str:
+    """The lower limit in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for each in (*project["dependencies"], *requirements("all")):
+        if match := re.match(rf"{package}>=([\d.]+)", each):
+            return match[1] + ".0" * (2 - match[1].count("."))
+    sys.exit(f"error: pyproject.toml has no lower limit of {package}")
+
+
+def newest(package: str) -> str:
+    """The newest release that pip finds."""
+    found = subprocess.run([sys.executable, "-m", "pip", "index", "versions", package], capture_output=True, text=True)
+    match = re.match(rf"{package} \((\S+)\)", found.stdout)
+    if match is None:
+        sys.exit(f"error: pip finds no {package}: {found.stderr.strip()}")
+    return match[1]
+
+
+def interpreter(python: str) -> str | None:
+    """The command of a Python of this version that can make environments, or None."""
+    command = shutil.which(f"python{python}")
+    if command is None or subprocess.run([command, "-c", "import ensurepip, venv"], capture_output=True).returncode:
+        return None
+    return command
+
+
 class Environment:
     """A virtual environment in a folder, and processes that leave nothing outside of the folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str) -> None:
         self.python = str(folder / "env" / "bin" / "python")
         self.variables = {**os.environ, "PATH": f"{folder}/env/bin:{os.environ['PATH']}", "DS_BUILD_OPS": "0"}
         for name in ("TMPDIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"):
             (folder / name).mkdir()
             self.variables[name] = str(folder / name)
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True)
+        subprocess.run([python, "-m", "venv", str(folder / "env")], check=True)
 
     def run(self, *arguments: str, check: bool = True) -> int:
         """Run Python in a process group of its own, of which nothing is left behind, whatever ends it."""
@@ -86,23 +107,26 @@ class Environment:
         options = ("-qq", "--disable-pip-version-check", "--no-cache-dir")
         return self.run("-m", "pip", "install", *options, *what, check=check) == 0
 
-    def make(self, lightning: str, torch: str) -> None:
+    def make(self, lightning: str, torch: str, libraries: str) -> None:
         """The test extra beside exactly these; where torch has no torchvision (yet), that of another torch."""
         pins = [f"lightning=={lightning}", f"pytorch-lightning=={lightning}", f"torch=={torch}"]
+        matching = f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"  # 0.24 belongs to torch 2.9, and so on
         self.install(*pins)
-        matching = f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"  # 0.21 belongs to torch 2.6, and so on
         vision = self.install(*pins, matching, check=False)
-        test = sorted({each for each in requirements("test") if vision or each not in NEEDS_TORCHVISION})
+        if libraries == "oldest":
+            pins += [f"{name}=={oldest(name)}" for name in LIBRARIES]
         pins += ["torchao<0.17"] if torch.startswith("2.9.") else []  # later ones import what it does not have
-        self.install("--editable", ".", *pins, *test)
+        later = [each for each in (*requirements("test"), *pins) if not vision and each.startswith(NEEDS_TORCHVISION)]
+        self.install("--editable", ".", *sorted({*requirements("test"), *pins} - {*later}))
         if not vision:
-            self.install("--no-deps", "torchvision", *NEEDS_TORCHVISION)
+            self.install("--no-deps", "torchvision", *later)
         self.run(".ci/torchvision_cpu.py")
 
     def versions(self) -> dict[str, str]:
         """What is really installed; no entry for what is not."""
         listed = subprocess.check_output([self.python, "-m", "pip", "list", "--format=json"], env=self.variables)
-        found = {each["name"]: each["version"] for each in json.loads(listed)} | {"python": platform.python_version()}
+        python = subprocess.check_output([self.python, "-c", "import platform; print(platform.python_version())"])
+        found = {each["name"]: each["version"] for each in json.loads(listed)} | {"python": python.decode().strip()}
         return {name: found[name] for name in REPORTED if name in found}
 
 
@@ -121,16 +145,21 @@ def outcome(junit: Path) -> dict[str, Any]:
 
 
 def measure(combination: str) -> dict[str, Any]:
+    """The outcome of the fast tests with ``python:lightning:torch:libraries``."""
+    python, lightning, torch, libraries = combination.split(":")
+    named = {"oldest": oldest, "newest": newest}
     lightning, torch = (
-        newest(package) if version == "newest" else version
-        for package, version in zip(("lightning", "torch"), combination.split(":"), strict=True)
+        named[version](package) if version in named else version
+        for package, version in (("lightning", lightning), ("torch", torch))
     )
     if lightning in COMPROMISED:
         sys.exit(f"error: lightning {lightning} is a compromised release and is not installed, got {combination}")
+    if (command := interpreter(python)) is None:
+        sys.exit(f"error: there is no python{python} with the modules ensurepip and venv, got {combination}")
     with tempfile.TemporaryDirectory(prefix="versions-", ignore_cleanup_errors=True) as name:
-        environment, report = Environment(Path(name)), Path(name) / "junit.xml"
-        print(f"lightning {lightning}, torch {torch}: installing in {name}", flush=True)
-        environment.make(lightning, torch)
+        environment, report = Environment(Path(name), command), Path(name) / "junit.xml"
+        print(f"Python {python}, lightning {lightning}, torch {torch}: installing in {name}", flush=True)
+        environment.make(lightning, torch, libraries)
         print(environment.versions(), flush=True)
         environment.run("-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", f"--junitxml={report}", check=False)
         return {"versions": environment.versions(), **outcome(report)}
@@ -145,7 +174,9 @@ def record(result: dict[str, Any]) -> None:
 
 
 def key(row: dict[str, Any]) -> list[list[int]]:
-    return [[*map(int, re.findall(r"\d+", row["versions"][name])[:3])] for name in ("lightning", "torch")]
+    """The versions that tell a row from others, by which rows are sorted."""
+    versions = row["versions"] | {"python": row["versions"]["python"].rsplit(".", 1)[0]}
+    return [[*map(int, re.findall(r"\d+", versions[name])[:3])] for name in ("python", "lightning", "torch", "timm")]
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -153,14 +184,16 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Versions",
         "",
-        "The fast tests against the oldest and the newest Lightning and torch: `make test-versions` makes each",
-        "environment, runs them and writes this page from `benchmarks/results/versions.json`;",
-        '`make test-versions ONLY="2.6.0:2.9.0 newest:newest"` runs some (as `lightning:torch`).',
+        "The fast tests with Python 3.10 to 3.14, and the oldest and newest torch, Lightning and optional libraries:",
+        "`make test-versions` makes each environment, runs them and writes this page from",
+        "`benchmarks/results/versions.json`. A Python that is not installed is named and left out.",
+        '`make test-versions ONLY="3.10:oldest:oldest:oldest 3.12:2.6.6:2.13.0:newest"` runs some (as',
+        "`python:lightning:torch:libraries`). The oldest are the lower limits in `pyproject.toml`.",
         "",
         "torch 2.9 is the oldest that is supported: FSDP2 on CPU, with which sharding is tested, does not run in 2.6,",
         "and sums gradients that it should average in 2.7 and 2.8. A torch without a torchvision (yet) is tested with",
         "that of another torch, for timm: its operators are declared, not there. torch 2.9 needs `torchao<0.17`: later",
-        "ones import what it does not have, and transformers imports them.",
+        "ones import what it does not have, and transformers imports them. peft 0.18 needs `torchao<0.17`, too.",
         "",
         "| " + " | ".join([*REPORTED, "passed", "failed", "skipped"]) + " |",
         "|---" * (len(REPORTED) + 3) + "|",
@@ -172,7 +205,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         counts = [str(row[name]) for name in ("passed", "failed", "skipped")]
         lines.append("| " + " | ".join([*versions, *counts]) + " |")
     for row in rows:
-        lines += ["", f"## lightning {row['versions']['lightning']}, torch {row['versions']['torch']}", ""]
+        python, lightning, torch = (row["versions"][name] for name in ("python", "lightning", "torch"))
+        lines += ["", f"## Python {python}, lightning {lightning}, torch {torch}", ""]
         lines += [f"- failed: `{name}`" for name in row["failures"]] or ["- nothing failed"]
         lines += [f"- skipped {count}: {reason}" for reason, count in row["skips"].items()]
     return "\n".join(lines) + "\n"
@@ -185,8 +219,13 @@ def stopped(*_: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stopped)
+    missing = [each for each in COMBINATIONS if interpreter(each.split(":")[0]) is None] if len(sys.argv) == 1 else []
+    if missing:
+        print("left out, as their Python is not installed:", *missing, flush=True)
+    if not (chosen := sys.argv[1:] or [each for each in COMBINATIONS if each not in missing]):
+        sys.exit("error: none of these Pythons is installed")
     results = []
-    for combination in sys.argv[1:] or COMBINATIONS:
+    for combination in chosen:
         results.append(measure(combination))
         record(results[-1])
     sys.exit(any(result["failed"] for result in results))

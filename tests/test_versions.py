@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lightning_tricks.strategies.zero.preset import OLDEST_DEEPSPEED
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "test_versions.py"
@@ -43,27 +46,50 @@ def test_a_report_is_counted(script: Any, tmp_path: Path) -> None:
 
 def test_the_oldest_versions_are_those_that_the_package_allows(script: Any) -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    lightning, torch = (script[name].removesuffix(".0") for name in ("OLDEST_LIGHTNING", "OLDEST_TORCH"))
-    assert f'"torch>={torch}"' in project
-    assert f'"lightning>={lightning},' in project
+    assert {name: script["oldest"](name) for name in ("lightning", "torch", "timm", "deepspeed")} == {
+        "lightning": "2.6.0",
+        "torch": "2.9.0",
+        "timm": "1.0.21",
+        "deepspeed": OLDEST_DEEPSPEED,
+    }
+    assert all(script["oldest"](name) for name in script["LIBRARIES"])
     assert all(f"!={version}" in project for version in script["COMPROMISED"])
+    with pytest.raises(SystemExit, match="no lower limit of pytest"):
+        script["oldest"]("pytest")
+
+
+def test_each_supported_python_is_in_a_combination(script: Any) -> None:
+    pythons = [combination.split(":")[0] for combination in script["COMBINATIONS"]]
+    assert pythons == [f"3.{minor}" for minor in range(10, 15)]
+    assert f'requires-python = ">={pythons[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_python_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "python3.13").write_text("#!/bin/sh\nexit 127\n")  # as pyenv's, for a Python that is not active
+    (tmp_path / "python3.13").chmod(0o755)
+    run = partial(subprocess.run, capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    done = run([sys.executable, SCRIPT, "3.13:2.6.0:2.9.0:newest"])
+    assert (done.returncode, "there is no python3.13" in done.stderr) == (1, True)
+    done = run([sys.executable, SCRIPT])
+    assert (done.returncode, "none of these Pythons is installed" in done.stderr) == (1, True)
+    assert all(combination in done.stdout for combination in runpy.run_path(str(SCRIPT))["COMBINATIONS"])
 
 
 def test_extras_are_taken_apart(script: Any) -> None:
     found = set(script["requirements"]("test"))
-    assert {"timm", "transformers", "deepspeed>=0.19", "matplotlib", "hypothesis"} <= found
+    assert {"timm>=1.0.21", "transformers>=5", f"deepspeed>={OLDEST_DEEPSPEED}", "matplotlib", "hypothesis"} <= found
     assert not [each for each in found if each.startswith("lightning-tricks")]
 
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
 def test_a_compromised_release_is_not_installed(version: str) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, f"{version}:2.13.0"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, SCRIPT, f"3.11:{version}:2.13.0:newest"], capture_output=True, text=True)
     assert done.returncode == 1
     assert f"lightning {version} is a compromised release" in done.stderr
 
 
 LINKED = """
-    def __init__(self, folder):  # a link instead of an environment
+    def __init__(self, folder, python):  # a link instead of an environment
         self.python, self.variables = str(folder / "python"), None
         (folder / "python").symlink_to(sys.executable)
 """
@@ -86,7 +112,7 @@ class Environment(script["Environment"]):
     def make(self, *_):
         self.run("-c", {waits!r})
 script["measure"].__globals__["Environment"] = Environment
-script["measure"]("2.6.0:2.13.0")
+script["measure"]("{sys.version_info[0]}.{sys.version_info[1]}:2.6.0:2.13.0:newest")
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120

@@ -79,7 +79,7 @@ def status(name: str, found: Environment) -> tuple[str, str, tuple[str, ...], tu
         ("zero3_nvme_bf16", without("ninja"), "cannot run", "no ninja, for DeepSpeed's async_io", "ninja"),
         ("ddp_bf16", without("compiler", "ninja", "nvcc", "libaio"), "runs", "", ""),
         ("zero1_bf16", without(versions=versions(deepspeed=None)), "cannot run", "not installed", "pip install 'light"),
-        ("zero1_bf16", without(versions=versions(deepspeed="0.18.9")), "cannot run", "older than 0.19.0", "install -U"),
+        ("zero1_bf16", without(versions=versions(deepspeed="0.18.9")), "cannot run", "older than 0.19.8", "install -U"),
         ("zero2_fp16", without(deepspeed_fp16=False), "cannot run", "support fp16 on this cuda", "in bf16"),
         ("zero2_bf16", without(deepspeed_fp16=False), "runs", "", ""),
         (

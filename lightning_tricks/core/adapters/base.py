@@ -45,8 +45,9 @@ def quantize(layer: nn.Linear, base: str) -> nn.Module:
     user = f"LoRA(base={base!r})"
     if base == "int8":
         torchao = library("torchao.quantization", user, "8bit")
-        # Its default also changes settings of torch's compiler, for all that the process compiles.
-        torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+        # Its default also changes settings of torch's compiler, for all that the process compiles; torchao 0.16 would
+        # take an older form of the weights, version 1.
+        torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(set_inductor_config=False, version=2))
         layer.register_forward_pre_hook(_require_floats)
         return layer
     bnb = library("bitsandbytes", user, "8bit").nn
