@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any, Literal, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -137,7 +137,9 @@ class LRSchedule(Trick):
         self,
         curve: str = "flat_cos",
         *,
-        warmup: int | float | None = None,  # a YAML reader takes a plain float for 5.0 where 5 was written
+        # For a plain float a YAML reader takes 5.0 where 5 was written. Without Literal[0], Python 3.10 would take the
+        # first equal type of the process for this one, such as the Optional[Union[float, int]] of another library.
+        warmup: int | float | Literal[0] | None = None,
         total_steps: int | None = None,
         floor: float | None = None,
         replace: bool = False,

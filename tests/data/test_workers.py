@@ -24,12 +24,12 @@ def found(num_workers: int, seconds: dict[int, float], **settings: Any) -> Worke
 
 
 def test_a_loader_that_sleeps_gets_as_many_workers_as_it_needs() -> None:
-    loader = DataLoader(Slow(0.005), 4)  # 20 ms in a batch
-    result = lt.find_num_workers(loader, step_seconds=0.014, most=2, seconds=0.05, rounds=2)
+    loader = DataLoader(Slow(0.015), 4)  # 60 ms in a batch
+    result = lt.find_num_workers(loader, step_seconds=0.042, most=2, seconds=0.15, rounds=2)
     assert result.num_workers == 2 or result.noisy
     assert result.seconds.keys() == {0, 1, 2}
-    assert result.seconds[0] > 0.032
-    assert 0.014 < min(result.seconds.values()) < result.seconds[0]
+    assert result.seconds[0] > 0.096
+    assert 0.042 < min(result.seconds.values()) < result.seconds[0]
     assert result.cores == lt.find_num_workers(DataLoader(data(8), 4), most=0, seconds=0.01).cores >= 1
 
 

@@ -43,7 +43,8 @@ FILE, FOLDER, KEPT = "weights.pt", "sharded.ckpt", "non_finite-step=2"  # in the
 
 def make_files() -> None:
     torch.save({"w": torch.ones(2)}, FILE)
-    with warnings.catch_warnings(action="ignore"):  # torch says that there is no process group
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there is no process group
         dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=FOLDER, no_dist=True)
     torch.save({}, f"{FOLDER}/meta.pt")
     run = trainer(max_steps=2)

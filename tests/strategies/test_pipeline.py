@@ -16,11 +16,12 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_close, build, data, loader, trainer, weights
+from tests.nets import TORCH_2_9, PlainNet, assert_close, build, data, loader, trainer, weights
 from tests.ranks import Cases, run_cases, run_ranks
 from tests.test_docs import DOCS, blocks
 
 CLIP = 0.3
+pytestmark = pytest.mark.skipif(TORCH_2_9, reason="a limit of torch 2.9: gloo aborts a process of a pipeline")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.01, betas=(0.8, 0.9)),

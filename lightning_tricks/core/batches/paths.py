@@ -63,7 +63,13 @@ def put(batch: Any, path: Path, value: Any) -> Any:
         items = list(batch)
         items[name if isinstance(name, int) else fields(batch).index(name)] = inner
         return type(batch)(*items) if fields(batch) else type(batch)(items)
-    new = copy.copy(batch)
+    try:
+        new = copy.copy(batch)
+    except Exception as error:
+        raise MisconfigurationException(
+            f"{spelled((name,))} cannot be changed: the batch, a {type(batch).__name__}, cannot be copied"
+            f" ({type(error).__name__}: {error}). Give it a __copy__, or have the collate function return a dict."
+        ) from error
     if isinstance(batch, Mapping):
         new[name if name in batch else str(name)] = inner
     elif isinstance(name, int):

@@ -146,6 +146,17 @@ def test_all_containers_on_a_path_are_copies_and_the_others_the_same() -> None:
     assert put(batch, (), X) is X
 
 
+class Handle(dict[str, Any]):
+    def __copy__(self) -> Any:
+        raise TypeError("cannot copy a handle")
+
+
+def test_a_batch_that_cannot_be_copied_is_refused_by_its_class() -> None:
+    message = "the batch, a Handle, cannot be copied .TypeError: cannot copy a handle.*have the collate function return"
+    with pytest.raises(MisconfigurationException, match=message):
+        put(Handle(x=torch.ones(2)), ("x",), torch.zeros(2))
+
+
 def test_names_are_checked() -> None:
     for names in (None, 0, "a.b", ["a", 1]):
         check_names("inputs", names)
