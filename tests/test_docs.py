@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shlex
@@ -156,10 +157,13 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     here = partial(pl.Trainer, accelerator="cpu", logger=False)
+    starts = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)  # what is executed here is in no module that workers import
     try:
         yours = {"net": PlainNet(), "batch": data(4)[:]}
         exec("\n".join(blocks(page, "python")), {"lt": lt, "L": pl, "Trainer": here, "torch": torch, **yours})
     finally:
+        multiprocessing.set_start_method(starts, force=True)
         torch.use_deterministic_algorithms(False)  # which Trainer(deterministic=True) sets for the process
         for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
             os.environ.pop(name, None)
