@@ -23,6 +23,7 @@ from tests.ranks import run_cases
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft asks transformers 5
+    pytest.mark.filterwarnings("ignore:Could not find a config file in"),  # peft 0.18, of models that are made here
     pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary"),  # Lightning
 ]
 DOCS = Path(__file__).parent.parent / "docs"
