@@ -46,7 +46,7 @@ bench: $(VENV)/.test ## measure what tricks cost and bring, in three minutes; wi
 tables: $(VENV)/.test ## write the cards, the tables of docs/ and benchmarks/, the picture of gains
 	$(BIN)/python benchmarks/readme.py
 
-test-versions: $(VENV)/.made ## the fast tests with the oldest and newest Lightning and torch; ONLY="2.6.0:newest", Python 3.11+
+test-versions: $(VENV)/.made ## the fast tests with each Python, oldest and newest libraries; ONLY="3.12:newest:oldest:newest"
 	$(BIN)/python .ci/test_versions.py $(ONLY)
 
 test-clients: $(VENV)/.made ## the tricks in other projects' models, each project in a .venv of its own; ONLY="chemprop timm"

@@ -74,7 +74,8 @@ def newest(package: str) -> str:
 
 def interpreter(python: str) -> str | None:
     """The command of a Python of this version that can make environments, or None."""
-    command = shutil.which(f"python{python}")
+    own = ".".join(map(str, sys.version_info[:2])) == python
+    command = sys.executable if own else shutil.which(f"python{python}")
     if command is None or subprocess.run([command, "-c", "import ensurepip, venv"], capture_output=True).returncode:
         return None
     return command
@@ -144,8 +145,13 @@ def outcome(junit: Path) -> dict[str, Any]:
     }
 
 
-def measure(combination: str) -> dict[str, Any]:
-    """The outcome of the fast tests with ``python:lightning:torch:libraries``."""
+def parsed(combination: str) -> tuple[str, str, str, str, str]:
+    """Python's version and command, the versions of Lightning and torch, and which libraries."""
+    if not re.fullmatch(r"([^:]+:){3}(oldest|newest)", combination):
+        sys.exit(
+            "error: a combination is python:lightning:torch:libraries, the last of them oldest or newest, such as"
+            f" {COMBINATIONS[0]}, got {combination}"
+        )
     python, lightning, torch, libraries = combination.split(":")
     named = {"oldest": oldest, "newest": newest}
     lightning, torch = (
@@ -156,6 +162,12 @@ def measure(combination: str) -> dict[str, Any]:
         sys.exit(f"error: lightning {lightning} is a compromised release and is not installed, got {combination}")
     if (command := interpreter(python)) is None:
         sys.exit(f"error: there is no python{python} with the modules ensurepip and venv, got {combination}")
+    return python, command, lightning, torch, libraries
+
+
+def measure(combination: str) -> dict[str, Any]:
+    """The outcome of the fast tests with ``python:lightning:torch:libraries``."""
+    python, command, lightning, torch, libraries = parsed(combination)
     with tempfile.TemporaryDirectory(prefix="versions-", ignore_cleanup_errors=True) as name:
         environment, report = Environment(Path(name), command), Path(name) / "junit.xml"
         print(f"Python {python}, lightning {lightning}, torch {torch}: installing in {name}", flush=True)
@@ -221,9 +233,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stopped)
     missing = [each for each in COMBINATIONS if interpreter(each.split(":")[0]) is None] if len(sys.argv) == 1 else []
     if missing:
-        print("left out, as their Python is not installed:", *missing, flush=True)
-    if not (chosen := sys.argv[1:] or [each for each in COMBINATIONS if each not in missing]):
-        sys.exit("error: none of these Pythons is installed")
+        print("left out, since there is no such Python with the modules ensurepip and venv:", *missing, flush=True)
+    chosen = sys.argv[1:] or [each for each in COMBINATIONS if each not in missing]
+    for combination in chosen:  # before the first of them takes its time
+        parsed(combination)
     results = []
     for combination in chosen:
         results.append(measure(combination))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -536,7 +537,9 @@ def test_averages_work_with_lightnings_pruning() -> None:
 
 
 # Python 3.10 has no notes on exceptions: it is warned instead.
-NO_NOTES = pytest.mark.filterwarnings("ignore:EMA could not undo everything:UserWarning")
+NO_NOTES = pytest.mark.filterwarnings(
+    f"{'ignore' if sys.version_info < (3, 11) else 'error'}:EMA could not undo everything:UserWarning"
+)
 
 
 class Loses(Callback):

@@ -93,7 +93,7 @@ def test_the_norm_of_fp32_and_fp64_together_is_fp64() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int8])
-@pytest.mark.parametrize("size", [0, 1, 100, 1023, 1024, 2**16 - 1, 2**16, 2**17 + 3])
+@pytest.mark.parametrize("size", [0, 1, 100, 2**15 - 1, 2**15, 2**16 + 3])
 def test_a_checksum_is_the_sum_of_the_bits_by_position(size: int, dtype: torch.dtype) -> None:
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).mul(50).to(dtype)
     before = tensor.clone()

@@ -119,7 +119,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # module, plan, message
     "max_norm": (lambda: nn.Sequential(nn.Embedding(6, 4, max_norm=1.0)), {"0": "rowwise"}, "max_norm"),
     "adapter": (adapted, {"q": "colwise"}, "'attention.q', which has an adapter of LoRA"),
     "no plan": (lambda: Block(16), None, "neither plan= nor a transformers model"),
-    "experts": (mixtral, None, "MixtralForCausalLM's own plan splits '.*' as '(packed_colwise|ep_router)'"),
+    "experts": (
+        mixtral, None, "MixtralForCausalLM's own plan splits '.*(experts|gate).*' as '(packed_colwise|ep_router)'",
+    ),
 }  # fmt: skip
 
 
