@@ -166,7 +166,7 @@ def test_steps_that_take_an_iterator_are_measured_too() -> None:
             x, y = next(dataloader_iter)[0]
             return F.cross_entropy(self(x), y)
 
-    share, _, _ = measured(Slow(0.005), Own())
+    share, _, _ = measured(Slow(0.02), Own())
     assert share > 0.8
 
 
