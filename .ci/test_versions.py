@@ -205,7 +205,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "torch 2.9 is the oldest that is supported: FSDP2 on CPU, with which sharding is tested, does not run in 2.6,",
         "and sums gradients that it should average in 2.7 and 2.8. A torch without a torchvision (yet) is tested with",
         "that of another torch, for timm: its operators are declared, not there. torch 2.9 needs `torchao<0.17`: later",
-        "ones import what it does not have, and transformers imports them. peft 0.18 needs `torchao<0.17`, too.",
+        "ones import what it does not have, and transformers imports them. peft 0.18 needs `torchao<0.18`.",
         "",
         "| " + " | ".join([*REPORTED, "passed", "failed", "skipped"]) + " |",
         "|---" * (len(REPORTED) + 3) + "|",
