@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -57,5 +58,9 @@ class NewStorages(TorchDispatchMode):
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:
     """The storages of the tensors in a tree, each once."""
-    found = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return list({storage._cdata: storage for storage in found}.values())
+    found = {}
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            with suppress(NotImplementedError):  # an undefined tensor, of which the process may hold one, has none
+                found[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
+    return list(found.values())
