@@ -30,10 +30,8 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 FAST = "aot_eager"
-pytestmark = [  # torch's own: when inductor is imported, and when a graph starts behind another one
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+# torch's own, when a graph starts behind another one
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.fixture(autouse=True)

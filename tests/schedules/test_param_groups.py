@@ -102,7 +102,6 @@ class Holds(pl.LightningModule):
             setattr(self, name, module)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile's own imports
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: torch.compile(model), nn.Sequential])
 def test_a_module_that_holds_a_model_has_its_layers(wrap):
     inner = of_timm("resnet18")

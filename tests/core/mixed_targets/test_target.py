@@ -252,7 +252,6 @@ def test_unclear_samples_are_an_error(name):
         got(CASES[name], LAMS)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_loss(backend):
     case = Case(torch.compile(lambda z, y: onehot_loss(F.one_hot(y, C), z), backend=backend), terms=logp)

@@ -102,7 +102,6 @@ def test_buffers_that_are_replaced_or_made_or_lost_come_back() -> None:
     assert sorted(name for name, _ in module.named_buffers(remove_duplicate=False)) == sorted(names)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_the_buffers_of_torchscript_come_back() -> None:
     module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)), nn.BatchNorm1d(3))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
