@@ -21,27 +21,33 @@ from tests.ranks import run_ranks
 
 
 class Timed(PlainNet):
-    """Steps of known time, but for what else the machine does."""
+    """Steps that take a while, and the clock beside them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.began: list[float] = []
-        self.validated = self.paused = 0.0
+        self.ended = self.validated = self.paused = 0.0
 
     def true_rate(self, first: int = 2) -> float:
-        """Samples in a second, from the step behind the counted one to the last, which takes as long as it sleeps."""
-        passed = self.began[-1] + 0.022 - self.began[first] - self.paused
-        return 8 * len(self.began[first:]) / passed
+        """Samples in a second, from the step behind the counted one to the end of the last, without validation."""
+        return 8 * len(self.began[first:]) / (self.ended - self.began[first] - self.paused)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.began.append(time.perf_counter())
-        self.paused = self.validated
         time.sleep(0.02)
         return super().training_step(batch, batch_idx)
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ended, self.paused = time.perf_counter(), self.validated
+
+    def on_validation_start(self) -> None:
+        self.validated -= time.perf_counter() if len(self.began) > 2 else 0.0
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         time.sleep(0.05)
-        self.validated += 0.05 if len(self.began) > 2 else 0.0
+
+    def on_validation_end(self) -> None:
+        self.validated += time.perf_counter() if len(self.began) > 2 else 0.0
 
 
 def rates(module: Any, train: Any = None, callback: Any = None, **settings: Any) -> dict[str, float]:
