@@ -92,8 +92,8 @@ def test_the_share_is_that_of_a_loader_that_sleeps() -> None:
         def on_train_epoch_end(self, *_: Any) -> None:
             self.took = time.perf_counter() - self.started
 
-    samples, epoch = Slow(0.005), Epoch()
-    share, said, logged = measured(samples, Working(0.02), epoch)
+    samples, epoch = Slow(0.01), Epoch()
+    share, said, logged = measured(samples, Working(0.04), epoch)
     assert share == pytest.approx(samples.spent / epoch.took, abs=0.06)
     assert 0.3 < share < 0.7
     assert 0.3 < sum(logged) / len(logged) < 0.7
@@ -119,10 +119,10 @@ def test_the_share_is_within_five_points(
 def test_validation_is_no_part_of_it() -> None:
     class Validated(Working):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            time.sleep(0.04)
+            time.sleep(0.1)
 
-    share, _, _ = measured(Slow(0.005), Validated(0.0), val_check_interval=4)
-    assert share > 0.6
+    share, _, _ = measured(Slow(0.02, 24), Validated(0.0), val_check_interval=2)
+    assert share > 0.6, "0.44 with validation"
 
 
 def test_it_begins_anew_with_every_fit_and_warns_once_in_each() -> None:
@@ -167,7 +167,7 @@ def test_steps_that_take_an_iterator_are_measured_too() -> None:
             return F.cross_entropy(self(x), y)
 
     share, _, _ = measured(Slow(0.02), Own())
-    assert share > 0.8
+    assert share > 0.6
 
 
 # -- the advice -------------------------------------------------------------------------------------------------------
