@@ -136,7 +136,6 @@ class CutMix(MixingCallback):
 
     @override
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
-        self._require_parts(context, size)
         batch, inputs = context.batch, self._paths(context, "inputs")
         masks = set(self._paths(context, "target")).difference(self._labels(context))
         first = get(batch, inputs[0])

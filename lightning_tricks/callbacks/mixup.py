@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches.paths import Names, put
+from lightning_tricks.core.batches.paths import Names, get, put
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_bool, check_range
 
@@ -106,7 +106,7 @@ class Mixup(MixingCallback):
     @override
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
         weights: float | Tensor = max(lam, 1 - lam)
-        inputs = self._inputs(context, size)
+        inputs = [(path, get(context.batch, path)) for path in self._paths(context, "inputs")]
         index = permutation(context.numbers, inputs[0][1])
         if self.per_sample:
             others = [context.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]

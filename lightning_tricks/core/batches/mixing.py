@@ -51,10 +51,13 @@ class MixingCallback(BatchCallback):
         check_range("prob", self.prob, 0.0, 1.0)
         super().__init__()
         self.drawn: Drawn | None = None  # the random numbers of the last batch; None if it was not mixed
+        self._layout: tuple[Any, ...] | None = None  # that of the last batch; None if the next one must be checked
+        self._size = 0  # number of samples of the last batch
+        self._known: dict[str, list[Path]] = {}  # paths of the last batch's inputs and targets
 
     @abstractmethod
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
-        """Mix the samples of a batch, with ``lam`` from ``Beta(alpha, alpha)``."""
+        """Mix the samples of a checked batch, with ``lam`` from ``Beta(alpha, alpha)``."""
 
     @override
     def _begin(self) -> None:
@@ -65,9 +68,7 @@ class MixingCallback(BatchCallback):
         if self.alpha == 0:
             return
         lam = context.numbers.betavariate(self.alpha, self.alpha)
-        size = self._samples(context.batch, paths=self._paths(context, "target"))
-        self._watch(context, size)
-        self.drawn = self._mix(context, lam, size)
+        self.drawn = self._mix(context, lam, self._checked(context))
         if labels := self._labels(context):
             context.plan.lam, context.partners = self.drawn.lam, self.drawn.index
             context.mix_targets(self, labels)
@@ -75,20 +76,30 @@ class MixingCallback(BatchCallback):
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.alpha and self.prob:
-            self._require_parts(context, size := self._samples(context.batch, paths=self._paths(context, "target")))
-            self._watch(context, size)
+            self._checked(context)
             context.plan_targets(self, self._labels(context))
+
+    def _checked(self, context: BatchContext) -> int:
+        """The number of samples of a batch, after checking its parts; a batch like the last one needs no check."""
+        layout = _layout(context.batch)
+        if layout is None or layout != self._layout:
+            self._layout, self._known = None, {}
+            self._size = self._samples(context.batch, paths=self._paths(context, "target"))
+            self._watch(context, self._size)
+            self._require_parts(context, self._size)
+            self._layout = None if context.unmixed else layout
+        return self._size
 
     def _require_parts(self, context: BatchContext, size: int) -> None:
         """Raise for a batch that cannot be mixed."""
         self._inputs(context, size)
 
     def _paths(self, context: BatchContext, argument: str) -> list[Path]:
-        """The paths of the inputs or the targets, which mixing does not change; they are looked for once a batch."""
-        if (self, argument) not in context.found:
+        """The paths of the inputs or the targets, which mixing does not change."""
+        if argument not in self._known:
             find = self.inputs_in if argument == "inputs" else self.targets_in
-            context.found[self, argument] = find(context.batch)
-        return context.found[self, argument]
+            self._known[argument] = find(context.batch)
+        return self._known[argument]
 
     def _labels(self, context: BatchContext) -> list[Path]:
         """The targets whose losses are mixed."""
@@ -156,6 +167,18 @@ class MixingCallback(BatchCallback):
 
     def _cannot(self, rule: str, context: BatchContext) -> MisconfigurationException:
         return MisconfigurationException(f"{type(self).__name__} {rule}. The batch has {described(context.batch)}.")
+
+
+def _layout(batch: Any) -> tuple[Any, ...] | None:
+    """The shapes and dtypes of a tuple or list of tensors, if nothing but those decides whether it can be mixed."""
+    if type(batch) not in (tuple, list) or any([type(part) is not Tensor for part in batch]):
+        return None
+    if any([part.is_nested or part.layout is not torch.strided for part in batch]):
+        return None
+    shapes = [part.shape for part in batch]
+    if len(set(map(id, batch))) < len(batch) or any([len(shape) > 1 and shape[0] == shape[1] for shape in shapes]):
+        return None  # one tensor twice, or entries for pairs of samples
+    return type(batch), *shapes, *[part.dtype for part in batch]
 
 
 def _other_samples(batch: Any, targets: list[Path]) -> list[Path]:

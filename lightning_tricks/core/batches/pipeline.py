@@ -18,7 +18,7 @@ from lightning_tricks.core.batches.paths import Path, get, put, spelled
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import data_parallel, transfers_batch
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
-from lightning_tricks.core.mixed_targets.target import mixed_target
+from lightning_tricks.core.mixed_targets.target import mixed_target, returned_loss
 from lightning_tricks.core.mixed_targets.unmixed import Unmixed, unmixed_part
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class BatchContext:
         self.partners: Tensor | None = None  # the sample that each sample is mixed with
         self.targets: dict[Path, str] = {}  # targets whose losses follow the plan, and the trick that asked for it
         self.unmixed: dict[Path, Unmixed] = {}  # parts that belong to samples, and are neither mixed nor targets
-        self.found: dict[tuple[BatchCallback, str], list[Path]] = {}  # paths of inputs and targets that were looked for
         self._mixed: set[Path] = set()  # targets that are also mixed with those of their partners
 
     def plan_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
@@ -90,7 +89,8 @@ class BatchPipeline:
         )  # the order in the Trainer must not matter
         self._context: BatchContext | None = None
         self._undo = ExitStack()
-        self._undo.callback(wrap_method(trainer.strategy, "batch_to_device", partial(self._transferred, trainer)))
+        for name, wrapper in (("batch_to_device", self._transferred), ("training_step", self._stepped)):
+            self._undo.callback(wrap_method(trainer.strategy, name, partial(wrapper, trainer)))
 
     def _transferred(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = original(*args, **kwargs)
@@ -115,6 +115,14 @@ class BatchPipeline:
             self._checked = True
         self._context, self.descends, self._steps = context, False, trainer.global_step
         return context.finished()
+
+    def _stepped(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if self._context is None or not trainer.lightning_module.automatic_optimization:
+            return output
+        if not isinstance(output, dict):
+            return returned_loss(output)
+        return {**output, "loss": returned_loss(output["loss"])} if "loss" in output else output
 
     def _numbers(self, trainer: pl.Trainer, number: int) -> random.Random:
         rank, ranks = data_parallel(trainer)

@@ -70,8 +70,8 @@ WRAPPED = (
         _STRATEGY,
         "training_step",
         "args, kwargs",
-        "SAM, GradCacheMixin, find_non_finite",
-        "the step with the module's batch, under autocast and DDP",
+        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, find_non_finite",
+        "the step with the module's batch, under autocast and DDP; its loss, before anything is computed from it",
     ),
     WrappedMethod(
         _MODULE,

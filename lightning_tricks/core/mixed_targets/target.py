@@ -92,6 +92,32 @@ def plain_tensor(target: MixedTarget) -> Tensor:
         return target.as_subclass(Tensor)
 
 
+def returned_loss(loss: Any) -> Any:
+    """A loss that a training step returns, as a plain tensor of the same graph; anything else as it is.
+
+    What follows needs only its value and its gradient, and every operation on a target takes a dozen calls of Python.
+
+    Raises:
+        MisconfigurationException: If a part of the loss cannot follow the plan.
+    """
+    if not isinstance(loss, MixedTarget) or not loss.plan.open or not loss.is_loss or loss.branches[0].ndim:
+        return loss
+    plain = plain_tensor(loss)
+    _require_branches(loss, plain)
+    if loss.unclear:
+        raise loss.plan.unclear_loss(loss.unclear)
+    return plain
+
+
+def _require_branches(target: MixedTarget, plain: Tensor) -> None:
+    """Raise for a target whose graph is not that of its branches."""
+    if plain.requires_grad and not target.branches[0].requires_grad:
+        raise target.plan.refusal(
+            "the target went through an autograd.Function, which sees only one of its two labels: compute the loss with"
+            " operations of torch."
+        )
+
+
 def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = [target for target in _targets_in((*args, *kwargs.values())) if target.plan.open]
     if not targets or uses_metadata_only(func, args):
@@ -101,11 +127,8 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if of_losses and reads_value(func):  # a loss that is only logged
         return _plain_call(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        if any([target.requires_grad and not target.branches[0].requires_grad for target in targets]):
-            raise targets[0].plan.refusal(
-                "the target went through an autograd.Function, which sees only one of its two labels: compute the loss"
-                " with operations of torch."
-            )
+        for target in targets:
+            _require_branches(target, target)
     if kwargs.get("out") is not None:
         raise targets[0].plan.refusal(f"{func.__name__}(out=...) of a target with two labels: leave out= out.")
     if differentiates(func):

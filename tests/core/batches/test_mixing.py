@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_tricks as lt
+from lightning_tricks.core.batches.pipeline import BatchContext
 from tests.callbacks.test_swa import Resumable, assert_recalibrated, save_at
 from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
@@ -288,3 +290,52 @@ def test_all_pairs_train_in_either_order_and_resume_bit_equal(one: str, other: s
         assert any(not torch.equal(value, ends[-1][name]) for name, value in train(names[1:]).items())
     if other in ("prune", "loss"):  # of two that mix, one is chosen in their order
         assert_equal(*ends)
+
+
+# ---- batches that are like the last one are not checked again
+
+
+def batch(size: int = 8, width: int = 6) -> tuple[Tensor, ...]:
+    return torch.rand(size, width), torch.arange(size) % 2
+
+
+def symmetric(size: int = 8) -> Tensor:
+    points = torch.rand(size, 2)
+    return torch.cdist(points, points)
+
+
+BATCHES: dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...], str]] = {  # a good one, a bad one, and the reason
+    "integers": (batch(), (torch.ones(8, 6).long(), batch()[1]), "floating-point inputs"),
+    "another number of targets": (batch(), (batch()[0], batch(7)[1]), "an input and a target for each sample"),
+    "pairs": (batch(8, 8), (symmetric(), batch()[1]), "entries for pairs of samples"),
+    "one tensor twice": ((torch.rand(8, 6), torch.rand(8, 6)), (batch()[0],) * 2, "a target that is not an input"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_bad_batch_behind_a_good_one_is_refused(name: str) -> None:
+    good, bad, reason = BATCHES[name]
+    callback = lt.Mixup()
+    look = lambda batch: callback._checked(BatchContext(batch, 0, random.Random(0)))  # noqa: E731
+    assert [look(good), look(good)] == [8, 8]
+    with pytest.raises(MisconfigurationException, match=reason):
+        look(bad)
+    assert look(good) == 8
+    with pytest.raises(MisconfigurationException, match=reason):
+        look(bad)
+
+
+def test_parts_that_are_not_mixed_are_found_in_every_batch() -> None:
+    callback = lt.Mixup(inputs=0, target=1)
+    for size in (8, 8, 5, 8):
+        context = BatchContext((*batch(size), torch.rand(size)), 0, random.Random(0))
+        assert callback._checked(context) == size
+        assert list(context.unmixed) == [(2,)]
+
+
+def test_a_batch_like_the_last_one_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, checked = lt.Mixup(), []
+    monkeypatch.setattr(callback, "_require_parts", lambda context, size: checked.append(size))
+    for size in (8, 8, 5, 5, 8):
+        callback._checked(BatchContext(batch(size), 0, random.Random(0)))
+    assert checked == [8, 5, 8]

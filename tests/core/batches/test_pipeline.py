@@ -9,11 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.core.batches.pipeline import chosen
+from lightning_tricks.core.mixed_targets.target import MixedTarget
 from tests.callbacks.test_swa import Resumable, save_at
 from tests.core.batches.test_callback import ONCE, fail, watched
 from tests.core.batches.test_mixing import ImageNet, Watch, images
@@ -289,3 +291,39 @@ def test_ddp_spawn_pickles_and_trains(start_method: Any) -> None:
     run = fit(module, strategy=DDPStrategy(start_method=start_method), devices=2, callbacks=[Mixup(1.0)], **ONCE)
     assert run.state.finished
     assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
+
+
+# ---- the loss that a step returns
+
+
+@pytest.mark.parametrize("returns", [lambda loss: loss, lambda loss: {"loss": loss, "kept": 1}], ids=["loss", "dict"])
+def test_lightning_gets_the_mixed_loss_as_a_plain_tensor(returns: Any) -> None:
+    inside, outside = set[type](), set[type]()
+
+    class Returns(PlainNet):
+        def training_step(self, *args: Any) -> Any:
+            loss = super().training_step(*args)
+            inside.add(type(loss))
+            return returns(loss)
+
+    look = LambdaCallback(on_before_backward=lambda trainer, module, loss: outside.add(type(loss)))
+    ends = []
+    for kind in (PlainNet, Returns):
+        fit(module := build(kind), callbacks=[lt.Mixup(1.0), look], **ONCE)
+        ends.append(weights(module))
+    assert_equal(*ends)
+    assert (inside, outside) == ({MixedTarget}, {Tensor})
+
+
+def test_a_returned_loss_whose_samples_are_ambiguous_is_refused_before_the_first_step() -> None:
+    class Ambiguous(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            outputs = self(batch[0])
+            picked = outputs.log_softmax(1).gather(1, batch[1][:, None])
+            return -picked.amax()
+
+    module = build(Ambiguous)
+    before = {name: value.clone() for name, value in weights(module).items()}
+    with pytest.raises(MisconfigurationException, match="ambiguous"):
+        fit(module, callbacks=[lt.Mixup(1.0, per_sample=True)], **ONCE)
+    assert_equal(weights(module), before)
