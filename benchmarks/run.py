@@ -1,8 +1,9 @@
 """Run the benchmarks of ``cost/``: what tricks cost, beside their peers and their physical floors.
 
 ``python benchmarks/run.py [NAMES]`` measures those named, or all, prints tables and writes a JSON file for each into
-``--output``. Only a full run on a CPU into the folder of the committed figures also renews the tables and the picture.
-A benchmark that fails leaves a record that says so; the others are run, and the exit code is 1.
+``--output``. Only a full run on a CPU into the folder of the committed figures also renews the tables and the pictures.
+A benchmark that fails leaves a record that says so, beside committed figures in ``scratch/``, so that these stay; the
+others are run, and the exit code is 1.
 In every round all contenders of a case take their turn, shuffled, in one process; figures are medians with the least
 and the most, ratios medians of the ratios within a round, since the load of a machine drifts.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import scaling
 import torch
 from machine import lent, prepare
 from picture import draw
@@ -78,12 +80,16 @@ def main() -> None:
     for name in names:
         begin = time.perf_counter()
         result = measured(benchmarks[name], Settings("reduced" if args.reduced else "full", args.device))
-        (output / f"{name}{'' if args.device == 'cpu' else '_cuda'}.json").write_text(written(result))
+        crashed = result["rows"][0]["case"] == CRASHED
+        folder = output / "scratch" if crashed and output.resolve() == RESULTS else output
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}{'' if args.device == 'cpu' else '_cuda'}.json").write_text(written(result))
         print(f"{markdown(result)}\n({time.perf_counter() - begin:.0f} s)\n", flush=True)
-        failed += [name] if result["rows"][0]["case"] == CRASHED else []
+        failed += [name] if crashed else []
     if output.resolve() == RESULTS and args.device == "cpu" and not args.reduced:
         renew(list(benchmarks))
         draw(RESULTS)
+        scaling.draw(RESULTS)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; the reasons are above")
 

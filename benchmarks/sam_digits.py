@@ -28,6 +28,7 @@ from lightning_tricks.examples.tasks import QUIET, Classifier, SharpClassifier
 from lightning_tricks_cli.runs.demo import small_runs
 
 OUTPUT = Path(__file__).parent / "results" / "sam_digits.json"
+SCRATCH = OUTPUT.parent / "scratch" / OUTPUT.name  # of a quick run, whose figures mean nothing
 SEEDS, EPOCHS, NOISE = 5, 60, 0.4
 BATCH, LR, MOMENTUM, WEIGHT_DECAY = 64, 0.1, 0.9, 1e-4
 SGD, EQUAL, SAM, MICRO = "SGD", "SGD at equal compute", "SAM", "SAM, micro-batches of 16"
@@ -187,12 +188,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="two seeds and one epoch: whether it runs")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="where the figures go")
+    parser.add_argument("--output", type=Path, help=f"where the figures go; {OUTPUT}, or if quick scratch/ beside it")
     args = parser.parse_args()
     seeds, epochs = (2, 1) if args.quick else (args.seeds, EPOCHS)
+    output = args.output or (SCRATCH if args.quick else OUTPUT)
     result = measure(seeds, epochs, args.processes)
-    args.output.parent.mkdir(exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    output.parent.mkdir(exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """How a cost grows: lines through measured points with the interval of their slopes, and the picture of them.
 
-``python benchmarks/scaling.py`` measures ``cost/step_scaling.py`` and draws ``results/step_scaling.svg``; with
-``--reduced`` both go into ``results/scratch``.
+``python benchmarks/run.py step_scaling`` measures the points and draws ``results/step_scaling.svg``.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -79,11 +77,3 @@ def draw(folder: Path) -> None:
         axis.set_ylabel("us added to a step", fontsize=9)
     figure.savefig(folder / f"{NAME}.svg", metadata={"Date": None})
     pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    import run
-
-    sys.argv[1:1] = [NAME]
-    run.main()
-    draw(run.RESULTS / "scratch" if "--reduced" in sys.argv else run.RESULTS)

@@ -219,7 +219,7 @@ for name, sam in cheaper.items():
     print(f"{name:28}  {shown([row['test'] for row in rows])}  {statistics.fmean(row['seconds'] for row in rows):.1f}")
 
 # %% [markdown]
-# Perturbing in every other step only is as good here for two thirds of the time. Micro-batches of 16 add some two
+# Perturbing in every other step only is as good here for four fifths of the time. Micro-batches of 16 add some two
 # points, hardly more than the spread, for more than twice the time of SAM: each of them is a small batch with a
 # perturbation of its own. (Seconds are those of the machine that ran this notebook; compare them with one another
 # only.)
@@ -238,7 +238,7 @@ for name, sam in cheaper.items():
 # - With wrong labels `SAM(rho=0.3)` is some nine points above SGD; the default radius of 0.05 cannot be told from SGD.
 # - With right labels there is no gain, and a radius that is too large costs two points.
 # - The minimum is flatter, and it can be measured: the largest eigenvalue is a third of SGD's.
-# - A step takes twice as long; `every_n_steps=2` takes a third off that, for the same accuracy here.
+# - A step takes twice as long; `every_n_steps=2` saves a third of what that adds, for the same accuracy here.
 #
 # Cards: [SAM](../docs/tricks/SAMMixin.md), [SAMCallback](../docs/tricks/SAMMixin.md),
 # [sharpness](../docs/tricks/sharpness.md).

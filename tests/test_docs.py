@@ -153,7 +153,9 @@ def parser_choices() -> list[str]:
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers 5
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     here = partial(pl.Trainer, accelerator="cpu", logger=False)
@@ -167,6 +169,8 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
         torch.use_deterministic_algorithms(False)  # which Trainer(deterministic=True) sets for the process
         for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
             os.environ.pop(name, None)
+    told = re.findall(r"^print\(.*\)  # (.*\d\.\d.*)$", page.read_text(), re.MULTILINE)
+    assert {*told} <= {*capsys.readouterr().out.splitlines()}
 
 
 def my_project(page: Path) -> ModuleType:

@@ -42,10 +42,9 @@ def adamw(
       or dtype, or if Lightning unscales or clips gradients itself (fp16, or ``gradient_clip_val`` in mixed precision),
       which it refuses to do for fused optimizers.
 
-    DeepSpeed compiles its optimizers once, in about a minute, to ``TORCH_EXTENSIONS_DIR``. The lock of a compilation
-    that was killed is removed. If DeepSpeed cannot compile, a warning says what is missing and how to install it, and
-    ``torch.optim.AdamW`` is used. On the host the speeds are close: for 50 million weights, DeepSpeed's took 1.04 times
-    the time of torch's fused one with one thread, 0.7 times with four.
+    DeepSpeed compiles its optimizers once, to ``TORCH_EXTENSIONS_DIR``. The lock of a compilation that was killed is
+    removed. If DeepSpeed cannot compile, a warning says what is missing and how to install it, and
+    ``torch.optim.AdamW`` is used.
 
     Args:
         module: The module whose ``configure_optimizers`` calls this. Without a Trainer, torch's AdamW is used.

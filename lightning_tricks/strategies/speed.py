@@ -21,7 +21,7 @@ def speed_preset(
 
     With the Trainer argument ``benchmark``, cuDNN tries its convolutions for each new input size and keeps the fastest,
     which pays off for inputs of few sizes. No progress bar and a log every 500 steps matter for steps of about a
-    millisecond: they save 0.14 of 1.06 ms on a CPU, where ``self.log`` takes 0.44 (``benchmarks/cost/speed.py``).
+    millisecond: they save 0.15 of 1.14 ms on a CPU, where ``self.log`` takes 0.42 (``benchmarks/cost/speed.py``).
     Checkpoints, the logger and ``self.log`` stay; ``Trainer(barebones=True)`` drops them.
 
     Args:

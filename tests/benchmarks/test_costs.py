@@ -176,6 +176,23 @@ def test_a_crash_leaves_a_record_and_the_others_are_measured(
     assert "failed: IndexError" in part("tables").markdown(json.loads((tmp_path / "ema.json").read_text()))
 
 
+def test_a_crash_leaves_committed_figures_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, drawn = part("run"), list[str]()
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "renew", lambda names: drawn.append("tables"))
+    monkeypatch.setattr(run, "draw", lambda folder: drawn.append("costs"))
+    monkeypatch.setattr(run.scaling, "draw", lambda folder: drawn.append("growth"))
+    monkeypatch.setattr(part("cost.ema"), "run", lambda settings: [][0])
+    monkeypatch.setattr(sys, "argv", ["run.py", "ema", "--threads", "1"])
+    before = (RESULTS / "ema.json").read_text()
+    (tmp_path / "ema.json").write_text(before)
+    with pytest.raises(SystemExit, match="failed: ema;"):
+        run.main()
+    assert (tmp_path / "ema.json").read_text() == before
+    assert json.loads((tmp_path / "scratch" / "ema.json").read_text())["rows"][0]["note"].startswith("failed: Index")
+    assert drawn == ["tables", "costs", "growth"]
+
+
 def test_a_peer_that_fails_costs_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = part("cost.checkpoints")
     monkeypatch.setitem(checkpoints.CALLBACKS, checkpoints.LIGHTNING, lambda: 1 // 0)

@@ -86,6 +86,20 @@ def test_the_targets_are_judged_from_the_figures(script: dict[str, Any], committ
         assert script["targets"]({"noisy labels": rows})["SGD at equal compute +20"]["met"] is met
 
 
+@pytest.mark.parametrize(("option", "file"), [([], "sam_digits.json"), (["--quick"], "scratch/sam_digits.json")])
+def test_a_quick_run_does_not_touch_the_committed_figures(
+    option: list[str], file: str, script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scope = script["main"].__globals__
+    assert scope["OUTPUT"].parent / "scratch" / "sam_digits.json" == scope["SCRATCH"]
+    monkeypatch.setitem(scope, "OUTPUT", tmp_path / "sam_digits.json")
+    monkeypatch.setitem(scope, "SCRATCH", tmp_path / "scratch" / "sam_digits.json")
+    monkeypatch.setitem(scope, "measure", lambda *_: {"quick": bool(option)})
+    monkeypatch.setattr(sys, "argv", ["sam_digits.py", *option])
+    script["main"]()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")] == [file]
+
+
 @pytest.mark.slow
 def test_the_script_makes_these_figures(committed: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
