@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType
@@ -33,13 +33,12 @@ class ModuleState:
 
     Args:
         module: The module.
-        owners: The submodules that may change; None for all.
 
     Raises:
         MisconfigurationException: For a container that cannot be restored exactly, with its path.
     """
 
-    def __init__(self, module: nn.Module, owners: Iterable[nn.Module] | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
         self._written: list[tuple[Tensor, Any, str]] = []  # tensors inside containers, their versions and paths
@@ -47,11 +46,7 @@ class ModuleState:
         self._containers: list[tuple[Any, list[Contents], str]] = []  # containers, what is in them, and their paths
         self._seen: set[int] = set()
         self._root = type(module).__name__
-        if owners is None:
-            self._note_modules(module, self._root)
-        else:
-            for owner in owners:
-                self._note_module(owner, self._root)
+        self._note_modules(module, self._root)
 
     def _note_modules(self, module: nn.Module, path: str) -> None:
         for name, child in module.named_modules():
@@ -61,10 +56,10 @@ class ModuleState:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        for space in (module.__dict__, module._buffers, module._modules):
-            self._spaces.append((path, space, dict(space)))
+        self._spaces += [(path, space, dict(space)) for space in (module.__dict__, module._buffers, module._modules)]
+        for space in (module.__dict__, module._buffers):
             for name, value in space.items():
-                if name in _STRUCTURE or isinstance(value, SIMPLE):
+                if name in _STRUCTURE or isinstance(value, SIMPLE) or _is_constant(value):
                     continue
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
@@ -166,6 +161,11 @@ class ModuleState:
 
 _GONE = object()
 _SIMPLE_TYPES = frozenset(SIMPLE)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value is a tuple of numbers and names, such as the stride of a convolution, of which a CNN has many."""
+    return type(value) is tuple and all([type(item) in _SIMPLE_TYPES for item in value])
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -107,17 +107,11 @@ class _Start:
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self.block, self.inner = block, inner
         self.device = next(block.parameters(), torch.empty(0)).device
-        # A layer of torch without buffers has no state that a forward pass changes.
-        self.owners = [
-            submodule
-            for submodule in block.modules()
-            if submodule._buffers or not type(submodule).__module__.startswith("torch.nn.m")
-        ]
-        self.state = ModuleState(block, self.owners)
+        self.state = ModuleState(block)
         self.numbers = random_state(self.device)
 
     def __enter__(self) -> None:  # called more than once with retain_graph
-        after = ModuleState(self.block, self.owners)
+        after = ModuleState(self.block)
         with ExitStack() as stack:
             stack.callback(after.restore)
             self.state.restore()
