@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -34,12 +37,7 @@ def clip_value(history: Tensor, percentile: float) -> Tensor:
         tensor(2.)
     """
     check_range("percentile", percentile, 0, 100)
-    if not history.is_cpu:
-        return torch.nanquantile(history, percentile / 100)  # no CUDA sync
-    ordered, counted = history.flatten().sort().values, int(torch.count_nonzero(history == history))  # NaN is last
-    place = (counted - 1) * (percentile / 100)
-    below = math.floor(place)
-    return torch.lerp(ordered[below], ordered[math.ceil(place)], place - below)
+    return torch.nanquantile(history, percentile / 100)  # no CUDA sync
 
 
 @torch.no_grad()
@@ -57,14 +55,38 @@ def scale_down_(gradients: list[Tensor], norm: Tensor, limit: Tensor) -> None:
         >>> gradient
         tensor([1.5000, 2.0000])
     """
-    if norm.is_cpu and limit.is_cpu:  # numbers take less time than operations on small tensors
-        size, largest = norm.item(), limit.item()
-        if largest < size < math.inf:
-            torch._foreach_mul_(gradients, largest / size)
-        return
     # No CUDA sync: inf - inf is NaN, for which fmin returns the 1.
     factor = torch.fmin(limit / (norm - norm + norm), torch.ones_like(norm))
     torch._foreach_mul_(gradients, factor)
+
+
+class NormHistory:
+    """The last gradient norms as numbers, which take a fraction of the time of small tensors; for those on a CPU.
+
+    Args:
+        norms: The norms so far, the oldest first; NaN for norms that do not count.
+        length: The number of last norms that count; None for all.
+    """
+
+    def __init__(self, norms: Iterable[float], length: int | None) -> None:
+        self.norms = deque(norms, length)
+        self._ordered = sorted(norm for norm in self.norms if math.isfinite(norm))
+
+    def add(self, norm: float) -> None:
+        """Add the norm of a step, in place of the oldest one if there are enough."""
+        if len(self.norms) == self.norms.maxlen and (oldest := self.norms[0]) == oldest:
+            del self._ordered[bisect_left(self._ordered, oldest)]
+        self.norms.append(norm if math.isfinite(norm) else math.nan)
+        if math.isfinite(norm):
+            insort(self._ordered, norm)
+
+    def percentile(self, percentile: float) -> float:
+        """``clip_value`` of the norms."""
+        if not self._ordered:
+            return math.nan
+        place = (len(self._ordered) - 1) * (percentile / 100)
+        low, high = self._ordered[math.floor(place)], self._ordered[math.ceil(place)]
+        return low + (high - low) * (place % 1)
 
 
 @final
@@ -102,8 +124,8 @@ class AutoClip(GradientCallback):
         super().__init__()
         self.percentile = percentile
         self.history = history
-        self._norms: dict[int, Tensor] = {}  # by the optimizer's number, the oldest norm first
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # norm and clip value of the last step
+        self._norms: dict[int, NormHistory | Tensor] = {}  # by the optimizer's number
+        self._last: dict[int, tuple[float | Tensor, float | Tensor]] = {}  # norm and clip value of the last step
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -118,14 +140,21 @@ class AutoClip(GradientCallback):
         gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
         parts = [part for gradient in gradients if (part := weights.local(gradient)) is not None]
         norm = weights.norm(parts, of=gradients)
-        known = norm if norm.is_cpu and math.isfinite(norm) else norm - norm + norm  # inf - inf is NaN
-        known = known.reshape(1)
-        if number in self._norms:
-            known = torch.cat([self._norms[number].to(known), known])
-        self._norms[number] = known if self.history is None else known[-self.history :]
-        limit = clip_value(self._norms[number], self.percentile)
-        self._last[number] = norm, limit
-        scale_down_(parts, norm, limit)
+        known = self._norms.get(number)
+        if norm.is_cpu:
+            if not isinstance(known, NormHistory):
+                known = self._norms[number] = NormHistory([] if known is None else known.tolist(), self.history)
+            known.add(size := norm.item())
+            self._last[number] = size, (limit := known.percentile(self.percentile))
+            if limit < size < math.inf:
+                torch._foreach_mul_(parts, limit / size)
+            return
+        assert not isinstance(known, NormHistory), "the weights of an optimizer stay on their device"
+        counted = (norm - norm + norm).reshape(1)  # inf - inf is NaN
+        known = counted if known is None else torch.cat([known.to(norm), counted])
+        self._norms[number] = known = known if self.history is None else known[-self.history :]
+        self._last[number] = norm, (largest := clip_value(known, self.percentile))
+        scale_down_(parts, norm, largest)
 
     @override
     def on_train_batch_end(
@@ -143,7 +172,13 @@ class AutoClip(GradientCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"norms": {number: norms.to("cpu", copy=True) for number, norms in self._norms.items()}}
+        norms = {
+            number: torch.tensor(known.norms, dtype=torch.float64)
+            if isinstance(known, NormHistory)
+            else known.to("cpu", copy=True)
+            for number, known in self._norms.items()
+        }
+        return {"norms": norms}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

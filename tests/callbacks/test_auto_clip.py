@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.auto_clip import clip_value, scale_down_
+from lightning_tricks.callbacks.auto_clip import NormHistory, clip_value, scale_down_
 from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -27,6 +28,21 @@ def test_the_clip_value_is_numpys_percentile(percentile: float, size: int) -> No
     np.testing.assert_allclose(clip_value(history, percentile), np.percentile(history, percentile), rtol=1e-12)
     holes = torch.cat([history, torch.tensor([torch.nan])])
     assert torch.equal(clip_value(holes, percentile), clip_value(history, percentile))
+
+
+@pytest.mark.parametrize("percentile", [0, 10, 33.3, 100])
+@pytest.mark.parametrize("length", [1, 7, None])
+def test_a_history_of_numbers_has_numpys_percentile_of_its_last_norms(percentile: float, length: int | None) -> None:
+    norms = [*torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist(), 0.5, 0.5]
+    norms[3], norms[20], norms[30] = math.nan, math.inf, norms[29]
+    history = NormHistory(norms[:5], length)
+    for step in range(5, len(norms) + 1):
+        last = np.array(norms[:step][-length:] if length else norms[:step])
+        counted = last[np.isfinite(last)]
+        expected = np.percentile(counted, percentile) if len(counted) else np.nan
+        np.testing.assert_allclose(history.percentile(percentile), expected, rtol=1e-12)
+        if step < len(norms):
+            history.add(norms[step])
 
 
 def test_at_its_limit_a_gradient_stays_bit_for_bit() -> None:
