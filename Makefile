@@ -41,7 +41,6 @@ matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks_cl
 bench: $(VENV)/.test ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
-	$(BIN)/python benchmarks/regimes.py $(if $(FULL),,--reduced)
 
 tables: $(VENV)/.test ## write the cards, the tables of docs/ and benchmarks/, the picture of gains
 	$(BIN)/python benchmarks/readme.py
@@ -49,7 +48,7 @@ tables: $(VENV)/.test ## write the cards, the tables of docs/ and benchmarks/, t
 test-versions: $(VENV)/.made ## the fast tests with each Python, oldest and newest libraries; ONLY="3.12:newest:oldest:newest"
 	$(BIN)/python .ci/test_versions.py $(ONLY)
 
-test-clients: $(VENV)/.made ## the tricks in other projects' models, each project in a .venv of its own; ONLY="chemprop timm"
+test-clients: $(VENV)/torch.txt ## the tricks in other projects' models, each project in a .venv of its own; ONLY="chemprop timm"
 	$(BIN)/python .ci/clients.py $(ONLY)
 
 exports: $(VENV)/.test ## write the __init__ files, functional.py and the command's names.json from the source files

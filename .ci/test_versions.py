@@ -24,7 +24,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import tomllib
+try:
+    import tomllib
+except ModuleNotFoundError:  # before Python 3.11; every environment that `make` makes has pip
+    from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"

@@ -17,7 +17,6 @@ from lightning_tricks.strategies.zero.preset import OLDEST_DEEPSPEED
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "test_versions.py"
-pytest.importorskip("tomllib", reason="Python 3.11 and later have it")
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="good"/>
