@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,13 @@ def test_without_a_usable_python_the_message_is_readable(clone: Path, environmen
     done = make(clone, environment, "demo", f"PYTHON={python}")
     assert done.returncode != 0
     assert f"error: no Python >= 3.10 among: {python}" in done.stderr
+
+
+def test_targets_run_files_that_are_there() -> None:
+    root = Path(__file__).parent.parent.parent
+    named = {path for path in re.findall(r"[\w./]+\.py\b", (root / "Makefile").read_text())}
+    assert {"benchmarks/quality.py", ".ci/clients.py"} <= named
+    assert not [path for path in named if not (root / path).is_file()]
 
 
 @pytest.mark.slow
