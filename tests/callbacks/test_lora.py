@@ -727,6 +727,22 @@ def test_the_head_of_a_language_model_is_not_quantized(base: Any) -> None:
     assert estimate.weights == sum(map(held, module.parameters()))
 
 
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_layers_with_one_input_are_not_quantized(base: Any) -> None:
+    class Prescaled(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 4), nn.Flatten(), nn.Linear(32, 2))
+
+    module, callback = build(Prescaled), lt.LoRA(r"layers\.3", r=2, base=base)
+    weight = module.layers[1].weight.clone()
+    estimate = lt.estimate_memory(module, precision="32-true", lora=callback)
+    fit(module, callbacks=[callback])
+    assert torch.equal(module.layers[1].weight, weight)
+    assert type(module.layers[3].weight).__name__ in ("Params4bit", "Int8Tensor")
+    assert estimate.weights == sum(map(held, module.parameters()))
+
+
 def trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 

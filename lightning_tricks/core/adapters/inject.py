@@ -139,7 +139,8 @@ def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> lis
     """The linear layers whose weights nothing trains or shares, as their owners, their names there and themselves.
 
     Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others. The head of a language
-    model is left out, as transformers does when it quantizes one: errors of its logits are errors of the loss.
+    model is left out, as transformers does when it quantizes one: errors of its logits are errors of the loss. So are
+    layers with one input, each of whose weights would have a scale of its own.
     """
     places, trains = _places(module), {id(parameter) for parameter in trained.values()}
     parts: list[Any] = list(module.modules())
@@ -149,6 +150,7 @@ def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> lis
         for owner in module.modules()
         for name, layer in owner.named_children()
         if type(layer) is nn.Linear
+        and layer.in_features > 1
         and not any(layer is head for head in heads)
         and max(places[id(layer)], places[id(layer.weight)]) == 1
         and id(layer.weight) not in trains
