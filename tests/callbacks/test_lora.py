@@ -348,6 +348,18 @@ class Twice(PlainNet):
         self.other = self.layers[0]
 
 
+class TwoNames(PlainNet):
+    """As the blocks of N-BEATS, of which one module has the same layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        return self.first(hidden) + self.second(hidden).tanh()
+
+
 class Attention(PlainNet):
     def __init__(self) -> None:
         super().__init__()
@@ -393,6 +405,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[Callback], str]] = [
     (PlainNet, {"train": "layers.0"}, [], "train selects the weights of layers.0"),
     (Shared, {}, [], "used in more than one place"),
     (Twice, {}, [], "used in more than one place"),
+    (TwoNames, {"modules": "first"}, [], "'first' .* used in more than one place"),
     (Attention, {"modules": "out_proj"}, [], "inside of nn.MultiheadAttention"),
     *((Attention, {"modules": name}, [], f"{name}.*convolution") for name in ("wide", "deep", "ring")),
     (Attention, {"modules": "table"}, [], "max_norm"),

@@ -246,10 +246,13 @@ def _obstacle(layer: Any, places: Mapping[int, int]) -> str:
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter and each submodule, in their own attributes."""
-    return Counter(
-        id(held) for owner in module.modules() for held in (*owner.parameters(recurse=False), *owner.children())
-    )
+    """How many attributes hold each parameter and each submodule; one module may hold it under several names."""
+    found = Counter[int]()
+    for owner in module.modules():
+        found.update(id(p) for _, p in owner.named_parameters(recurse=False, remove_duplicate=False))
+        named = owner.named_modules(remove_duplicate=False)
+        found.update(id(child) for path, child in named if path and "." not in path)
+    return found
 
 
 def _transformers_kinds() -> tuple[type[nn.Module], ...]:
