@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -533,6 +535,35 @@ class Kinds(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class Conditioned(PlainNet):
+    """As the networks of scvi-tools, which append a covariate to the inputs of what is an nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.Linear(17, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(torch.cat([x, x[:, :1]], 1) if isinstance(layer, nn.Linear) else x)
+        return x
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+def test_adapted_layers_are_still_linear_for_a_network_that_asks(variant: Any) -> None:
+    module, x = build(Conditioned), data(8).tensors[0]
+    fit(module, callbacks=[lt.LoRA("Linear", r=2, variant=variant)])
+    bare = build(Conditioned)
+    before = bare(x)
+    bare.load_state_dict(lt.merge_adapters(module))
+    assert (module(x) - before).abs().max() > 0.01
+    torch.testing.assert_close(bare(x), module(x), atol=1e-5, rtol=1e-5)
+    module.trainer = None  # type: ignore[assignment]
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(copied(x), module(x), rtol=0, atol=0)
+        assert [type(layer) for layer in copied.modules()] == [type(layer) for layer in module.modules()]
+    assert repr(module.layers[0]).startswith("lora.Linear(")
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ def inject(
         peft.inject_adapter_in_model(config, holder)
     found = adapted_layers(module)
     assert len({*found.values()}) == len(layers), "peft adapts what it is told to"
+    _stay_linear(found)
     _keep_in_full_precision(found)
     _leave_fast_path(module)
     trains = {id(parameter) for parameter in trained.values()}
@@ -258,6 +260,30 @@ def _places(module: nn.Module) -> Counter[int]:
 def _transformers_kinds() -> tuple[type[nn.Module], ...]:
     module = sys.modules.get("transformers.pytorch_utils")
     return () if module is None else (module.Conv1D,)
+
+
+def _stay_linear(layers: Mapping[str, Any]) -> None:
+    """Make the adapted linear layers instances of nn.Linear, for a forward pass that asks (as scvi-tools' does)."""
+    for layer in layers.values():
+        if isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, nn.Linear):
+            kind: Any = type(layer)
+            layer.__class__ = _linear_kind(kind)
+
+
+@cache
+def _linear_kind(adapted: Any) -> Any:
+    """A class of peft's adapted layers that is a subclass of nn.Linear, too."""
+    return type(adapted)(adapted.__name__, (adapted, nn.Linear), {"__reduce__": _reduced})
+
+
+def _reduced(layer: nn.Module) -> tuple[Any, ...]:
+    """A pickle names peft's class, since that of ``_linear_kind`` is in no module."""
+    return _new_linear, (type(layer).__bases__[0],), vars(layer)
+
+
+def _new_linear(adapted: Any) -> Any:
+    kind = _linear_kind(adapted)
+    return kind.__new__(kind)
 
 
 def _keep_in_full_precision(layers: Mapping[str, Any]) -> None:
