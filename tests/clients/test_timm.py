@@ -76,4 +76,6 @@ class TestViT(Images):
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert page.run("timm", train_loader=TestViT().loaders()[0])["trainer"].global_step == 10
+    names = page.run("timm", train_loader=TestViT().loaders()[0])
+    assert names["trainer"].global_step == 10
+    names["Classifier"]().load_state_dict(names["weights"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ class TestGPT2(Client):
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train_loader, _ = TestBert().loaders()
-    assert (
-        page.run("transformers", bert=TestBert().module().model, train_loader=train_loader)["trainer"].global_step == 10
-    )
+    (train_loader, _), (text_loader, _) = TestBert().loaders(), TestGPT2().loaders()
+    models = {"bert": TestBert().module().model, "gpt2": (gpt2 := TestGPT2().module().model)}
+    bare = copy.deepcopy(gpt2)
+    names = page.run("transformers", **models, train_loader=train_loader, text_loader=text_loader)
+    assert names["trainer"].global_step == 10
+    Module(bare).load_state_dict(names["weights"])
