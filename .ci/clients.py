@@ -34,7 +34,10 @@ PROJECTS = {  # what is imported, and what is installed
     "torchgeo": ["torchgeo", "requests"],  # which it imports and does not ask for
     "transformers": ["transformers"],
 }
-SHARED = ["lightning", "pytorch-lightning", "torchmetrics", "pytest", "matplotlib", "pandas", "scikit-learn", "pillow"]
+SHARED = [
+    *("lightning", "pytorch-lightning", "torchmetrics", "pytest", "matplotlib", "pandas", "scikit-learn", "pillow"),
+    *("torchao", "--editable", ".[lora,optimizers]"),  # this package, with what LoRA, QAT and optimizer() need
+]
 REPORTED = ("torch", "lightning", "pytorch-lightning")
 OPTIONS = ["-q", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "--show-capture=no", "--tb=short"]
 
@@ -79,8 +82,8 @@ def shared() -> Path:
         pip(python, *constraints(), "torch")
         version = subprocess.check_output([python, "-c", "import torch; print(torch.__version__)"], text=True)
         matching = f"torchvision==0.{int(version.split('.')[1]) + 15}.*"  # 0.24 belongs to torch 2.9, and so on
-        pip(python, *constraints(), *SHARED, "--editable", ".")
         pip(python, "--no-deps", matching)
+        pip(python, *constraints(), *SHARED)
         run(python, ".ci/torchvision_cpu.py")
         stamp.touch()
     return site(environment)

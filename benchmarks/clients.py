@@ -27,15 +27,27 @@ Written by `make tables` from what `make test-clients` found: each project in an
 models, its loaders and, where it has one, its way to train, on small data; one set of oracles for all. How to write the
 tricks in each of them is in [In your library](your_library.md)."""
 LEGEND = """\
-- ✓: equal to something that was computed without the trick. `EMA`, `SWA`: averages that another callback took of the
-  same fit. `SAM`: a naive perturbation inside the project's own step, and bit-equal to plain training at `rho=0`.
-  `Mixup`, `CutMix`, `HiddenMixup`: the mean of the project's own losses of both targets, and bit-equal at `alpha=0`.
-  `HardExampleFilter`: the project's own step on the half with the largest losses (`mode="loss"`: their mean), and
-  bit-equal at `keep=1`. `LRSchedule`: the formula; where a project ships a schedule, in place of it. Guards, clips,
-  `Doctor`, `ActivationCheckpointing`: bit-equal on a healthy fit; `SkipNonFinite`, `AutoClip`, `AdaptiveClip` and
-  `GradualUnfreeze` by what they did, too. `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit
-  behind it is bit-equal to one without. **callbacks**: EarlyStopping and ModelCheckpoint of the project's Lightning
-  work beside ours. **resume**: bit-equal to the project's own resume.
+- ✓: equal to something that was computed without the trick, and bit-equal to plain training at the trick's no-op limit:
+  - `EMA`, `SWA`: averages that another callback took of the same fit. `SAMCallback`, `SAMMixin`: a naive perturbation
+    inside the project's own step. `ScheduleFree`: its formula, from the gradients. `optimizer`: bit-equal to timm's
+    own, made by hand. `LRSchedule`: the formula; where a project ships a schedule, in place of it. `LayerFreezing`:
+    bit-equal to a weight that gets no gradient from a step on. `AutoClip`, `AdaptiveClip`, `GradualUnfreeze`: by what
+    they did. `StepInBackward`: bit-equal to plain training.
+  - `Mixup`, `CutMix`, `HiddenMixup`: the mean of the project's own losses of both targets. `HardExampleFilter`: the
+    project's own step on the half with the largest losses (`mode="loss"`: their mean). `BatchTransform`, `CutOut`,
+    `ProgressiveResizing`, `SequenceLengthWarmup`: the project's own step on batches that were changed by hand.
+    `LengthBuckets`: a loader that has these batches. `BatchSizeWarmup`: bit-equal to Lightning's accumulation.
+  - `LoRA`: only adapters train, the first time by the gradient of the layer's weight. `merge_adapters`: the class
+    without adapters validates the same loss. `QAT`: the project's own step with the weights that `quantize` makes;
+    `quantize`: the loss that was validated. `Float8`: bit-equal to torchao's own conversion. `LeanLoss`,
+    `ChannelsLast`: plain training but for rounding. `add_blur_pool`, `add_squeeze_excite`: a network that was changed
+    by hand. `ActivationCheckpointing`: bit-equal to plain training.
+  - `Doctor`, `DataWait`, `InspectTraining`, `Throughput`: bit-equal to plain training. `SkipNonFinite`,
+    `RewindOnSpike`, `TerminateOnNonFinite`: the same on a healthy fit, and at a loss that is no number the weights
+    before it. `Preemption`: a signal ends the fit behind its step, and the next fit is a resume from that checkpoint.
+    `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit behind it is bit-equal to one without.
+    `cross_validate`: folds that were fitted by hand. **callbacks**: EarlyStopping and ModelCheckpoint of the project's
+    Lightning work beside ours. **resume**: bit-equal to the project's own resume.
 - *refused*: an error by name before the first optimizer step. *refused late*: by name, after it. n/a: has no meaning.
 - **wrong**: silently, or **error**: not ours, from inside."""
 

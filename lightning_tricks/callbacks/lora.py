@@ -68,8 +68,8 @@ class LoRA(Trick):
         train: Parameters that train as a whole, such as a new head: patterns as in ``modules``, for parameters.
         variant: "lora", "dora" or "rslora".
         base: "keep" for frozen weights as they are; "nf4" (4 bits, by bitsandbytes) or "int8" (by torchao) for those
-            of linear layers but a language model's head, on a single device or under DDP. The checkpoint has the
-            checksum of the weights before.
+            of linear layers with several inputs, but a language model's head, on a single device or under DDP. The
+            checkpoint has the checksum of the weights before.
         save: "adapter" for checkpoints without the frozen weights, "all" for all weights.
 
     Raises:
@@ -229,7 +229,7 @@ class LoRA(Trick):
             if not (linear := frozen_linear(module, trained)):
                 raise MisconfigurationException(
                     f"LoRA(base={self.base!r}) quantizes frozen nn.Linear layers, and {name} has none but output layers"
-                    " and those that share weights: use base='keep'."
+                    " and those that share weights or have one input: use base='keep'."
                 )
             for owner, key, layer in linear:
                 setattr(owner, key, quantize(layer, self.base))

@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_tricks.core.adapters.quantization import (
     Precision,
     check_precision,
-    linear_layers,
     quantized,
     require_torchao,
+    rounded_layers,
 )
 from lightning_tricks.core.checks import check_duration
 from lightning_tricks.core.lightning.trainer import is_fitting
@@ -58,15 +58,15 @@ class QAT(Trick):
     Args:
         precision: "int8" or "int4".
         modules: The linear layers, or modules that hold some, by patterns (a regular expression searched in names, or
-            the name of a class; one or a sequence); all by default.
+            the name of a class; one or a sequence); all by default. Those with one input are not rounded.
         start: When rounding begins (int optimizer steps, float fraction of training).
 
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
         ModuleNotFoundError: If torchao is missing, with the extra to install.
-        MisconfigurationException: At fit start, if there are no such layers, or if one has adapters, a weight computed
-            from others, or another forward pass by another trick or QAT.
+        MisconfigurationException: At fit start, if there are no such layers, or if one has adapters, a weight of 64
+            bits or computed from others, or another forward pass by another trick or QAT.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[QAT("int4")], accelerator="cpu", logger=False)
@@ -140,7 +140,7 @@ class QAT(Trick):
         self._rounds = rounds
         require_torchao()
         try:
-            layers = linear_layers(pl_module, self.modules)
+            layers = rounded_layers(pl_module, self.modules)
         except ValueError as error:
             raise MisconfigurationException(f"{self.written()}: {error}") from None
         for name, layer in layers.items():

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_tricks.core.adapters.quantization import Precision, check_precision, linear_layers, quantized
+from lightning_tricks.core.adapters.quantization import Precision, check_precision, quantized, rounded_layers
 from lightning_tricks.core.selection import Patterns, check_patterns
 
 __all__ = ["quantize"]
@@ -18,11 +18,12 @@ def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patte
     r"""Round the weights of linear layers, in place: ``w' = scale * round(w / scale)``, for inference and export.
 
     The scales are those of rows in 8 bits, and those of groups of 32 inputs in 4 bits (of rows, where 32 does not
-    divide them). Names stay the same, so the file that ``torch.save(module.state_dict(), file)`` writes is loaded by
-    plain torch into the class itself, once torchao is imported: ``load_state_dict(torch.load(file), assign=True)``.
-    torchao holds a weight of 4 bits in a byte, so int4 saves no more memory than int8; its other formats pack such
-    weights for the device that runs them. All parameters are frozen, and a forward pass in training mode raises: train
-    with ``QAT`` before, or train adapters with ``LoRA(base="int8")``.
+    divide them); layers with one input keep their weights. Names stay the same, so the file that
+    ``torch.save(module.state_dict(), file)`` writes is loaded by plain torch into the class itself, once torchao is
+    imported: ``load_state_dict(torch.load(file), assign=True)``. torchao holds a weight of 4 bits in a byte, so int4
+    saves no more memory than int8; its other formats pack such weights for the device that runs them. All parameters
+    are frozen, and a forward pass in training mode raises: train with ``QAT`` before, or train adapters with
+    ``LoRA(base="int8")``.
 
     Args:
         module: The network, or the LightningModule. It is changed; to keep it, pass a copy.
@@ -34,8 +35,8 @@ def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patte
         The same module.
 
     Raises:
-        ValueError: If there are no such layers, one is quantized already, or its weight is computed from others; if the
-            module has adapters.
+        ValueError: If there are no such layers, one is quantized already, or its weight is computed from others or has
+            64 bits; if the module has adapters.
         ModuleNotFoundError: If torchao is missing, with the extra to install.
 
     Example:
@@ -51,7 +52,7 @@ def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patte
     check_precision(precision)
     if modules is not None:
         check_patterns("modules", modules)
-    layers = linear_layers(module, modules)
+    layers = rounded_layers(module, modules)
     for layer in layers.values():
         layer.weight = nn.Parameter(quantized(layer.weight.data, precision), requires_grad=False)
         layer.register_forward_pre_hook(_refuse_training)

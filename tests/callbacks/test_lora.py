@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -348,6 +350,18 @@ class Twice(PlainNet):
         self.other = self.layers[0]
 
 
+class TwoNames(PlainNet):
+    """As the blocks of N-BEATS, of which one module has the same layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        return self.first(hidden) + self.second(hidden).tanh()
+
+
 class Attention(PlainNet):
     def __init__(self) -> None:
         super().__init__()
@@ -393,6 +407,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[Callback], str]] = [
     (PlainNet, {"train": "layers.0"}, [], "train selects the weights of layers.0"),
     (Shared, {}, [], "used in more than one place"),
     (Twice, {}, [], "used in more than one place"),
+    (TwoNames, {"modules": "first"}, [], "'first' .* used in more than one place"),
     (Attention, {"modules": "out_proj"}, [], "inside of nn.MultiheadAttention"),
     *((Attention, {"modules": name}, [], f"{name}.*convolution") for name in ("wide", "deep", "ring")),
     (Attention, {"modules": "table"}, [], "max_norm"),
@@ -520,6 +535,35 @@ class Kinds(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class Conditioned(PlainNet):
+    """As the networks of scvi-tools, which append a covariate to the inputs of what is an nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.Linear(17, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(torch.cat([x, x[:, :1]], 1) if isinstance(layer, nn.Linear) else x)
+        return x
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+def test_adapted_layers_are_still_linear_for_a_network_that_asks(variant: Any) -> None:
+    module, x = build(Conditioned), data(8).tensors[0]
+    fit(module, callbacks=[lt.LoRA("Linear", r=2, variant=variant)])
+    bare = build(Conditioned)
+    before = bare(x)
+    bare.load_state_dict(lt.merge_adapters(module))
+    assert (module(x) - before).abs().max() > 0.01
+    torch.testing.assert_close(bare(x), module(x), atol=1e-5, rtol=1e-5)
+    module.trainer = None  # type: ignore[assignment]
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(copied(x), module(x), rtol=0, atol=0)
+        assert [type(layer) for layer in copied.modules()] == [type(layer) for layer in module.modules()]
+    assert repr(module.layers[0]).startswith("lora.Linear(")
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
@@ -724,6 +768,22 @@ def test_the_head_of_a_language_model_is_not_quantized(base: Any) -> None:
     fit(module, callbacks=[callback])
     assert torch.equal(module.layers[3].weight, head)
     assert type(module.layers[4].linear1.weight).__name__ in ("Params4bit", "Int8Tensor")
+    assert estimate.weights == sum(map(held, module.parameters()))
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_layers_with_one_input_are_not_quantized(base: Any) -> None:
+    class Prescaled(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 4), nn.Flatten(), nn.Linear(32, 2))
+
+    module, callback = build(Prescaled), lt.LoRA(r"layers\.3", r=2, base=base)
+    weight = module.layers[1].weight.clone()
+    estimate = lt.estimate_memory(module, precision="32-true", lora=callback)
+    fit(module, callbacks=[callback])
+    assert torch.equal(module.layers[1].weight, weight)
+    assert type(module.layers[3].weight).__name__ in ("Params4bit", "Int8Tensor")
     assert estimate.weights == sum(map(held, module.parameters()))
 
 

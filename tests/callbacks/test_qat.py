@@ -68,8 +68,16 @@ class Attends(PlainNet):
         self.layers = nn.Sequential(nn.Unflatten(1, (1, 8)), block, nn.Flatten(), nn.Linear(8, 2))
 
 
+class Prescaled(PlainNet):
+    """As a TemporalFusionTransformer, which has a linear layer for each variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 4), nn.Flatten(), nn.Linear(32, 2))
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-@pytest.mark.parametrize("kind", [Wide, NormNet, Attends])
+@pytest.mark.parametrize("kind", [Wide, NormNet, Attends, Prescaled])
 def test_quantize_makes_what_was_validated(kind: type[Net], precision: Any, tmp_path: Path) -> None:
     module = build(kind)
     run = fit(module, callbacks=[lt.QAT(precision)])
@@ -141,6 +149,10 @@ def test_mistakes_are_named() -> None:
         fit(build(PlainNet), callbacks=[lt.QAT(modules="nothing")])
     with pytest.raises(MisconfigurationException, match=r"QAT\(.*must select nn.Linear layers.*BatchNorm1d"):
         fit(build(NormNet), callbacks=[lt.QAT(modules="BatchNorm1d")])
+    with pytest.raises(
+        MisconfigurationException, match=r"QAT\(.*layers\.0\.weight .* got torch\.float64: .*precision="
+    ):
+        fit(build(PlainNet), callbacks=[lt.QAT()], precision="64-true")
 
 
 def test_layers_that_something_else_has_changed_are_refused() -> None:

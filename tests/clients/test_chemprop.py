@@ -83,4 +83,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     points = [data.MoleculeDatapoint.from_smi(smiles, y) for smiles, y in zip(SMILES, Molecules.y, strict=True)]
     train_loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=4)
-    assert page.run("chemprop", train_loader=train_loader)["trainer"].global_step == 6
+    names = page.run("chemprop", train_loader=train_loader)
+    assert names["trainer"].global_step == 6
+    before = models.MPNN(nn.BondMessagePassing(), nn.MeanAggregation(), nn.RegressionFFN())
+    before.load_state_dict(names["weights"])

@@ -17,7 +17,8 @@ from darts.utils.likelihood_models.torch import GaussianLikelihood
 from torch import Tensor
 
 from tests.clients import page
-from tests.clients.oracles import QUIET, Client, Kind
+from tests.clients.base import FLOAT8, QUIET, Kind
+from tests.clients.oracles import Client
 
 
 def wave() -> TimeSeries:
@@ -27,6 +28,7 @@ def wave() -> TimeSeries:
 
 class Forecaster(Client):
     pl = pytorch_lightning
+    refused = {**FLOAT8, "BatchTransform": "or transform samples in the data set"}
     inputs = "past_target"
     target = "future_target"
     none = {

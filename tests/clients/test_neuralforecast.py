@@ -13,7 +13,8 @@ from neuralforecast import NeuralForecast
 from neuralforecast.models import LSTM, NHITS
 
 from tests.clients import page
-from tests.clients.oracles import QUIET, Client
+from tests.clients.base import FLOAT8, QUIET
+from tests.clients.oracles import Client
 
 BATCHES = 3  # of an epoch
 
@@ -36,6 +37,7 @@ class Forecaster(Client):
     monitor = "ptl/val_loss"
     schedule = "StepLR"
     refused = {
+        **FLOAT8,
         "Mixup": "finds no such tensor in the batch",
         "HardExampleFilter": "finds no such tensor in the batch",
         'HardExampleFilter(mode="loss")': "finds no such tensor in the batch",

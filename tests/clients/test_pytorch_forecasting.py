@@ -14,6 +14,7 @@ from pytorch_forecasting.metrics import QuantileLoss
 from torch import Tensor
 
 from tests.clients import page
+from tests.clients.base import FLOAT8
 from tests.clients.oracles import Client
 
 
@@ -49,6 +50,7 @@ class Forecaster(Client):
     refused = {
         "HardExampleFilter": "computed no loss of torch.nn.functional from the target",
         'HardExampleFilter(mode="loss")': "a part of the loss is ambiguous",
+        "StepInBackward": "on_after_backward would find no gradient",
     }
     columns: dict[str, Any] = {}
     schedule = "ReduceLROnPlateau"
@@ -71,6 +73,8 @@ class Forecaster(Client):
 
 class TestTFT(Forecaster):
     model = "TemporalFusionTransformer"
+    refused = {**Forecaster.refused, **FLOAT8}
+    adapted = "fc1"
     kind = TemporalFusionTransformer
 
     def settings(self) -> dict[str, Any]:
@@ -90,6 +94,7 @@ class TestNBeats(Forecaster):
     model = "NBeats"
     kind = NBeats
     refused = {**Forecaster.refused, "Mixup": r"a loss is computed from batch\[0\]\['encoder_target'\]"}
+    adapted = r"\.fc\."  # the other layers have two names
 
     def settings(self) -> dict[str, Any]:
         return {"widths": [8, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.0}
@@ -97,6 +102,7 @@ class TestNBeats(Forecaster):
 
 class TestDeepAR(Forecaster):
     model = "DeepAR"
+    refused = {**Forecaster.refused, **FLOAT8}
     kind = DeepAR
 
     def settings(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients import page
+from tests.clients.base import NO_LINEAR
 from tests.clients.oracles import Client
 
 
@@ -39,6 +40,9 @@ class Segmenter(pl.LightningModule):
 
 class Masks(Client):
     images = True
+    folds = True
+    adapted = "Conv2d"
+    refused = {**NO_LINEAR, "CutOut": r"cannot know whether batch\[1\], a mask, must follow"}
     double = {"precision": "64-true"}
     blocks = r"decoder\.blocks"
 
@@ -74,6 +78,7 @@ class TestDice(Masks):
 
     model = "Unet, Dice"
     refused = {
+        **Masks.refused,
         "HardExampleFilter": "computed no loss of torch.nn.functional from the target",
         'HardExampleFilter(mode="loss")': "a part of the loss is ambiguous",
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients import page
+from tests.clients.base import FLOAT8
 from tests.clients.oracles import Client
 
 
@@ -43,6 +44,7 @@ class Images(Client):
 
     name_in_timm: str
     images = True
+    folds = True
     double = {"precision": "64-true"}
 
     def module(self) -> Any:
@@ -61,19 +63,27 @@ class Images(Client):
 class TestResNet(Images):
     model = "ResNet"
     name_in_timm = "test_resnet"
-    layer = "net.fc"
+    layer = logits = "net.fc"
     blocks = r"net\.layer\d$"
+    refused = FLOAT8
 
 
 class TestViT(Images):
     model = "ViT"
     name_in_timm = "test_vit"
-    layer = "net.head"
+    layer = logits = "net.head"
+    refused = {
+        "add_blur_pool": r"needs an nn\.Conv2d or nn\.MaxPool2d with a stride above 1, found none",
+        "add_squeeze_excite": "needs residual blocks of a ResNet, found none",
+    }
+    exempt = "cls_token|pos_embed|reg_token"
 
     def module(self) -> Any:
-        return Classifier(self.name_in_timm, img_size=64, drop_rate=0.1)
+        return Classifier(self.name_in_timm, img_size=64, drop_rate=0.1, dynamic_img_size=True)
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert page.run("timm", train_loader=TestViT().loaders()[0])["trainer"].global_step == 10
+    names = page.run("timm", train_loader=TestViT().loaders()[0])
+    assert names["trainer"].global_step == 10
+    names["Classifier"]().load_state_dict(names["weights"])

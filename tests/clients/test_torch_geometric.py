@@ -15,6 +15,7 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv, GINConv, global_mean_pool
 
 from tests.clients import page
+from tests.clients.base import FLOAT8
 from tests.clients.oracles import Client
 
 
@@ -64,7 +65,8 @@ def graphs() -> list[Data]:
 class Graphs(Client):
     inputs = "x"
     target = "y"
-    layer = "head"
+    layer = logits = "head"
+    folds = True
     blocks = "convolutions"
     refused = {
         "Mixup": "needs an input and a target for each sample",
@@ -85,6 +87,7 @@ class Graphs(Client):
 
 class TestGCN(Graphs):
     model = "GCN, classification"
+    refused = {**Graphs.refused, **FLOAT8, 'optimizer("muon")': "is for hidden weights of two or more dimensions"}
 
     def module(self) -> Any:
         return GraphNet([GCNConv(5, 16), GCNConv(16, 16)], 3)
@@ -92,6 +95,7 @@ class TestGCN(Graphs):
 
 class TestGIN(Graphs):
     model = "GIN, regression"
+    refused = {**Graphs.refused, "LeanLoss": "they are needed for __getitem__"}
 
     def module(self) -> Any:
         def layers(width: int) -> nn.Module:

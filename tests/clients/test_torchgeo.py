@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 from torchgeo.trainers import ClassificationTask, SemanticSegmentationTask
 
 from tests.clients import page
+from tests.clients.base import FLOAT8, NO_LINEAR
 from tests.clients.oracles import Client
 
 
 class Scenes(Client):
     images = True
+    folds = True
     double = {"precision": "64-true"}
     inputs = "image"
     schedule = "ReduceLROnPlateau"
@@ -36,7 +38,8 @@ class Scenes(Client):
 class TestClassification(Scenes):
     model = "ClassificationTask"
     target = "label"
-    layer = "model.fc"
+    layer = logits = "model.fc"
+    refused = {**FLOAT8, "LeanLoss": "they are needed for squeeze"}
     blocks = r"model\.layer\d$"
 
     def module(self) -> Any:
@@ -66,7 +69,13 @@ class TestMultiLabel(TestClassification):
 class TestSegmentation(Scenes):
     model = "SemanticSegmentationTask"
     target = "mask"
-    blocks = "Conv2d"
+    blocks = adapted = "Conv2d"
+    refused = {
+        **NO_LINEAR,
+        "CutOut": r"cannot know whether batch\['mask'\], a mask, must follow",
+        "add_blur_pool": "with a stride above 1, found none",
+        "add_squeeze_excite": "needs residual blocks of a ResNet, found none",
+    }
 
     def module(self) -> Any:
         return SemanticSegmentationTask("fcn", in_channels=4, num_classes=3, num_filters=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from tests.clients import page
+from tests.clients.base import FLOAT8
 from tests.clients.oracles import Client
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -61,7 +63,8 @@ class TestBert(Client):
     model = "BertForSequenceClassification"
     inputs = "input_ids"
     target = "labels"
-    layer = "model.classifier"
+    layer = logits = "model.classifier"
+    sequences = folds = True
     blocks = "BertLayer"
     refused = {"Mixup": "mixes floating-point inputs"}
 
@@ -83,8 +86,20 @@ class TestGPT2(Client):
     inputs = "input_ids"
     target = "labels"
     blocks = "GPT2Block"
+    logits = "model"
+    double = {"precision": "64-true"}
+    adapted = "c_attn"
+    sequences = folds = True
+    stem = "model.transformer.h.0.attn.c_attn.weight"  # the first one is tied to the head
+
+    def outwards(self, gradient: Tensor) -> Tensor:
+        return gradient.T  # GPT-2's layers have weights (in, out)
+
     schedule = "LambdaLR"
-    refused = {"Mixup": "mixes floating-point inputs"}
+    refused = {
+        "Mixup": "mixes floating-point inputs",
+        **FLOAT8,
+    }
 
     def module(self) -> Any:
         config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -102,7 +117,9 @@ class TestGPT2(Client):
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train_loader, _ = TestBert().loaders()
-    assert (
-        page.run("transformers", bert=TestBert().module().model, train_loader=train_loader)["trainer"].global_step == 10
-    )
+    (train_loader, _), (text_loader, _) = TestBert().loaders(), TestGPT2().loaders()
+    models = {"bert": TestBert().module().model, "gpt2": (gpt2 := TestGPT2().module().model)}
+    bare = copy.deepcopy(gpt2)
+    names = page.run("transformers", **models, train_loader=train_loader, text_loader=text_loader)
+    assert names["trainer"].global_step == 10
+    Module(bare).load_state_dict(names["weights"])

@@ -105,8 +105,12 @@ def test_mistakes_are_named() -> None:
         lt.quantize(network(), modules="layers")
     with pytest.raises(ValueError, match=r"Conv1d has no nn\.Linear layers"):
         lt.quantize(nn.Conv1d(1, 1, 1))
+    with pytest.raises(ValueError, match=r"0 \(1 -> 4\) .* one input .*name other layers"):
+        lt.quantize(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 2)), modules="^0")
     with pytest.raises(ValueError, match=r"0\.weight must be a plain tensor, got IntxUnpackedToInt8Tensor"):
         lt.quantize(lt.quantize(network()))
+    with pytest.raises(ValueError, match=r"0\.weight .* 16 or 32 bits .* got torch\.float64: .*module\.float\(\)"):
+        lt.quantize(network().double())
     nn.utils.parametrizations.weight_norm((module := network())[3])
     with pytest.raises(ValueError, match=r"3\.weight is computed from others"):
         lt.quantize(module)

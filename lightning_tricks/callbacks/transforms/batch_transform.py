@@ -118,7 +118,7 @@ class BatchTransform(BatchCallback):
         self._require_range(batch, inputs)
         if not self._is_torchvisions:
             if all(get(batch, path).ndim > 2 for path in inputs):
-                remedy = "use a transform of torchvision.transforms.v2"
+                remedy = "use a transform of torchvision.transforms.v2, or transform samples in the data set"
                 if masks := masks_of(batch, inputs, targets, "BatchTransform", remedy):
                     raise MisconfigurationException(
                         f"BatchTransform cannot know whether {spelled(masks[0])}, a mask, must follow"

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ def inject(
         peft.inject_adapter_in_model(config, holder)
     found = adapted_layers(module)
     assert len({*found.values()}) == len(layers), "peft adapts what it is told to"
+    _stay_linear(found)
     _keep_in_full_precision(found)
     _leave_fast_path(module)
     trains = {id(parameter) for parameter in trained.values()}
@@ -139,7 +141,8 @@ def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> lis
     """The linear layers whose weights nothing trains or shares, as their owners, their names there and themselves.
 
     Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others. The head of a language
-    model is left out, as transformers does when it quantizes one: errors of its logits are errors of the loss.
+    model is left out, as transformers does when it quantizes one: errors of its logits are errors of the loss. So are
+    layers with one input, each of whose weights would have a scale of its own.
     """
     places, trains = _places(module), {id(parameter) for parameter in trained.values()}
     parts: list[Any] = list(module.modules())
@@ -149,6 +152,7 @@ def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> lis
         for owner in module.modules()
         for name, layer in owner.named_children()
         if type(layer) is nn.Linear
+        and layer.in_features > 1
         and not any(layer is head for head in heads)
         and max(places[id(layer)], places[id(layer.weight)]) == 1
         and id(layer.weight) not in trains
@@ -244,15 +248,42 @@ def _obstacle(layer: Any, places: Mapping[int, int]) -> str:
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter and each submodule, in their own attributes."""
-    return Counter(
-        id(held) for owner in module.modules() for held in (*owner.parameters(recurse=False), *owner.children())
-    )
+    """How many attributes hold each parameter and each submodule; one module may hold it under several names."""
+    found = Counter[int]()
+    for owner in module.modules():
+        found.update(id(p) for _, p in owner.named_parameters(recurse=False, remove_duplicate=False))
+        named = owner.named_modules(remove_duplicate=False)
+        found.update(id(child) for path, child in named if path and "." not in path)
+    return found
 
 
 def _transformers_kinds() -> tuple[type[nn.Module], ...]:
     module = sys.modules.get("transformers.pytorch_utils")
     return () if module is None else (module.Conv1D,)
+
+
+def _stay_linear(layers: Mapping[str, Any]) -> None:
+    """Make the adapted linear layers instances of nn.Linear, for a forward pass that asks (as scvi-tools' does)."""
+    for layer in layers.values():
+        if isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, nn.Linear):
+            kind: Any = type(layer)
+            layer.__class__ = _linear_kind(kind)
+
+
+@cache
+def _linear_kind(adapted: Any) -> Any:
+    """A class of peft's adapted layers that is a subclass of nn.Linear, too."""
+    return type(adapted)(adapted.__name__, (adapted, nn.Linear), {"__reduce__": _reduced})
+
+
+def _reduced(layer: nn.Module) -> tuple[Any, ...]:
+    """A pickle names peft's class, since that of ``_linear_kind`` is in no module."""
+    return _new_linear, (type(layer).__bases__[0],), vars(layer)
+
+
+def _new_linear(adapted: Any) -> Any:
+    kind = _linear_kind(adapted)
+    return kind.__new__(kind)
 
 
 def _keep_in_full_precision(layers: Mapping[str, Any]) -> None:

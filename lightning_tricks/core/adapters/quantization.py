@@ -46,7 +46,7 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
     }
     if not linear:
-        raise ValueError(f"{type(module).__name__} has no nn.Linear layers.")
+        raise ValueError(f"{type(module).__name__} has no nn.Linear layers, and no others are changed: leave this out.")
     chosen: set[nn.Module] = set(linear.values()) if modules is None else set()
     for pattern in () if modules is None else listed(modules):
         found = select_modules(module, pattern)
@@ -70,6 +70,33 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
                 " weights, once."
             )
     return linear
+
+
+def rounded_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.Linear]:
+    """The selected linear layers that are rounded: not those with one input, each of whose weights would have a scale.
+
+    Raises:
+        ValueError: As ``linear_layers``, or if weights have 64 bits.
+
+    Example:
+        >>> list(rounded_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "^1"))
+        ['1']
+    """
+    linear = linear_layers(module, modules)
+    layers = {name: layer for name, layer in linear.items() if layer.weight.shape[1] > 1}
+    if not layers:
+        sizes = some([f"{name} ({layer.in_features} -> {layer.out_features})" for name, layer in linear.items()])
+        raise ValueError(
+            f"{sizes} would not be rounded, since of one input each weight would have a scale of its own: name other"
+            " layers, or leave this out."
+        )
+    for name, layer in layers.items():
+        if layer.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{name}.weight must have 16 or 32 bits to be rounded, got {layer.weight.dtype}: train with another"
+                " precision=, or convert the network by module.float()."
+            )
+    return layers
 
 
 def require_torchao() -> Any:
