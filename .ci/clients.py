@@ -2,7 +2,7 @@
 
 The environments are in .venv-clients/ and are kept. What is large and the same for all (torch, Lightning, this package)
 is installed once, in .venv-clients/shared, which the others read. What was found goes to
-benchmarks/results/clients.json, and with ``make tables`` to docs/clients.md.
+benchmarks/results/clients.json and docs/clients.md.
 
     python .ci/clients.py               all projects
     python .ci/clients.py chemprop timm these
@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import clients  # noqa: E402  # needs the standard library alone, as this file does
+
 FOLDER = ROOT / ".venv-clients"
 RESULTS = ROOT / "benchmarks" / "results" / "clients.json"
 
@@ -129,4 +132,5 @@ if __name__ == "__main__":
             RESULTS.write_text(
                 json.dumps(dict(sorted({**known, name: found}.items())), indent=1, ensure_ascii=False) + "\n"
             )
+            clients.PAGE.write_text(clients.page())
     sys.exit(f"error: tests failed in {', '.join(failures)}" if failures else 0)

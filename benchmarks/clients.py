@@ -23,7 +23,7 @@ SIGNS = {
 HEAD = """\
 # In other projects' models
 
-Written by `make tables` from what `make test-clients` found: each project in an environment of its own, with its
+Written by `make test-clients` from what it found: each project in an environment of its own, with its
 models, its loaders and, where it has one, its way to train, on small data; one set of oracles for all. How to write the
 tricks in each of them is in [In your library](your_library.md)."""
 LEGEND = """\
