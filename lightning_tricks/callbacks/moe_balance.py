@@ -108,6 +108,7 @@ class MoEBalance(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._observer.start(trainer)
+        self._undo.callback(_forget_counts, pl_module)  # of a batch that an exception cut short
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -122,6 +123,11 @@ class MoEBalance(Trick):
             total = trainer.strategy.reduce(load.clone(), reduce_op="sum") if trainer.world_size > 1 else load
             balance_experts_(bias, total, self.rate)
             load.zero_()
+
+
+def _forget_counts(module: nn.Module) -> None:
+    for router in routers(module).values():
+        router.tokens_per_expert.zero_()
 
 
 def routers(module: nn.Module) -> dict[str, Any]:

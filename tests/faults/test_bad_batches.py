@@ -94,7 +94,7 @@ def test_a_worker_of_the_loader_that_fails(how: str, error: type[Exception], sai
     with pytest.raises(error, match=said):
         everything.run(made, module, workers(how))
     assert made.global_step <= 3
-    assert_equal({name: each.detach() for name, each in module.named_parameters()}, watch.raw)
+    watch.check(module)
     again = everything.make(tmp_path)
     again.callbacks[:] = made.callbacks  # type: ignore[attr-defined]
     module.load_state_dict(everything.fresh().state_dict())
