@@ -93,7 +93,7 @@ class Mixture(Growing):
 
 
 class InChunks(lt.GradCacheMixin, Growing):
-    """Two embeddings of a sample, which are made chunk by chunk; without BatchNorm, whose statistics are the batch's."""
+    """Two embeddings of a sample, made chunk by chunk; without BatchNorm, whose statistics are those of a batch."""
 
     chunk = 3
 

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.faults import everything
 from tests.faults.runs import differences, load
 from tests.faults.test_interrupt import Watch
-from tests.nets import assert_equal
 from tests.ranks import run_ranks
 
 PLACES = [("on_before_backward", 8), ("on_validation_batch_end", 6), ("on_train_batch_end", 9)]

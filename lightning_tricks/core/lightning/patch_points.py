@@ -155,7 +155,7 @@ WRAPPED = (
         _TRAINER,
         "save_checkpoint",
         "filepath, weights_only, storage_options",
-        "EMA, SWA, SAM",
+        "EMA, SWA, SAM, StepInBackward",
         "the module must hold the weights to save in every save, also with save_weights_only=True",
     ),
     WrappedMethod(
