@@ -362,7 +362,12 @@ PRIVATE = (
         "Preemption",
         "Lightning's seeds of a loader's workers, which it gives only to loaders that start theirs in no other way",
     ),
-    PrivateName("os", "_exit", "Preemption", "a worker that ends at the parent's signal as it does without the trick"),
+    PrivateName(
+        "os",
+        "_exit",
+        "Preemption, cross_validate",
+        "a worker that ends at the parent's signal as it does without the trick, or when its parent was killed",
+    ),
     PrivateName(_LOADER, "_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_LOADER, "_load_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor with the user's precision"),
