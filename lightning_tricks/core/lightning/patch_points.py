@@ -324,6 +324,12 @@ PRIVATE = (
         "a new iterator in an epoch that is resumed, and whether it is the fit that reads",
     ),
     PrivateName(
+        "lightning.pytorch.loops.progress",
+        "_ProcessedTracker",
+        "LengthBuckets, TokenBuckets",
+        "a count whose subclass Lightning saves with its own fields, and of which it restores all that was saved",
+    ),
+    PrivateName(
         _FIT_LOOP, "_should_accumulate", "zero presets, Preemption", "whether the optimizer steps after this batch"
     ),
     PrivateName(
