@@ -137,9 +137,8 @@ def tricks_in_backward() -> list[Callback]:
     return [lt.StepInBackward(), lt.EMA(0.9), lt.HiddenMixup("layers.2"), lt.BatchTransform(lt.CutOut(0.5))]
 
 
-def tricks_of_adapters() -> list[Callback]:
-    adapters = lt.LoRA([r"layers\.0", r"layers\.3"], r=2, train=r"layers\.5")
-    return [lt.SkipNonFinite(), adapters, lt.EMA(0.9), lt.AdaptiveClip(0.1)]
+def lora() -> lt.LoRA:
+    return lt.LoRA([r"layers\.0", r"layers\.3"], r=2, train=r"layers\.5")
 
 
 TRAININGS: dict[str, tuple[type[Images], Callable[[], list[Callback]]]] = {
@@ -147,7 +146,7 @@ TRAININGS: dict[str, tuple[type[Images], Callable[[], list[Callback]]]] = {
     "growth": (Growing, tricks_of_growth),
     "without schedule": (Free, tricks_without_schedule),
     "in backward": (Growing, tricks_in_backward),
-    "adapters": (Images, tricks_of_adapters),
+    "adapters": (Images, lambda: [lt.SkipNonFinite(), lora(), lt.EMA(0.9), lt.AdaptiveClip(0.1)]),
     "experts": (Mixture, lambda: [lt.MoEBalance(0.05), lt.EMA(0.9)]),
     "chunks": (InChunks, lambda: [lt.SkipNonFinite(), lt.EMA(0.9), lt.LRSchedule("cosine", warmup=3)]),
     "SAM of a callback": (Images, lambda: [lt.SAMCallback(0.05), lt.SkipNonFinite(), lt.EMA(0.9)]),
