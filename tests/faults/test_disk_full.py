@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 import signal
@@ -45,12 +46,10 @@ def full_disk(limit: int = LIMIT) -> Iterator[None]:
 
 
 def figure(path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    drawn, _ = lt.plot_schedule(lt.cosine(optimizer, total_steps=10), 10)
+    drawn, _ = lt.plot_schedule(lt.cosine(optimizer, total_steps=10), 10, ax=Figure().subplots())
     with atomic_write(path) as file:  # as the commands do
         drawn.savefig(file)
 
@@ -122,6 +121,7 @@ def test_no_writer_leaves_a_part_of_a_file_on_a_small_disk(small_disk: Path) -> 
 
     @contextmanager
     def filled() -> Iterator[None]:
+        gc.collect()  # torch 2.9 leaves files of the last export in cycles, which would be freed amid the next one
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while True:
                 file.write(bytes(1024))
@@ -131,7 +131,7 @@ def test_no_writer_leaves_a_part_of_a_file_on_a_small_disk(small_disk: Path) -> 
             filler.write_bytes(b"")
 
     filler.touch()
-    assert all("No space" in each or "writ" in each for each in write_all(small_disk, filled))
+    assert all(re.search(r" was not written: .*(No space|writ)", each) for each in write_all(small_disk, filled))
 
 
 def errors_of_torch(folder: str) -> list[str]:
