@@ -53,8 +53,8 @@ class MoEBalance(Trick):
                 with torch.no_grad():
                     self.tokens_per_expert += chosen.flatten().bincount(minlength=len(self.expert_bias))
 
-    These are torchtitan's names. The callback sets the counts to zero after each step. The biases must be part of the
-    module's ``state_dict``, by which a fit resumes exactly.
+    These are torchtitan's names. The callback sets the counts to zero after each step and when a fit ends or fails. The
+    biases must be part of the module's ``state_dict``, by which a fit resumes exactly.
 
     Args:
         rate: The step of the biases, at least 0; scores by a sigmoid are between 0 and 1.
