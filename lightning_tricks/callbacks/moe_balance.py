@@ -53,8 +53,8 @@ class MoEBalance(Trick):
                 with torch.no_grad():
                     self.tokens_per_expert += chosen.flatten().bincount(minlength=len(self.expert_bias))
 
-    These are torchtitan's names. The callback sets the counts to zero after each step. The biases must be part of the
-    module's ``state_dict``, by which a fit resumes exactly.
+    These are torchtitan's names. The callback sets the counts to zero after each step and when a fit ends or fails. The
+    biases must be part of the module's ``state_dict``, by which a fit resumes exactly.
 
     Args:
         rate: The step of the biases, at least 0; scores by a sigmoid are between 0 and 1.
@@ -108,6 +108,7 @@ class MoEBalance(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._observer.start(trainer)
+        self._undo.callback(_forget_counts, pl_module)  # of a batch that an exception cut short
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -122,6 +123,11 @@ class MoEBalance(Trick):
             total = trainer.strategy.reduce(load.clone(), reduce_op="sum") if trainer.world_size > 1 else load
             balance_experts_(bias, total, self.rate)
             load.zero_()
+
+
+def _forget_counts(module: nn.Module) -> None:
+    for router in routers(module).values():
+        router.tokens_per_expert.zero_()
 
 
 def routers(module: nn.Module) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps
+from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, is_fitting, log_every_n_steps
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
 from lightning_tricks.core.nonfinite.snapshot import Snapshot
 from lightning_tricks.core.nonfinite.step_guard import (
@@ -29,6 +29,7 @@ from lightning_tricks.core.nonfinite.step_guard import (
     starts_window,
 )
 from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.schedules.scaling import scaled_lrs
 
 __all__ = ["RewindOnSpike"]
@@ -167,6 +168,9 @@ class RewindOnSpike(Trick):
             self._watch.forget()
             self._parts.clear()
         if self._snapshot is None or trainer.global_step >= self._snapshot[0].step + self.every_n_steps:
+            for staged in callbacks_of(trainer, StagedCallback):  # type: ignore[type-abstract]
+                # A layer that stops at this step has no state in the snapshot, also if its callback comes later.
+                staged.on_train_batch_start(trainer, pl_module, batch, batch_idx)
             self._snapshot = None  # frees its memory for the next one
             self._snapshot = Snapshot(trainer, pl_module), list(self._losses)
 

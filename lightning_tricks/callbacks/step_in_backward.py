@@ -129,7 +129,8 @@ class StepInBackward(Trick):
     small weights before the first step: those that look at all weights at once (Prodigy, LAMB with its norm of all
     gradients, LBFGS) are refused, as are wrappers of another optimizer (Lookahead).
 
-    An error in the middle of a backward pass leaves some weights stepped: resume from a checkpoint.
+    An error in the middle of a backward pass leaves some weights stepped: resume from a checkpoint. A checkpoint that a
+    signal handler saves there is saved after the batch.
 
     Raises:
         MisconfigurationException: Before the first step where gradients are needed together or later (gradient
@@ -173,6 +174,8 @@ class StepInBackward(Trick):
     def __init__(self) -> None:
         super().__init__()
         self._tried: Optimizer | None = None  # the optimizer that was found to work weight by weight
+        self._begun: int | None = None  # the number of steps before the one that the last backward pass makes
+        self._postponed: list[Callable[[], None]] = []
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -184,13 +187,27 @@ class StepInBackward(Trick):
         super().on_train_start(trainer, pl_module)
         _require_no_hooks(trainer, pl_module)
         self._wrap(pl_module, "backward", partial(self._backward, trainer))
-        self._undo.callback(setattr, self, "_tried", None)
+        self._wrap(trainer, "save_checkpoint", partial(self._save, trainer))
+        self._undo.callback(vars(self).update, _tried=None, _begun=None, _postponed=[])
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        while self._postponed:
+            self._postponed.pop()()
+
+    def _save(self, trainer: pl.Trainer, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint, after the batch if a signal handler asks while weights are stepped and not yet counted."""
+        if trainer.global_step == self._begun:
+            self._postponed.append(partial(original, *args, **kwargs))
+        else:
+            original(*args, **kwargs)
 
     def _backward(self, trainer: pl.Trainer, original: Callable[..., None], loss: Tensor) -> None:
         (optimizer,) = trainer.optimizers
         if optimizer is not self._tried:  # only now has every callback prepared it
             require_weight_by_weight(optimizer)
             self._tried = optimizer
+        self._begun = trainer.global_step
         step_in_backward(optimizer, loss)
 
 

@@ -68,7 +68,8 @@ class LengthBuckets(FitSampler):
 
     Lightning keeps the sampler under DDP, where it splits the steps itself, and tells it the epoch. A fit that is
     resumed within an epoch goes on with the samples that an unbroken one has, also with loader workers: Lightning's
-    warning that the "dataloader is not resumable" does not apply.
+    warning that the "dataloader is not resumable" does not apply. Checkpoints hold what the order depends on: within an
+    epoch another order is refused, that for another number of ranks too, and at the end of an epoch it may be changed.
 
     Args:
         lengths: The length of each sample (n,), in tokens or any other unit.
@@ -83,6 +84,7 @@ class LengthBuckets(FitSampler):
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range, and when read: if the DataLoader has another batch size, or its data set
             another number of samples.
+        MisconfigurationException: When read, if the fit resumes within an epoch that began in another order.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -91,6 +93,8 @@ class LengthBuckets(FitSampler):
         >>> list(DataLoader(texts, batch_size=2, sampler=sampler))
         [['a', 'hi'], ['bcdefg', 'jklmno']]
     """
+
+    settings = ("batch_size", "pool")
 
     def __init__(
         self,

@@ -56,7 +56,8 @@ class TokenBuckets(FitSampler):
     Every batch is a list of numbers of samples with ``len(batch) * longest length <= max_tokens``, so that the memory
     of a step is bounded and short samples come in large batches. Samples change places with those that are at most a
     tenth shorter; the batches of a step are neighbours in length, and the order of steps is random. All ranks have the
-    same number of batches, which no epoch changes. Order, ranks and resume are as with ``LengthBuckets``.
+    same number of batches, which no epoch changes. Order, ranks and resume are as with ``LengthBuckets``: another order
+    within an epoch is refused.
 
     DDP gives the gradients of all ranks the same weight, and the batches of a step have nearly the same number of
     tokens, but not of samples: let the loss be a mean over tokens.
@@ -72,6 +73,7 @@ class TokenBuckets(FitSampler):
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range, such as a length above ``max_tokens``, and when read: if the DataLoader
             makes batches itself, or its data set has another number of samples.
+        MisconfigurationException: When read, if the fit resumes within an epoch that began in another order.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -80,6 +82,8 @@ class TokenBuckets(FitSampler):
         >>> list(DataLoader(BatchedDataset(texts), batch_size=None, sampler=sampler, collate_fn=list))
         [['bcdefg', 'jklmno'], ['hi', 'a']]
     """
+
+    settings = ("max_tokens",)
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from math import isfinite
@@ -29,7 +30,7 @@ from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.report import progress
 from lightning_tricks.evaluation.comparison import Comparison, Mode, Run
 from lightning_tricks.evaluation.fresh import Fresh, caller_unchanged, parts_of_module, parts_of_trainer
-from lightning_tricks.evaluation.plan import read_record, require_plan, this_rank, write_record
+from lightning_tricks.evaluation.plan import locked, read_record, require_plan, this_rank, write_record
 
 __all__ = ["Comparison", "compare"]
 
@@ -79,7 +80,7 @@ def compare(
 
     Raises:
         ValueError: For fewer than two arms or seeds, a metric that is not logged, or a folder with runs of other
-            settings.
+            settings or in which another process trains.
         TypeError: If an arm does not give a Trainer and a module.
         MisconfigurationException: For a module, Trainer, callback or loader that an arm gives twice, and a Trainer that
             was used.
@@ -184,15 +185,16 @@ class _Runs:
         runs: dict[str, list[Run]] = {name: [] for name in arms}
         paths = {(seed, name): self._of(name) / f"seed{seed}.json" for seed, name in jobs}
         done: dict[Any, Run] = {job: read_record(path) for job, path in paths.items() if path.exists()}
-        for seed, name in progress(jobs, "compare"):
-            job = seed, name
-            run = done.get(job) or self._run(name, arms[name], seed, paths[job], may_fail=name != baseline)
-            if self._metric not in (found := run.get("metrics", [self._metric])):
-                raise ValueError(
-                    f"the arm {name!r} logs no metric={self._metric!r} in validation or test, but {sorted(found)}:"
-                    " take one of them; the finished runs are kept."
-                )
-            runs[name].append(run)
+        with locked(self._folder) if len(done) < len(jobs) else nullcontext():
+            for seed, name in progress(jobs, "compare"):
+                job = seed, name
+                run = done.get(job) or self._run(name, arms[name], seed, paths[job], may_fail=name != baseline)
+                if self._metric not in (found := run.get("metrics", [self._metric])):
+                    raise ValueError(
+                        f"the arm {name!r} logs no metric={self._metric!r} in validation or test, but {sorted(found)}:"
+                        " take one of them; the finished runs are kept."
+                    )
+                runs[name].append(run)
         return runs
 
     def _run(self, name: str, arm: Arm, seed: int, path: Path, *, may_fail: bool) -> Run:

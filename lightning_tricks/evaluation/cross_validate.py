@@ -177,8 +177,8 @@ def cross_validate(
 
     Raises:
         TypeError: For arguments of the wrong type, and functions that do not pickle with ``workers``.
-        ValueError: For a folder with other folds or data, a splitter whose folds overlap or are empty, a validation
-            loader in another order, and predictions that cannot be put together.
+        ValueError: For a folder with other folds or data, or in which another process trains, a splitter whose folds
+            overlap or are empty, a validation loader in another order, and predictions that cannot be put together.
         MisconfigurationException: For a module, parameters, a Trainer or its callbacks that were used before, a Trainer
             that does not predict all samples, and metrics that differ between ranks.
 

@@ -8,8 +8,9 @@ import pickle
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,7 +32,7 @@ from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.evaluation.fold_data import FoldData
 from lightning_tricks.evaluation.folds import Fold
 from lightning_tricks.evaluation.fresh import Fresh, caller_unchanged, parts_of_module, parts_of_trainer
-from lightning_tricks.evaluation.plan import this_rank, write_json
+from lightning_tricks.evaluation.plan import locked, this_rank, write_json
 from lightning_tricks.evaluation.predictions import in_order, joined, require_mean
 
 
@@ -84,6 +85,11 @@ class FoldRuns:
         left = [number for number in range(len(self.folds)) if not self.result(number).exists()]
         for number in {*range(len(self.folds))} - {*left}:
             self.read(number)  # which tells of damage before hours of training
+        if left:
+            with locked(self.folder):
+                self._train(left, workers)
+
+    def _train(self, left: Sequence[int], workers: int) -> None:
         if workers == 1 or len(left) < 2:
             for number in progress(left, "cross-validation"):
                 with caller_unchanged():
@@ -101,7 +107,7 @@ class FoldRuns:
                 f"workers={workers} needs make_module, dataset, make_trainer and loader that pickle, got {error}:"
                 " define the functions at the top of a module."
             ) from error
-        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn"), _end_with_parent) as pool:
             running = [pool.submit(self._in_worker, number) for number in left]
             try:
                 for future in progress(as_completed(running), "cross-validation", len(left)):
@@ -186,6 +192,18 @@ class FoldRuns:
         if self._repeats:
             require_mean(outputs)
         return in_order(outputs, positions)
+
+
+def _end_with_parent() -> None:
+    """Have this process end when its parent has, by a signal too: it would train in the folder of the next run."""
+    parent = parent_process()
+    assert parent is not None, "a pool has started this process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
 
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule, predict: bool, alone: bool) -> None:

@@ -4,18 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 
 
 def this_rank() -> int:
     """The rank of this process, also before a Trainer has started the others."""
-    return getattr(rank_zero_only, "rank", 0)
+    rank = getattr(rank_zero_only, "rank", 0)  # of when Lightning was imported, until there is a Trainer
+    return rank or int(os.environ.get("RANK", 0))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in a folder, until this one leaves the block or ends in any way.
+
+    Raises:
+        ValueError: If another process trains in it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        yield
+        return
+    if this_rank():
+        yield
+        return
+    with (folder / ".lock").open("a+") as file:  # "w" would empty that of another process
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers of loaders, which outlive it, would keep a flock
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(
+                f"process {file.read()} trains in {folder}: wait until it has ended, or choose another folder."
+            ) from error
+        except OSError as error:
+            rank_zero_warn(f"{folder} is on a disk without locks ({error}): let one process at a time train in it.")
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
 
 
 def write_json(file: Path, what: Any) -> None:

@@ -177,6 +177,16 @@ def test_a_layer_that_stopped_since_a_snapshot_trains_again_when_training_goes_b
     assert_equal(weights(spoiled), weights(run(-1, DataLoader(Subset(everything, left_out), 8))))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_step_back_to_where_a_layer_stopped_gives_it_no_state_again(order: int) -> None:
+    module, watch, rewind = build(Spikes), Watch(), lt.RewindOnSpike(every_n_steps=3)
+    module.at = 4
+    callbacks = [lt.LayerFreezing(0.5, start=3, stop=3, parameters=NUMBERS), rewind][::order]
+    fit(module, train=DataLoader(data(80), 8), callbacks=[*callbacks, watch], max_epochs=1)
+    assert rewind.rewinds == 1
+    assert [states[0][1] for states in watch.seen] == [step < 3 for step in range(10)]
+
+
 class ManualZeros(Manual):
     """Keeps zeros as gradients, by which an optimizer would still decay weights."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_tricks as lt
 from lightning_tricks.optimizers.table import optimizers
 from tests.conformance.runs import fp16
+from tests.faults.runs import differences, load, state
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
 
 COUPLED = {"lamb", "lookahead_sgd", "lookahead_adamw", "lookahead_radam", "prodigy", "ranger21"}
@@ -248,6 +250,41 @@ def test_a_checkpoint_resumes_with_and_without_it(name: str, first: list[Any], t
         run = trainer(max_epochs=3, callbacks=[make() for make in [*extra, *then]])
         run.fit(module, loader(), loader(24), ckpt_path=tmp_path / "epoch=0.ckpt")
         assert_equal(weights(module), weights(whole))
+
+
+class Signalled(Callback):
+    """A signal makes it save, as Lightning in a SLURM job, amid the third step or before that step is counted."""
+
+    def __init__(self, path: Path, comes_in: str) -> None:
+        self.path, self.comes_in, self.sent = path, comes_in, False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: trainer.save_checkpoint(self.path))
+        if self.comes_in == "backward":
+            next(pl_module.parameters()).register_hook(partial(self.send, trainer))  # of the others there are gradients
+        else:
+            trainer.optimizers[0].register_step_post_hook(partial(self.send, trainer))
+
+    def send(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and not self.sent:
+            self.sent = True
+            signal.raise_signal(signal.SIGUSR1)
+            assert not self.path.exists()
+
+
+@pytest.mark.parametrize("others", [list, lambda: [lt.EMA(0.9)]])
+@pytest.mark.parametrize("comes_in", ["backward", "step"])
+def test_a_signal_amid_a_step_saves_after_it(
+    comes_in: str, others: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    third = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    fit(net(), callbacks=[lt.StepInBackward(), *others(), third], enable_checkpointing=True)
+    handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        fit(net(), callbacks=[Signalled(tmp_path / "a.ckpt", comes_in), lt.StepInBackward(), *others()])
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert not differences(state(load(tmp_path / "a.ckpt")), state(load(tmp_path / "step=3.ckpt")))
 
 
 def test_trial_runs_are_as_without_it() -> None:

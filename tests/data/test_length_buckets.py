@@ -12,12 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from lightning_tricks.data.length_buckets import sorted_steps
-from tests.nets import PlainNet, trainer
+from tests.nets import PlainNet, spelled, trainer
 from tests.ranks import run_cases
 from tests.test_docs import DOCS
 
@@ -332,6 +333,73 @@ def test_another_pass_over_the_samples_within_a_fit_is_complete() -> None:
     trainer(max_epochs=1, callbacks=[Counts()]).fit(Recorder(), loader())
 
 
+# -- resume with other settings ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of a fit."""
+    folder = tmp_path_factory.mktemp("saved")
+    unbroken(folder)
+    return folder
+
+
+@not_resumable
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"seed": 1}, "seed was 0, now 1"),
+        ({"pool": 2}, "pool was 3, now 2"),
+        ({"batch_size": 2, "pool": 6}, "batch_size was 4, now 2; pool was 3, now 6"),
+        ({"shuffle": False}, "shuffle was True, now False"),
+        ({"drop_last": True}, "drop_last was False, now True"),
+        ({"lengths": lognormal(44, seed=1)}, r"checksum of the lengths was '\w+', now '\w+'"),
+    ],
+    ids=spelled,
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_within_an_epoch_another_order_is_refused_by_name(
+    num_workers: int, settings: dict[str, Any], told: str, saved: Path
+) -> None:
+    given = {"lengths": lognormal(44), "batch_size": 4, "pool": 3, **settings}
+    sampler, module = lt.LengthBuckets(**given), Validated()
+    train = DataLoader(Numbered(44), sampler.batch_size, sampler=sampler, num_workers=num_workers)
+    with pytest.raises(MisconfigurationException, match=f"LengthBuckets resumes within an epoch .*{told}: .* never"):
+        trainer(max_epochs=3, val_check_interval=5).fit(module, train, loader(8), ckpt_path=saved / "batch_end-1-16")
+    assert not module.seen
+
+
+def test_at_an_epochs_end_another_order_is_as_good(saved: Path) -> None:
+    seen = resumed(saved / "epoch_end-0-11", loader(seed=1))
+    assert sorted(n for epoch, _, batch in seen for n in batch if epoch == 1) == list(range(44))
+
+
+@not_resumable
+def test_within_an_epoch_of_another_loader_it_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
+    plain = DataLoader(Numbered(44), 4)
+    trainer(max_epochs=3, val_check_interval=5, callbacks=[Saver(tmp_path)]).fit(Validated(), plain, loader(8))
+    with pytest.raises(MisconfigurationException, match=r"that another sampler began: .* never"):
+        resumed(tmp_path / "batch_end-1-16", loader())
+    assert len(resumed(saved / "batch_end-1-16", plain)) == 17  # of which Lightning warns
+
+
+@not_resumable
+def test_each_of_several_loaders_has_an_order_of_its_own(tmp_path: Path) -> None:
+    class Both(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[self.global_step % 2], batch_idx)
+
+    def fit(*seeds: int, ckpt_path: Path | None = None) -> Any:
+        module, train = Both(), CombinedLoader([loader(seed=seed) for seed in seeds], "max_size_cycle")
+        trainer(max_epochs=1, callbacks=[Saver(tmp_path)]).fit(module, train, ckpt_path=ckpt_path)
+        return module.seen
+
+    whole, path = fit(1, 2), tmp_path / "batch_end-0-6"
+    assert fit(1, 2, ckpt_path=path) == whole[6:]
+    with pytest.raises(MisconfigurationException, match="seed was 2, now 3"):
+        fit(1, 3, ckpt_path=path)
+
+
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -366,3 +434,5 @@ def test_the_ranks_share_the_samples_of_a_step_also_of_a_resumed_epoch(tmp_path:
             together = sorted(lengths[one + other].tolist())
             assert sorted(lengths[one].tolist()) == together[::2]
             assert sorted(lengths[other].tolist()) == together[1::2]
+    with pytest.raises(MisconfigurationException, match="ranks was 2, now 1: "):
+        trainer(max_epochs=2).fit(Recorder(), loader(45), ckpt_path=tmp_path / "step=8.ckpt")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
@@ -81,6 +82,10 @@ def test_a_resumed_fit_goes_on_with_the_batches_of_an_unbroken_one(num_workers: 
     path = tmp_path / f"step={steps}.ckpt"
     trainer(max_epochs=3).fit(again, loader(num_workers=num_workers), ckpt_path=path)
     assert again.seen == module.seen[steps:]
+    train = loader()
+    train.sampler.max_tokens += 1
+    with pytest.raises(MisconfigurationException, match=r"TokenBuckets .* max_tokens was 800, now 801: "):
+        trainer(max_epochs=3).fit(again, train, ckpt_path=path)
 
 
 def test_wrong_values_are_refused() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,11 +20,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.model_selection import KFold
 
-from lightning_tricks.evaluation import CrossValidation
-from tests.evaluation.recipes import DATA, Scored, failing, make_trainer, run, same
+from lightning_tricks.evaluation import CrossValidation, compare
+from lightning_tricks.evaluation.plan import locked
+from tests.evaluation.recipes import DATA, Scored, failing, make_loader, make_trainer, run, same
 from tests.nets import trainer
 from tests.ranks import run_alone, run_cases
 
@@ -179,6 +185,89 @@ def test_so_it_does_at_any_moment_and_killed_again(tmp_path: Path) -> None:
             if not (folder / f"fold{finished}.pt").exists():
                 kill_at_random(folder, finished, numbers.uniform(0, 0.6))
         assert same(run(folder), unbroken)
+
+
+class Slow(Callback):
+    """Tells which fold trains, and does so for minutes."""
+
+    def __init__(self, fold: int) -> None:
+        self.fold = fold
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        print(f"fold {self.fold} trains", flush=True)
+        time.sleep(0.05)
+
+
+def slow(fold: int, folder: Path) -> pl.Trainer:
+    return make_trainer(fold, folder, max_epochs=1000, callbacks=[Slow(fold)])
+
+
+def compared(folder: Path) -> None:
+    def arm(own: Path) -> tuple[Any, ...]:
+        return slow(0, own), Scored(), make_loader(DATA, True), make_loader(DATA, False)
+
+    compare({"one": arm, "other": arm}, metric="accuracy", mode="max", seeds=2, folder=folder)
+
+
+@pytest.mark.parametrize("train", [partial(run, make_trainer=slow), compared], ids=["cross_validate", "compare"])
+def test_a_folder_in_which_another_process_trains_is_refused_by_name(train: Any, tmp_path: Path) -> None:
+    process = get_context("forkserver").Process(target=train, args=(tmp_path,))
+    process.start()
+    try:
+        while not (tmp_path / ".lock").exists() or not (tmp_path / ".lock").read_text():
+            time.sleep(0.01)
+            assert process.exitcode is None
+        with pytest.raises(ValueError, match=f"process {process.pid} on .* trains in {re.escape(str(tmp_path))}"):
+            train(tmp_path)
+        assert process.exitcode is None
+    finally:
+        process.kill()
+        process.join()
+    with locked(tmp_path):  # which goes with the process
+        pass
+
+
+def test_on_a_disk_without_locks_it_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with (
+        pytest.warns(UserWarning, match=r"No locks available.* let one process at a time train in it"),
+        locked(tmp_path),
+    ):
+        pass
+
+
+WORKERS = """
+import sys
+from pathlib import Path
+
+from tests.evaluation.recipes import run
+from tests.evaluation.test_processes import slow
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), workers=2, make_trainer=slow)
+"""
+
+
+@pytest.mark.slow
+def test_the_processes_of_folds_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WORKERS)
+    folder, environment = tmp_path / "cv", {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "script.py"), str(folder)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        for fold in range(2):
+            assert f"fold {fold} trains\n" in process.stdout
+        process.kill()
+        process.communicate(timeout=30)  # until all that have its output have ended
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not [*folder.glob("fold*.pt")]
+    assert same(run(folder), run(tmp_path / "unbroken"))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import lightning_tricks as lt
+from tests.callbacks.test_moe_balance import Experts
 from tests.conformance.trick import filled
 from tests.faults.runs import Resumable
 from tests.nets import NormNet, build, loader, trainer
@@ -83,6 +84,34 @@ class Free(Growing):
         return lt.optimizer("schedulefree_adamw", self, lr=0.03)
 
 
+class Mixture(Growing):
+    """With experts before the last layer, whose counts of tokens no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(5, Experts(12))
+
+
+class InChunks(lt.GradCacheMixin, Growing):
+    """Two embeddings of a sample, made chunk by chunk; without BatchNorm, whose statistics are those of a batch."""
+
+    chunk = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.other = nn.Linear(8, 6)
+
+    def embed(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x = batch[0].flatten(1)
+        return F.normalize(self(x), dim=1), F.normalize(self.other(x), dim=1)
+
+    def contrast(self, one: Tensor, other: Tensor) -> Tensor:
+        return lt.clip_loss(one, other)
+
+    training_step = lt.GradCacheMixin.training_step
+
+
 def tricks_of_growth() -> list[Callback]:
     """Those that look on, and those that grow, freeze and round."""
     return [
@@ -108,11 +137,19 @@ def tricks_in_backward() -> list[Callback]:
     return [lt.StepInBackward(), lt.EMA(0.9), lt.HiddenMixup("layers.2"), lt.BatchTransform(lt.CutOut(0.5))]
 
 
+def lora() -> lt.LoRA:
+    return lt.LoRA([r"layers\.0", r"layers\.3"], r=2, train=r"layers\.5")
+
+
 TRAININGS: dict[str, tuple[type[Images], Callable[[], list[Callback]]]] = {
     "everything": (Everything, tricks),
     "growth": (Growing, tricks_of_growth),
     "without schedule": (Free, tricks_without_schedule),
     "in backward": (Growing, tricks_in_backward),
+    "adapters": (Images, lambda: [lt.SkipNonFinite(), lora(), lt.EMA(0.9), lt.AdaptiveClip(0.1)]),
+    "experts": (Mixture, lambda: [lt.MoEBalance(0.05), lt.EMA(0.9)]),
+    "chunks": (InChunks, lambda: [lt.SkipNonFinite(), lt.EMA(0.9), lt.LRSchedule("cosine", warmup=3)]),
+    "SAM of a callback": (Images, lambda: [lt.SAMCallback(0.05), lt.SkipNonFinite(), lt.EMA(0.9)]),
 }
 
 

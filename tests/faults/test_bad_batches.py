@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from tests.faults import everything
+from tests.faults.everything import Free, Growing, Images, InChunks, Mixture, lora
 from tests.faults.runs import differences
 from tests.faults.test_interrupt import Watch
-from tests.nets import NormNet, assert_equal, build, data, fit, weights
+from tests.nets import NormNet, assert_equal, build, data, fit, trainer, weights
 from tests.ranks import run_ranks
 
 BAD = {2: (0,), 5: (1,), 6: (0,), 9: (0, 1)}  # on which ranks
@@ -57,6 +61,45 @@ def test_bad_batches_on_any_rank_are_left_out_on_all() -> None:
     assert run_ranks(several_faults) == [len(BAD)] * 2
 
 
+NEW_STATE: dict[str, tuple[type[everything.Images], Callable[[], list[Callback]]]] = {
+    "nothing": (Growing, list),
+    "EMA": (Growing, lambda: [lt.EMA(0.9)]),
+    "ScheduleFree": (Free, lambda: [lt.ScheduleFree()]),
+    "ScheduleFree, QAT": (Free, lambda: [lt.ScheduleFree(), lt.QAT("int8")]),
+    "LoRA": (Images, lambda: [lora()]),
+    "LoRA, EMA": (Images, lambda: [lora(), lt.EMA(0.9)]),
+    "QAT": (Growing, lambda: [lt.QAT("int4", start=4)]),
+    "MoEBalance": (Mixture, lambda: [lt.MoEBalance(0.05)]),
+    "GradCacheMixin": (InChunks, list),
+    "SAMCallback": (Images, lambda: [lt.SAMCallback(0.05)]),
+    "LayerFreezing": (Growing, lambda: [lt.LayerFreezing(start=3, stop=6, parameters=[r"^layers\.[01]\."])]),
+    "ProgressiveResizing": (Growing, lambda: [lt.ProgressiveResizing(0.5, stop=8, multiple_of=1)]),
+    "SequenceLengthWarmup": (Growing, lambda: [lt.SequenceLengthWarmup(0.5, stop=8, multiple_of=1, inputs=0)]),
+}
+GUARDS: dict[str, Callable[[], Callback]] = {
+    "SkipNonFinite": lt.SkipNonFinite,
+    "RewindOnSpike": lambda: lt.RewindOnSpike(window=100, every_n_steps=1, max_rewinds=6),
+}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.parametrize("state", NEW_STATE)
+def test_what_has_state_is_as_without_the_bad_batches(state: str, guard: str, order: int) -> None:
+    x, y = data()[:]
+    good = [*zip(x.split(8), y.split(8), strict=True)]
+    bad = [(x * torch.nan, y) if number in (2, 4) else (x, y) for number, (x, y) in enumerate(good)]
+    kind, make = NEW_STATE[state]
+    ended = []
+    for batches in (bad, [*good[:2], good[3], *good[5:]]):
+        module, callbacks = everything.fresh(kind), [GUARDS[guard](), *make()][::order]
+        made = trainer(max_epochs=3, callbacks=callbacks)
+        everything.run(made, module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        ended.append(deepcopy(everything.outcome(made, module)))
+    assert not differences(*ended)
+    assert ended[0]["steps"] == 3 * 4
+
+
 class Failing(Dataset[Any]):
     """One sample raises, or ends the process that reads it."""
 
@@ -94,7 +137,7 @@ def test_a_worker_of_the_loader_that_fails(how: str, error: type[Exception], sai
     with pytest.raises(error, match=said):
         everything.run(made, module, workers(how))
     assert made.global_step <= 3
-    assert_equal({name: each.detach() for name, each in module.named_parameters()}, watch.raw)
+    watch.check(module)
     again = everything.make(tmp_path)
     again.callbacks[:] = made.callbacks  # type: ignore[attr-defined]
     module.load_state_dict(everything.fresh().state_dict())

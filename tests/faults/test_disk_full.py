@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 import signal
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
-from tests.faults.everything import Everything, fresh, make, outcome, run
+from tests.faults.everything import TRAININGS, Everything, fresh, make, outcome, run
 from tests.faults.runs import differences, load
 from tests.nets import TORCH_2_9
 from tests.ranks import run_ranks
@@ -45,12 +46,10 @@ def full_disk(limit: int = LIMIT) -> Iterator[None]:
 
 
 def figure(path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    drawn, _ = lt.plot_schedule(lt.cosine(optimizer, total_steps=10), 10)
+    drawn, _ = lt.plot_schedule(lt.cosine(optimizer, total_steps=10), 10, ax=Figure().subplots())
     with atomic_write(path) as file:  # as the commands do
         drawn.savefig(file)
 
@@ -122,6 +121,7 @@ def test_no_writer_leaves_a_part_of_a_file_on_a_small_disk(small_disk: Path) -> 
 
     @contextmanager
     def filled() -> Iterator[None]:
+        gc.collect()  # torch 2.9 leaves files of the last export in cycles, which would be freed amid the next one
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while True:
                 file.write(bytes(1024))
@@ -131,7 +131,7 @@ def test_no_writer_leaves_a_part_of_a_file_on_a_small_disk(small_disk: Path) -> 
             filler.write_bytes(b"")
 
     filler.touch()
-    assert all("No space" in each or "writ" in each for each in write_all(small_disk, filled))
+    assert all(re.search(r" was not written: .*(No space|writ)", each) for each in write_all(small_disk, filled))
 
 
 def errors_of_torch(folder: str) -> list[str]:
@@ -187,8 +187,10 @@ class Saving(Callback):
                 raise
 
 
-def train(folder: Path, full_at: int = -1, goes_on: bool = False, ckpt_path: Path | None = None) -> Any:
-    made, module = make(folder), fresh()
+def train(
+    folder: Path, training: str, full_at: int = -1, goes_on: bool = False, ckpt_path: Path | None = None
+) -> tuple[Any, str | None]:
+    made, module = make(folder, training=training), fresh(TRAININGS[training][0])
     saving = Saving(folder / "a.ckpt", full_at, goes_on)
     made.callbacks.append(saving)  # type: ignore[attr-defined]
     raised = None
@@ -199,24 +201,27 @@ def train(folder: Path, full_at: int = -1, goes_on: bool = False, ckpt_path: Pat
     return outcome(made, module) if raised is None else raised, saving.failed
 
 
-def saved_on_a_full_disk(folder: str) -> None:
+def saved_on_a_full_disk(training: str, folder: str) -> None:
     root = Path(folder)
     for name in ("whole", "full", "on"):
         (root / name).mkdir()
-    expected, _ = train(root / "whole")
-    raised, failed = train(root / "full", full_at=9)
+    expected, _ = train(root / "whole", training)
+    raised, failed = train(root / "full", training, full_at=9)
     assert raised == failed is not None
     assert [each.name for each in (root / "full").iterdir()] == ["a.ckpt"]
     assert load(root / "full" / "a.ckpt")["global_step"] == 8
-    resumed, _ = train(root / "full", ckpt_path=root / "full" / "a.ckpt")
+    resumed, _ = train(root / "full", training, ckpt_path=root / "full" / "a.ckpt")
     assert not differences(resumed, expected)
-    went_on, failed = train(root / "on", full_at=9, goes_on=True)
+    went_on, failed = train(root / "on", training, full_at=9, goes_on=True)
     assert failed is not None
     assert not differences(went_on, expected)
 
 
-def test_a_training_whose_disk_is_full_resumes_from_the_last_whole_checkpoint_or_goes_on(tmp_path: Path) -> None:
-    run_ranks(saved_on_a_full_disk, str(tmp_path), nprocs=1)
+@pytest.mark.parametrize("training", ["everything", pytest.param("adapters", marks=pytest.mark.slow)])
+def test_a_training_whose_disk_is_full_resumes_from_the_last_whole_checkpoint_or_goes_on(
+    training: str, tmp_path: Path
+) -> None:
+    run_ranks(saved_on_a_full_disk, training, str(tmp_path), nprocs=1)
 
 
 class Breaks(Everything):

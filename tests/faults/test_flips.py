@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,22 @@ import torch
 
 from lightning_tricks.checkpoints import average_checkpoints, consolidate, export_weights, greedy_soup
 from tests.checkpoints.sharded import save_zero3
+from tests.faults import everything
 from tests.faults.runs import differences, train
 from tests.faults.test_hostile import fsdp2
 from tests.ranks import run_ranks
+
+
+def merge(folder: Path, out: Path) -> None:
+    export_weights(folder / "step=9.ckpt", out, merge=True, base=folder / "base.pt", force=True)
+
 
 READERS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "average_checkpoints": ("file", lambda path, out: average_checkpoints([path, path], out, force=True)),
     "greedy_soup": ("file", lambda path, out: greedy_soup([path], lambda _: 1.0, out, force=True)),
     "export_weights": ("file", lambda path, out: export_weights(path, out, force=True)),
     "export_weights of FSDP2": ("fsdp2", lambda path, out: export_weights(path, out, force=True)),
+    "export_weights of adapters": ("adapters", merge),
     "consolidate of FSDP2": ("fsdp2", lambda path, out: consolidate(path, out, force=True)),
     "consolidate of ZeRO-3": ("zero3", lambda path, out: consolidate(path, out, force=True)),
 }
@@ -38,6 +46,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             path.parent.mkdir()
             if kind == "file":
                 train(path.parent)
+            elif kind == "adapters":
+                train(path.parent, trained=partial(everything.resume, training=kind))
+                path.mkdir()
+                path.with_name("step=9.ckpt").rename(path / "step=9.ckpt")
+                torch.save(everything.fresh(everything.Images).state_dict(), path / "base.pt")
             else:
                 run_ranks(fsdp2 if kind == "fsdp2" else save_zero3, str(path))
         return path

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.faults import everything
 from tests.faults.runs import differences, load
 from tests.faults.test_interrupt import Watch
-from tests.nets import assert_equal
 from tests.ranks import run_ranks
 
 PLACES = [("on_before_backward", 8), ("on_validation_batch_end", 6), ("on_train_batch_end", 9)]
@@ -34,25 +33,30 @@ class Ends(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def terminated(folder: str, hook: str, step: int) -> None:
-    whole, ended, resumed = (everything.fresh() for _ in range(3))
-    made = everything.make(Path(folder))
+def terminated(folder: str, training: str, hook: str, step: int) -> None:
+    whole, ended, resumed = (everything.fresh(everything.TRAININGS[training][0]) for _ in range(3))
+    made = everything.make(Path(folder), training=training)
     everything.run(made, whole)
     expected = everything.outcome(made, whole)
 
     last = ModelCheckpoint(folder, "{step}", save_on_exception=True, every_n_train_steps=100)
     watch = Watch()
-    made = everything.make(Path(folder), watch, Ends(hook, step), last, enable_checkpointing=True)
+    made = everything.make(Path(folder), watch, Ends(hook, step), last, training=training, enable_checkpointing=True)
     with pytest.raises(SIGTERMException):
         everything.run(made, ended)
-    assert_equal({name: each.detach() for name, each in ended.named_parameters()}, watch.raw)
+    watch.check(ended)
     (path,) = Path(folder).glob("step=*.ckpt")
     assert load(path)["global_step"] == made.global_step < 18
-    made = everything.make(Path(folder))
+    made = everything.make(Path(folder), training=training)
     everything.run(made, resumed, ckpt_path=path)
     assert not differences(everything.outcome(made, resumed), expected)
 
 
 @pytest.mark.parametrize(("hook", "step"), PLACES)
-def test_a_training_that_is_terminated_saves_and_goes_on_exactly(hook: str, step: int, tmp_path: Path) -> None:
-    run_ranks(terminated, str(tmp_path), hook, step, nprocs=1)
+@pytest.mark.parametrize(
+    "training", ["everything", *(pytest.param(each, marks=pytest.mark.slow) for each in ("adapters", "experts"))]
+)
+def test_a_training_that_is_terminated_saves_and_goes_on_exactly(
+    training: str, hook: str, step: int, tmp_path: Path
+) -> None:
+    run_ranks(terminated, str(tmp_path), training, hook, step, nprocs=1)

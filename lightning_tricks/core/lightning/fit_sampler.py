@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loops.progress import _ProcessedTracker
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
@@ -24,8 +29,9 @@ class Reader(NamedTuple):
         world: The number of ranks with samples of their own.
         rank: The number of this one.
         epoch: The epoch that a fit is about to read; None outside of the fit's own loop.
-        batch: The number of the first batch that it will train on, which is not 0 after a resume.
+        batch: The number of the first batch that the fit will train on, which is not 0 after a resume.
         loaders: The training loaders of the fit.
+        progress: The Trainer's count of batches, which is in checkpoints.
     """
 
     world: int
@@ -33,6 +39,14 @@ class Reader(NamedTuple):
     epoch: int | None = None
     batch: int = 0
     loaders: Sequence[Any] = ()
+    progress: Any = None
+
+
+@dataclass
+class _Orders(_ProcessedTracker):
+    """Lightning's count of the batches of an epoch, by which it also saves and restores what gave them their order."""
+
+    orders: dict[str, dict[str, Any]] = field(default_factory=dict)  # the settings of the samplers, by their loaders
 
 
 def find_reader() -> Reader:
@@ -59,17 +73,18 @@ def _reader(trainer: pl.Trainer, passed: list[object]) -> Reader:
     world, rank = ranks.get("num_replicas", 1), ranks.get("rank", 0)
     loop = trainer.fit_loop
     loaders = loop._combined_loader.flattened if loop._combined_loader is not None else ()
-    if loop._data_fetcher is None or not any(owner is loop._data_fetcher for owner in passed):
-        return Reader(world, rank, loaders=loaders)  # a validation, or another pass over the training samples
     batches: Any = loop.epoch_loop.batch_progress
     epochs: Any = loop.epoch_progress.current
-    if any(owner is loop.epoch_loop for owner in passed):
-        return Reader(world, rank, trainer.current_epoch, batches.current.processed, loaders)
-    # Workers are started before the epoch is.
-    if epochs.started == epochs.processed or batches.is_last_batch:  # between epochs
-        return Reader(world, rank, epochs.started, 0, loaders)
+    between_epochs = epochs.started == epochs.processed or batches.is_last_batch
     resumed = loop.epoch_loop.restarting  # otherwise of an earlier fit that has failed
-    return Reader(world, rank, epochs.processed, batches.current.processed if resumed else 0, loaders)
+    first = batches.current.processed if resumed and not between_epochs else 0
+    if loop._data_fetcher is None or not any(owner is loop._data_fetcher for owner in passed):
+        # The length, a validation, or another pass over the training samples.
+        return Reader(world, rank, None, first, loaders, batches)
+    if any(owner is loop.epoch_loop for owner in passed):
+        return Reader(world, rank, trainer.current_epoch, batches.current.processed, loaders, batches)
+    # Workers are started before the epoch is.
+    return Reader(world, rank, epochs.started if between_epochs else epochs.processed, first, loaders, batches)
 
 
 class FitSampler(DistributedSampler[Any]):
@@ -77,6 +92,8 @@ class FitSampler(DistributedSampler[Any]):
 
     Lightning leaves a DistributedSampler in its place and tells it the epoch.
     """
+
+    settings: ClassVar[tuple[str, ...]]  # the arguments of a subclass on which the order depends
 
     def __init__(self, lengths: Sequence[int] | Tensor, *, shuffle: bool, seed: int, drop_last: bool) -> None:
         check_type("shuffle", shuffle, bool)
@@ -95,7 +112,7 @@ class FitSampler(DistributedSampler[Any]):
         reader = find_reader()
         name = type(self).__name__
         for loader in reader.loaders:
-            if self not in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            if not self._is_in(loader):
                 continue
             try:
                 samples = len(loader.dataset)
@@ -112,14 +129,45 @@ class FitSampler(DistributedSampler[Any]):
                     f"{name} goes on where a fit is resumed, and so does a {type(loader).__name__}, which has a state:"
                     " samples would be skipped twice. Use torch's DataLoader."
                 )
+        if reader.epoch is not None or any(map(self._is_in, reader.loaders)):
+            self._keep_order(reader)
         return reader
 
     def _batches_left(self) -> Iterator[list[int]]:
         """The batches of this rank, without those that a resumed epoch has had."""
         reader = self._reader()
-        mine = self._batches(self.epoch if reader.epoch is None else reader.epoch, reader.world)
-        mine = mine[reader.rank :: reader.world]
-        return (batch.tolist() for batch in mine[reader.batch % max(len(mine), 1) :])  # CombinedLoader may cycle
+        epoch, first = (self.epoch, 0) if reader.epoch is None else (reader.epoch, reader.batch)
+        mine = self._batches(epoch, reader.world)[reader.rank :: reader.world]
+        return (batch.tolist() for batch in mine[first % max(len(mine), 1) :])  # CombinedLoader may cycle
+
+    def _keep_order(self, reader: Reader) -> None:
+        """Have checkpoints hold all that the order of the epoch depends on, and compare it in an epoch that goes on."""
+        order = {
+            "sampler": type(self).__name__,
+            **{name: getattr(self, name) for name in (*self.settings, "shuffle", "seed", "drop_last")},
+            "ranks": reader.world,
+            "checksum of the lengths": self._checksum,
+        }
+        place = str([number for number, loader in enumerate(reader.loaders) if self._is_in(loader)])
+        counts = vars(reader.progress.current)
+        before = counts.get("orders", {}).get(place, {})
+        if reader.batch and before != order:
+            names = [name for name in {**before, **order} if before.get(name) != order.get(name)]
+            differ = "; ".join(f"{name} was {before.get(name)!r}, now {order.get(name)!r}" for name in names)
+            raise MisconfigurationException(
+                f"{type(self).__name__} resumes within an epoch that"
+                f" {f'began with other settings, {differ}' if before else 'another sampler began'}: some samples would"
+                " come twice and others never. Resume with those settings, or from a checkpoint of an epoch's end."
+            )
+        if reader.epoch is not None:
+            reader.progress.current = _Orders(**{**counts, "orders": {**counts.get("orders", {}), place: order}})
+
+    @cached_property
+    def _checksum(self) -> str:
+        return hashlib.sha256(self.lengths.numpy().tobytes()).hexdigest()[:16]
+
+    def _is_in(self, loader: Any) -> bool:
+        return self in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
 
     def _generator(self, epoch: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + epoch)

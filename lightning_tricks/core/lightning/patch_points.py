@@ -155,7 +155,7 @@ WRAPPED = (
         _TRAINER,
         "save_checkpoint",
         "filepath, weights_only, storage_options",
-        "EMA, SWA, SAM",
+        "EMA, SWA, SAM, StepInBackward",
         "the module must hold the weights to save in every save, also with save_weights_only=True",
     ),
     WrappedMethod(
@@ -324,6 +324,12 @@ PRIVATE = (
         "a new iterator in an epoch that is resumed, and whether it is the fit that reads",
     ),
     PrivateName(
+        "lightning.pytorch.loops.progress",
+        "_ProcessedTracker",
+        "LengthBuckets, TokenBuckets",
+        "a count whose subclass Lightning saves with its own fields, and of which it restores all that was saved",
+    ),
+    PrivateName(
         _FIT_LOOP, "_should_accumulate", "zero presets, Preemption", "whether the optimizer steps after this batch"
     ),
     PrivateName(
@@ -362,7 +368,12 @@ PRIVATE = (
         "Preemption",
         "Lightning's seeds of a loader's workers, which it gives only to loaders that start theirs in no other way",
     ),
-    PrivateName("os", "_exit", "Preemption", "a worker that ends at the parent's signal as it does without the trick"),
+    PrivateName(
+        "os",
+        "_exit",
+        "Preemption, cross_validate",
+        "a worker that ends at the parent's signal as it does without the trick, or when its parent was killed",
+    ),
     PrivateName(_LOADER, "_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_LOADER, "_load_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
     PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor with the user's precision"),

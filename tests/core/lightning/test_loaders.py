@@ -6,6 +6,7 @@ A test named ``test_lightning_...`` that fails says that Lightning has moved wha
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -290,3 +292,21 @@ def test_lightning_reads_an_epochs_batches_anew_as_ever() -> None:
     assert hasattr(run.fit_loop, "_data_fetcher"), (
         "fit_loop._data_fetcher is not the iterator over the loaders any more"
     )
+
+
+@dataclass
+class Named(_ProcessedTracker):
+    """A count with a field more."""
+
+    name: str = ""
+
+
+def test_lightning_saves_and_restores_a_field_more_in_the_count_of_batches() -> None:
+    loop, other = trainer().fit_loop, trainer().fit_loop
+    assert type(loop.epoch_loop.batch_progress.current) is _ProcessedTracker
+    loop.epoch_loop.batch_progress.current = Named(processed=3, name="a")
+    other.load_state_dict(loop.state_dict())
+    assert vars(other.epoch_loop.batch_progress.current)["name"] == "a", (
+        "a _ProcessedTracker drops what it does not know"
+    )
+    assert other.epoch_loop.batch_progress.current.processed == 3
