@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import lightning_tricks as lt
 from tests.callbacks.test_swa import Resumable, save_at
 from tests.core.batches.test_mixing import DEVICES, Steps
-from tests.nets import Net, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -377,6 +377,17 @@ def test_a_step_on_a_device_has_the_gradient_of_a_naive_one(accelerator: str, pr
         numbers = {"x": x, "y": y, "lam": lam, "index": index.cpu()}
         losses.append(lambda n=numbers: hidden_loss(hand, **n))
     steps.compare(hand, losses)
+
+
+@pytest.mark.parametrize("samples", [44, 48])  # with and without a smaller batch at the end
+def test_statistics_of_an_average_are_those_of_batches_that_are_not_mixed(samples: int) -> None:
+    """In any order: where ``SWA`` comes first, the last batch has not ended."""
+    ended = []
+    for turn in (1, -1):
+        module = build(NormNet)
+        fit(module, train=loader(samples), callbacks=[lt.HiddenMixup("layers.1"), lt.SWA(start=3)][::turn])
+        ended.append(weights(module))
+    assert_equal(*ended)
 
 
 # ---- mistakes

@@ -13,6 +13,7 @@ from typing import Any, final
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
+from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import (
     _parse_num_batches,
     _process_dataloader,
@@ -184,10 +185,13 @@ def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterat
 
 
 def on_device(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> Any:
-    """A batch of a loader as Lightning gives it to a step: converted, changed by the hooks, and on the device."""
+    """A batch of a loader as Lightning gives it to a step: converted, changed by the hooks, and on the device.
+
+    To batch tricks it is a new batch, and the last one is done.
+    """
     batch = trainer.precision_plugin.convert_input(batch)
     batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    return _call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
 def available_cores() -> int:

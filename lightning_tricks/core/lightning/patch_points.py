@@ -347,6 +347,7 @@ PRIVATE = (
         "whether a loop moves its batch to the device now, or a hook runs before the optimizers are made",
     ),
     PrivateName(_MODULE, "_on_before_batch_transfer", "SWA", "the hook of the module or of the data module"),
+    PrivateName("lightning.pytorch.trainer.call", "_call_strategy_hook", "SWA", "names a batch's move to the device"),
     PrivateName(
         _DATA,
         "_parse_num_batches",

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback,
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -206,7 +207,12 @@ class Moves(PlainNet):
 def test_lightning_names_what_it_does_as_a_loop_moves_its_batch() -> None:
     module, seen, told = build(Moves), [], []
     assert hasattr(module, "_current_fx_name"), "a LightningModule has no `_current_fx_name` any more"
-    move = LambdaCallback(on_train_batch_end=lambda run, *_: run.strategy.batch_to_device(torch.zeros(1)))
+
+    def moves(run: Any, *_: Any) -> None:
+        _call_strategy_hook(run, "batch_to_device", torch.zeros(1))  # as a loop does
+        run.strategy.batch_to_device(torch.zeros(1))
+
+    move = LambdaCallback(on_train_batch_end=moves)
     run = trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1, callbacks=[move])
 
     def note(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +223,7 @@ def test_lightning_names_what_it_does_as_a_loop_moves_its_batch() -> None:
     undo = wrap_method(run.strategy, "batch_to_device", note)
     run.fit(module, loader(), loader())
     undo()
-    names = [*["batch_to_device", "training_step", "on_train_batch_end"] * 2, "batch_to_device"]
+    names = [*["batch_to_device", "training_step", "batch_to_device", "on_train_batch_end"] * 2, "batch_to_device"]
     assert seen == names, "_current_fx_name is not the name of the strategy's method or of the hook that is called"
     assert told == [name == "batch_to_device" for name in names]
 
