@@ -109,7 +109,8 @@ class GradCache:
             loss = self.module.contrast(*embeddings)
             self._check_attributes(loss, held)
             self.check_loss(loss, embeddings)
-        returned = loss if self._shards else loss.detach()
+        # A leaf, which DDP hands on as it is; it requires gradients, since others ask a loss whether it has some.
+        returned = loss if self._shards else loss.detach().requires_grad_()
         self._step = _CachedStep(chunks, random, state, embeddings, loss, returned)
         return returned
 

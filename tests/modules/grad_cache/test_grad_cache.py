@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -379,6 +380,22 @@ def test_batchnorm_cannot_train_on_one_sample() -> None:
 def test_it_comes_first() -> None:
     with pytest.raises(TypeError, match="GradCacheMixin must come first"):
         type("Wrong", (Towers, lt.GradCacheMixin), {})
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [lambda: lt.LayerFreezing(start=2, stop=2, parameters=["^a"]), lambda: lt.GradualUnfreeze([2], parameters=["^a"])],
+    ids=["LayerFreezing", "GradualUnfreeze"],
+)
+def test_beside_a_frozen_tower_the_gradient_is_that_of_the_whole_batch(freeze: Callable[[], Callback]) -> None:
+    batches = [pairs(seed=seed) for seed in range(4)]
+    (whole, plain), (found, module) = (
+        gradients(kind, batches, callbacks=[freeze()]) for kind in (Towers, cached(Towers, 5))
+    )
+    assert sorted(map(len, whole.gradients)) == [3, 3, 7, 7]
+    for ours, expected in zip(found.gradients, whole.gradients, strict=True):
+        assert_close(ours, expected)
+    assert_close(weights(module), weights(plain))
 
 
 def test_a_trial_fit_trains_on_whole_batches() -> None:
