@@ -36,10 +36,11 @@ from lightning_tricks.core.checks import check_choice, check_count, check_range,
 from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, engine_of, require_engine
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.trainer import extremes, launches_processes, saves_folder
+from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, launches_processes, saves_folder
 from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.weights.stages import StagedCallback
 
 __all__ = ["LoRA"]
 
@@ -288,7 +289,9 @@ class LoRA(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         record = self._running
-        trains = {name: record.is_trained(name) for name, _ in pl_module.named_parameters()}
+        staged = callbacks_of(trainer, StagedCallback)  # type: ignore[type-abstract]
+        stopped = {name for each in staged for name in each.state_dict()["frozen"]}
+        trains = {name: record.is_trained(name) and name not in stopped for name, _ in pl_module.named_parameters()}
         changed = [name for name, p in pl_module.named_parameters() if p.requires_grad != trains[name]]
         if changed:
             raise MisconfigurationException(
@@ -416,9 +419,11 @@ def _leave_frozen_out(module: nn.Module, state: dict[str, Any], prefix: str, met
 
 
 def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The frozen parameters under all of their names."""
+    """The parameters that never train, under all of their names; others may have stopped, as with ``LayerFreezing``."""
+    record: Record = vars(module)["lightning_tricks_lora"][1]
+    trained = {id(parameter) for name, parameter in module.named_parameters() if record.is_trained(name)}
     named = module.named_parameters(remove_duplicate=False)
-    return {name: parameter for name, parameter in named if not parameter.requires_grad}
+    return {name: parameter for name, parameter in named if id(parameter) not in trained}
 
 
 def _is_part(name: str, parameters: Collection[str]) -> bool:

@@ -150,6 +150,19 @@ def test_a_resume_is_exact_whatever_has_stopped(kind: type[Deep], epoch: int, tm
     assert [seen[0] for seen in watch.seen] == [(step < 4,) * 2 for step in range(3 * epoch + 3, 12)]
 
 
+@pytest.mark.parametrize("save", ["adapter", "all"])
+def test_adapters_that_have_stopped_are_saved_and_resumed_as_others(save: Any, tmp_path: Path) -> None:
+    def end(*others: Callback, ckpt_path: Path | None = None) -> dict[str, Tensor]:
+        adapters = lt.LoRA(r"layers\.[02]", r=2, train=r"layers\.4", save=save)
+        freezing = lt.LayerFreezing(start=2, stop=6, parameters=NUMBERS)  # the first layer stops at step 4
+        module = build(Deep)
+        fit(module, train=loader(24), callbacks=[adapters, freezing, *others], max_epochs=4, ckpt_path=ckpt_path)
+        return weights(module)
+
+    whole = end(Save(tmp_path, 1))
+    assert_equal(end(ckpt_path=tmp_path / "1.ckpt"), whole)
+
+
 def test_a_longer_resume_keeps_what_has_stopped_and_other_layers_are_refused(tmp_path: Path) -> None:
     settings = {"start": 0, "stop": 0.5, "parameters": NUMBERS}
     fit(build(Deep), train=loader(24), callbacks=[lt.LayerFreezing(**settings), Save(tmp_path, 1)], max_epochs=3)
