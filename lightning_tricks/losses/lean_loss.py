@@ -34,7 +34,8 @@ def lean_loss(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If there is no head, or if it is no plain nn.Linear (with adapters, shards or another's wrapper).
-        MisconfigurationException: In the forward pass, if the logits are changed before the loss (soft caps, scales).
+        MisconfigurationException: In the forward pass, if the logits are changed before the loss (soft caps, scales),
+            or if ZeRO-3 or FSDP2 has cut the head since.
 
     Example:
         >>> head = lean_loss(nn.Linear(16, 1000))
@@ -84,6 +85,8 @@ class Head:
     def __call__(self, forward: Callable[..., Any], input: Tensor) -> Tensor:  # as nn.Linear names it
         if not (self.head.training and torch.is_grad_enabled()):
             return forward(input)
+        if hasattr(self.head.weight, "ds_id"):
+            raise _cut("ZeRO-3")
         return Logits.of(self, input, self.head.weight, self.head.bias)
 
 
@@ -105,6 +108,13 @@ def _needed(what: str) -> MisconfigurationException:
         f" for {what}. For the loss of (B, T, C), flatten them, logits.flatten(0, 1); for a metric, take"
         " logits.detach(); with torch.compile, compile what is before the head; if the module or another trick changes"
         " logits or targets, leave LeanLoss out."
+    )
+
+
+def _cut(strategy: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"LeanLoss (lean_loss) needs the weights of the head in one piece until the loss is there, and {strategy} gives"
+        " them to the forward pass of the head alone: take DDP, ZeRO-2 or one device, or leave it out."
     )
 
 
@@ -143,6 +153,8 @@ class Logits(Tensor):
         logits = args[0] if args and isinstance(args[0], Logits) else None
         with torch._C.DisableTorchFunctionSubclass():
             name = _name(func)
+            if name == "_base":  # which FSDP2 asks of whatever leaves its modules
+                raise _cut("FSDP2")
             if name in _FACTS or name.startswith("new_"):
                 return func(*args, **kwargs)
             if logits is not None and (kept := _kept(logits, name, func, args[1:], kwargs)) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -17,7 +18,10 @@ import lightning_tricks as lt
 import lightning_tricks.losses.linear_cross_entropy as chunks
 from lightning_tricks.losses.lean_loss import Logits
 from lightning_tricks.losses.linear_cross_entropy import linear_cross_entropy
-from tests.nets import assert_close
+from tests.conformance.engines import cpu_deepspeed
+from tests.conformance.runs import ShardedNet
+from tests.nets import PlainNet, assert_close, build, fit, rank_loader
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -351,6 +355,25 @@ def test_logits_are_not_written() -> None:
     for write in (lambda: logits.mul_(2), lambda: logits.__setitem__(0, 0.0)):
         with torch.no_grad(), pytest.raises(MisconfigurationException, match=r"logits\.detach\(\)"):
             write()
+
+
+def sharded(strategy: str) -> str:
+    def make(module: Any) -> None:
+        ShardedNet.__init__(module)
+        lt.lean_loss(module.layers[-1])
+
+    shards = cpu_deepspeed() if strategy == "ZeRO-3" else ModelParallelStrategy(2, 1)
+    net = type("Net", (ShardedNet if strategy == "FSDP2" else PlainNet,), {"__init__": make})
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(build(net), train=rank_loader(), strategy=shards, devices=2, use_distributed_sampler=False)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["FSDP2", "ZeRO-3"])
+def test_a_head_that_was_cut_since_is_refused(strategy: str) -> None:
+    for told in run_ranks(sharded, strategy):
+        assert f"needs the weights of the head in one piece until the loss is there, and {strategy} gives" in told
 
 
 def test_heads_that_are_no_linear_layers_are_refused() -> None:
