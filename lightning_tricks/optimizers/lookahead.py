@@ -11,7 +11,7 @@ def lookahead(kind: Any, inside: Optimizer, **settings: Any) -> Optimizer:
     """Put Lookahead around an optimizer.
 
     timm's own has an empty ``state``, so that whoever reads it (snapshots, FSDP2's checkpoints, local SGD) would miss
-    the slow weights and all else.
+    the slow weights and all else, and its first step calls no hooks.
 
     Args:
         kind: ``timm.optim.Lookahead``.
@@ -19,4 +19,6 @@ def lookahead(kind: Any, inside: Optimizer, **settings: Any) -> Optimizer:
         settings: ``alpha``, the way of the slow weights to the fast ones, and ``k``, the steps between.
     """
     state = property(lambda self: self._base_optimizer.state, lambda self, _: None)
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "state": state})(inside, **settings)
+    made: Optimizer = type(kind.__name__, (kind,), {"__module__": kind.__module__, "state": state})(inside, **settings)
+    made.zero_grad()  # by which torch makes the class call hooks; else Lightning's first call is within the first step
+    return made

@@ -131,8 +131,8 @@ class CurveLR(LRScheduler):
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer calls step hooks; wrappers that do not call ``Optimizer.__init__`` have none."""
-    return hasattr(optimizer, "_optimizer_step_post_hooks")
+    """Whether an optimizer calls step hooks; wrappers that do not call ``Optimizer.__init__`` have none at first."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")
 
 
 def base_lr(group: dict[str, Any]) -> float | Tensor:

@@ -568,6 +568,15 @@ def test_compiled_steps_resume_exactly_too(tmp_path: Path) -> None:
         test_a_resumed_fit_is_exact_and_another_optimizer_is_refused("adamw4bit", tmp_path)
 
 
+def test_torch_calls_the_hooks_of_lookahead_from_the_first_step_on() -> None:
+    made, seen = lt.optimizer("lookahead_sgd", build(Three), 0.1), []
+    made.register_step_pre_hook(lambda *_: seen.append("before"))
+    made.register_step_post_hook(lambda *_: seen.append("after"))
+    for _ in range(2):
+        made.step()
+    assert seen == ["before", "after"] * 2
+
+
 # -- beside averages --------------------------------------------------------------------------------------------------
 
 

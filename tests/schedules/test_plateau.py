@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_the_warmup_counts_optimizer_steps_under_accumulation():
         module = Scripted(patience=0, factor=0.5, warmup=warmup, script=[1.0] * 10)
         taken = fit(module, accumulate_grad_batches=2)  # two steps an epoch, the warm-up ends in the third
         assert taken == [0.2, 0.4, 0.6, 0.8, *[1.0] * 4, *(0.5**n for n in range(1, 7) for _ in range(2))]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As timm's Lookahead, it takes hooks, and calls none in its first step."""
+
+    def __init__(self, inside):
+        self.param_groups, self.defaults = inside.param_groups, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure=None):
+        pass
+
+
+def test_a_warmup_needs_an_optimizer_that_calls_its_hooks_in_every_step():
+    with pytest.raises(ValueError, match=r"does not call Optimizer\.__init__ and has no step hooks to follow, got 3"):
+        reduce_on_plateau(Wrapper(optimizer()), warmup=3)
+    assert scheduler_of(reduce_on_plateau(Wrapper(optimizer()))).warmup == 0
 
 
 def test_a_warmup_of_a_fraction_of_a_step_reaches_the_base():
