@@ -22,6 +22,8 @@ from tests.reference.loop import Naive, naive_fit
 class NaiveQAT(Naive):
     """Trains a copy whose linear layers torchao has rounded, and hands its gradients on."""
 
+    depth = 2
+
     def __init__(self, precision: str = "int8", first: int = 0) -> None:
         self.precision, self.first = precision, first
 
@@ -29,12 +31,12 @@ class NaiveQAT(Naive):
         from torchao.quantization import IntxWeightOnlyConfig, quantize_
 
         rounded = copy.deepcopy(module)
-        for layer in rounded.layers[self.first :]:
+        for layer in rounded.layers[self.first :].modules():
             if isinstance(layer, nn.Linear):
                 quantize_(layer, IntxWeightOnlyConfig(getattr(torch, self.precision)))
                 layer.weight = nn.Parameter(layer.weight.dequantize())
         rounded.zero_grad()
-        (self.loss(rounded, batch, number) * share).backward()
+        super().descend(rounded, batch, number, share)
         for own, other in zip(module.parameters(), rounded.parameters(), strict=True):
             own.grad = other.grad if own.grad is None else own.grad + other.grad
         for own, other in zip(module.buffers(), rounded.buffers(), strict=True):

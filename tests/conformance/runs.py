@@ -20,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.conformance.preset_runs import of_deepspeed
 from tests.conformance.trick import LAST_GOOD, Trick, spoil_first_batch
 from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, weights
+from tests.reference.loop import naive_fit
+from tests.reference.tricks import Seen, spoil
 
 
 def run(trick: Trick, state: str = "on", base: type[Net] = NormNet, **settings: Any) -> dict[str, torch.Tensor]:
@@ -28,9 +30,21 @@ def run(trick: Trick, state: str = "on", base: type[Net] = NormNet, **settings: 
     return weights(fitted(trick.module(base, state), callbacks=callbacks, **settings))
 
 
+def beside_the_plain_loop(
+    trick: Trick, batches: Any, loop: dict[str, Any], **settings: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """The end weights of a fit with the trick and of its naive form in a plain loop, and the steps left out there."""
+    seen, reference = Seen(), build(trick.plain(NormNet))
+    ended = run(trick, train=batches, callbacks=[seen, *settings.pop("callbacks", [])], **settings)
+    given = [reference.on_after_batch_transfer(batch, 0) for batch in batches]
+    form = trick.form([spoil(batch) for batch in given] if trick.spoiled else given, seen)
+    left_out = naive_fit(reference, form, given, **loop)
+    return ended, weights(reference), left_out
+
+
 def fitted(kind: type[Net], **settings: Any) -> Any:
     """A module after a fit; of one that is stopped by a bad batch, after a fit that goes on from what was left."""
-    if kind.on_after_batch_transfer is not spoil_first_batch:
+    if kind.on_before_batch_transfer is not spoil_first_batch:
         module = build(kind)
         fit(module, **settings)
         return module
@@ -111,12 +125,12 @@ REFUSED_BY = {  # what the error says of a regime
 
 
 class Steps(Callback):
-    """Counts the optimizer steps that were made."""
+    """Counts the optimizer steps that were made before an error."""
 
     made = 0
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.made += 1
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        self.made = trainer.global_step
 
 
 def refusal(trick: Trick, base: type[Net] = NormNet, **settings: Any) -> str:

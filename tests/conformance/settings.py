@@ -15,9 +15,10 @@ import lightning_tricks as lt
 from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import NaiveBalance
 from tests.callbacks.test_qat import NaiveQAT
-from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, terminator
+from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, stepped, terminator
 from tests.modules.grad_cache.naive import NaiveChunks
 from tests.reference import tricks as naive
+from tests.reference.lora import LowRank
 
 
 class LeanLoss(lt.LeanLoss):  # type: ignore[misc]
@@ -30,11 +31,24 @@ class LeanLoss(lt.LeanLoss):  # type: ignore[misc]
 
 def schedule_free(optimizer: Any, module: Any) -> Any:
     """Not a schedule, but in its place: another optimizer of the same weights."""
-    held = {weight for group in optimizer.param_groups for weight in group["params"]}
-    names = [f"^{re.escape(name)}$" for name, weight in module.named_parameters() if weight in held]
-    return lt.optimizer("schedulefree_sgd", module, 0.05, parameters=names)
+    return lt.optimizer("schedulefree_sgd", module, 0.05, parameters=held(optimizer, module))
 
 
+def held(optimizer: Any, module: Any) -> list[str]:
+    """Patterns of the weights that an optimizer has."""
+    weights = {weight for group in optimizer.param_groups for weight in group["params"]}
+    return [f"^{re.escape(name)}$" for name, weight in module.named_parameters() if weight in weights]
+
+
+def lookahead(optimizer: Any, module: Any) -> Any:
+    return lt.optimizer("lookahead_sgd", module, 0.1, parameters=held(optimizer, module), k=2, **SGD)
+
+
+def sgd(optimizer: Any, module: Any) -> Any:
+    return lt.optimizer("sgd", module, 0.1, parameters=held(optimizer, module), **SGD)
+
+
+SGD = {"momentum": 0.9, "weight_decay": 1e-3, "no_decay": False}  # of the tests' networks
 PICTURES = str(Path(tempfile.gettempdir()) / "lightning_tricks_pictures")
 
 SETTINGS: dict[str, Trick] = {
@@ -69,6 +83,18 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.ImagesNet"},
         },
     ),
+    'CutMix(target="mask")': Trick(  # found by its size
+        naive=lambda batches, seen: naive.CutMasks(seen),
+        callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
+        images=True,
+        masks=True,
+        by_batches=True,
+        yaml={
+            "trainer": {"callbacks": ["CutMix"]},
+            "model": {"class_path": "tests.conformance.yaml_nets.MasksNet"},
+        },
+        twin="CutMix",
+    ),
     "BatchTransform": Trick(
         naive=lambda batches, seen: naive.Transformed(seen),
         callbacks={
@@ -92,6 +118,33 @@ SETTINGS: dict[str, Trick] = {
         },
         twin="CutMix",
     ),
+    "BatchTransform(ColOut())": Trick(
+        naive=lambda batches, seen: naive.Dropped(seen),
+        callbacks={
+            "on": lambda: [lt.BatchTransform(lt.ColOut(0.5, 0.5))],
+            "off": lambda: [lt.BatchTransform(lt.ColOut(0.0, 0.0))],
+        },
+        images=True,
+        grows=True,
+        by_batches=True,
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "BatchTransform",
+                        "init_args": {
+                            "transform": {
+                                "class_path": "lightning_tricks.ColOut",
+                                "init_args": {"rows": 0.5, "columns": 0.5},
+                            }
+                        },
+                    }
+                ]
+            },
+            "model": {"class_path": "tests.conformance.yaml_nets.GrowingImagesNet"},
+        },
+        twin="CutMix",
+    ),
     "DataWait": neutral(lambda: lt.DataWait(warn=1.0), {"class_path": "DataWait", "init_args": {"warn": 1.0}}),
     "Doctor": neutral(lt.Doctor, "Doctor"),
     "EMA": Trick(
@@ -99,9 +152,9 @@ SETTINGS: dict[str, Trick] = {
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
     ),
-    "Float8": Trick(  # without it where it is off; its scales are those of each batch
+    "Float8": Trick(  # its scales are those of each batch
         naive=lambda batches, seen: NaiveFloat8(),
-        callbacks={"on": lambda: [lt.Float8(emulate=True)], "off": list},
+        callbacks={"on": lambda: [lt.Float8(emulate=True)]},
         wide=True,
         by_batches=True,
         yaml={
@@ -179,9 +232,9 @@ SETTINGS: dict[str, Trick] = {
         },
         refused=("DeepSpeed",),
     ),
-    "LoRA": Trick(  # without it where it is off
-        naive=lambda batches, seen: naive.LowRank(),
-        callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]")], "off": list},
+    "LoRA": Trick(
+        naive=lambda batches, seen: LowRank(),
+        callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]")]},
         yaml={
             "trainer": {
                 "callbacks": [
@@ -193,6 +246,26 @@ SETTINGS: dict[str, Trick] = {
             }
         },
     ),
+    'LoRA(variant="dora")': Trick(
+        naive=lambda batches, seen: LowRank(dora=True),
+        callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]", variant="dora")]},
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "LoRA",
+                        "init_args": {
+                            "modules": r"layers\.0",
+                            "r": 2,
+                            "train": r"layers\.[1-9]",
+                            "variant": "dora",
+                        },
+                    }
+                ]
+            }
+        },
+        twin="LoRA",
+    ),
     "LRSchedule": Trick(
         naive=scheduled("LRSchedule"),
         callbacks={
@@ -202,8 +275,36 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "LRSchedule", "init_args": {"curve": "cosine", "warmup": 2}}]}},
         refused=("DeepSpeed", "manual"),
     ),
+    "LRSchedule(replace=True)": Trick(
+        naive=scheduled("LRSchedule"),
+        callbacks={
+            "on": lambda: [lt.LRSchedule("cosine", warmup=2, replace=True)],
+            "off": lambda: [lt.LRSchedule("cosine", floor=1.0, replace=True)],
+        },
+        schedule={"on": stepped, "off": stepped},
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "LRSchedule",
+                        "init_args": {"curve": "cosine", "warmup": 2, "replace": True},
+                    }
+                ]
+            },
+            "model": {"class_path": "tests.conformance.yaml_nets.SteppedNet"},
+        },
+        refused=("DeepSpeed", "manual"),
+        twin="LRSchedule",
+    ),
     "LeanLoss": neutral(
         LeanLoss, {"class_path": "lightning_tricks.LeanLoss", "init_args": {"module": "layers.3"}}, "FSDP2", "DeepSpeed"
+    ),
+    "lean_loss": Trick(
+        lean=True,
+        neutral=True,
+        yaml={"model": {"class_path": "tests.conformance.yaml_nets.LeanNet"}},
+        refused=("FSDP2", "DeepSpeed"),
+        twin="LeanLoss",
     ),
     "MoEBalance": Trick(
         naive=lambda batches, seen: NaiveBalance(0.05),
@@ -233,7 +334,7 @@ SETTINGS: dict[str, Trick] = {
         naive=lambda batches, seen: naive.GrowingImages(),
         callbacks={
             "on": lambda: [lt.ProgressiveResizing(0.5, stop=4, multiple_of=1)],
-            "off": lambda: [lt.ProgressiveResizing(1.0)],
+            "off": lambda: [lt.ProgressiveResizing(0.999, multiple_of=1)],  # which rounds to full sizes
         },
         images=True,
         grows=True,
@@ -270,17 +371,26 @@ SETTINGS: dict[str, Trick] = {
     ),
     "SAMMixin": Trick(
         naive=lambda batches, seen: naive.SAM(),
-        sam={"on": 0.1, "off": 0.0},
+        sam={"on": lt.SAM(0.1), "off": lt.SAM(0.0)},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.SharpNet", "init_args": {"sam": {"rho": 0.1}}}},
         refused=("DeepSpeed",),
     ),
-    "ScheduleFree": Trick(  # without the callback and its optimizer where it is off
-        naive=lambda batches, seen: naive.ScheduleFree(batches),
-        callbacks={"on": lambda: [lt.ScheduleFree()], "off": list},
-        schedule={
-            "on": schedule_free,
-            "off": lambda optimizer, module: optimizer,
+    "SAMMixin(adaptive=True)": Trick(
+        naive=lambda batches, seen: naive.SAM(eta=0.01),
+        sam={"on": lt.SAM(0.1, adaptive=True), "off": lt.SAM(0.0, adaptive=True)},
+        yaml={
+            "model": {
+                "class_path": "tests.conformance.yaml_nets.SharpNet",
+                "init_args": {"sam": {"rho": 0.1, "adaptive": True}},
+            }
         },
+        refused=("DeepSpeed",),
+        twin="SAMMixin",
+    ),
+    "ScheduleFree": Trick(
+        naive=lambda batches, seen: naive.ScheduleFree(batches),
+        callbacks={"on": lambda: [lt.ScheduleFree()]},
+        schedule={"on": schedule_free},
         yaml={
             "trainer": {"callbacks": ["ScheduleFree"]},
             "model": {"class_path": "tests.conformance.yaml_nets.FreeNet"},
@@ -291,7 +401,7 @@ SETTINGS: dict[str, Trick] = {
         naive=lambda batches, seen: naive.GrowingSequences(),
         callbacks={
             "on": lambda: [lt.SequenceLengthWarmup(0.5, stop=4, multiple_of=1, inputs=0)],
-            "off": lambda: [lt.SequenceLengthWarmup(1.0)],
+            "off": lambda: [lt.SequenceLengthWarmup(0.999, multiple_of=1, inputs=0)],  # the same
         },
         grows=True,
         yaml={
@@ -343,6 +453,11 @@ SETTINGS: dict[str, Trick] = {
     "linear": schedule(lt.linear),
     "one_cycle": schedule(lt.one_cycle, initial=1.0),
     "polynomial": schedule(lt.polynomial),
+    'optimizer("lookahead_sgd")': Trick(  # and plain SGD where it is off
+        naive=lambda batches, seen: naive.Lookahead(),
+        schedule={"on": lookahead, "off": sgd},
+        refused=("DeepSpeed",),
+    ),
     "reduce_on_plateau": Trick(
         naive=lambda batches, seen: naive.WarmUp(),  # no second epoch ends before the last step
         schedule={
@@ -368,7 +483,7 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow) if trick.twin else name for 
 
 def quick(*names: str) -> list[Any]:
     """All tricks, of which these stand for the others in ``make test``."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+    return [pytest.param(name, marks=[] if name in names else [pytest.mark.slow]) for name in SETTINGS]
 
 
 def every_third(first: int) -> list[Any]:

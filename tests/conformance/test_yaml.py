@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from tests.conformance.runs import last_good, run
 from tests.conformance.settings import SETTINGS, every_third
+from tests.conformance.trick import public_name
 from tests.nets import assert_equal, loader, quiet, weights
 from tests.public import PUBLIC
 
@@ -23,9 +24,10 @@ def test_a_configuration_file_gives_the_same(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, cell: Callable[..., None]
 ) -> None:
     if SETTINGS[name].yaml is None:
-        assert callable(PUBLIC[name])
+        assert callable(PUBLIC[public_name(name)])
         assert SETTINGS[name].schedule
-        cell(name, "yaml", "none", "a function, to be called in configure_optimizers; YAML has the callback LRSchedule")
+        instead = "names optimizers by class" if public_name(name) == "optimizer" else "has the callback LRSchedule"
+        cell(name, "yaml", "none", f"a function, to be called in configure_optimizers; YAML {instead}")
         return
     if SETTINGS[name].stops:
         with pytest.raises(FloatingPointError) as caught:

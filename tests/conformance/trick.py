@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -16,21 +17,24 @@ import lightning_tricks as lt
 from tests.callbacks.test_moe_balance import with_experts
 from tests.nets import Net
 from tests.reference import tricks as naive_forms
-from tests.reference.loop import Naive
+from tests.reference.loop import Both, Naive
 from tests.reference.tricks import spoil
 
 LAST_GOOD = "last_good.ckpt"
+NEEDS = ("images", "masks", "grows", "convolutions", "experts", "wide")  # of a network
 
 
 @dataclass(frozen=True)
 class Trick:
-    """A trick that does something (``on``) and the same trick where it must change nothing (``off``).
+    """A trick that does something (``on``) and the same trick where it must change nothing (``off``), if it can.
 
     Args:
         callbacks: Callbacks of the trick, made by a function of "on" or "off".
-        sam: Radius of SAM, by the same key.
+        sam: SAM, by the same key.
         schedule: Factory for ``configure_optimizers``, by the same key.
+        lean: Whether the head hands on its inputs instead of its logits.
         images: Whether it needs images.
+        masks: Whether the targets of these are masks.
         grows: Whether inputs are smaller at first: the network fills what is missing.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         convolutions: Whether it needs convolutions.
@@ -49,9 +53,11 @@ class Trick:
     """
 
     callbacks: dict[str, Callable[[], list[Callback]]] | None = None
-    sam: dict[str, float] | None = None
+    sam: dict[str, lt.SAM] | None = None
     schedule: dict[str, Callable[..., Any]] | None = None
+    lean: bool = False
     images: bool = False
+    masks: bool = False
     grows: bool = False
     by_batches: bool = False
     convolutions: bool = False
@@ -68,43 +74,98 @@ class Trick:
 
     def plain(self, base: type[Net]) -> type[Net]:
         """``base`` with what the trick needs to be there."""
-        if self.convolutions:
-            return type(base)("Net", (base,), {"__init__": lambda module: convolve(base, module)})
-        if self.experts:
-            return type(base)("Net", (base,), {"__init__": lambda module: with_experts(base, module)})
-        if self.wide:
-            return type(base)("Net", (base,), {"__init__": lambda module: widen(base, module)})
-        forward = filled if self.grows else lambda x: x.flatten(1)
+        for needed, make in ((self.convolutions, convolve), (self.experts, with_experts), (self.wide, widen)):
+            base = made(base, make) if needed else base
+        if self.images or self.grows:
+            base = seeing(base, filled if self.grows else lambda x: x.flatten(1))
         if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
-            body = {
-                "on_after_batch_transfer": lambda module, batch, _: (batch[0].unflatten(1, (2, 4)), batch[1]),
-                "forward": lambda module, x: base.forward(module, forward(x)),
-            }
-            return type(base)("Net", (base,), body)
-        if self.grows:
-            return type(base)("Net", (base,), {"forward": lambda module, x: base.forward(module, filled(x))})
-        return base
+            base = type(base)("Net", (base,), {"on_after_batch_transfer": as_images})
+        return masking(base) if self.masks else base
 
     def module(self, base: type[Net], state: str) -> type[Net]:
         """The same with the trick's mixin or schedule."""
         plain, body = self.plain(base), self.spoils() if state == "on" else {}
+        plain = made(plain, lean) if self.lean else plain
+        mixins: list[type] = []
         if self.sam is not None:
-            body["sam"] = lt.SAM(self.sam[state])
-        if self.schedule is not None:
+            mixins, body["sam"] = [lt.SAMMixin], self.sam[state]
+        if self.schedule is not None and state in self.schedule:
             factory = self.schedule[state]
             body["configure_optimizers"] = lambda module: factory(base.configure_optimizers(module), module)
-        mixins: list[type] = [lt.SAMMixin] if self.sam is not None else []
         if self.chunk is not None:
-            mixins, body = [lt.GradCacheMixin], {**body, **in_chunks(self.chunk[state])}
+            mixins, body = [*mixins, lt.GradCacheMixin], {**body, **in_chunks(self.chunk[state])}
         return type(base)("Net", (*mixins, plain), body)
 
     def spoils(self) -> dict[str, Any]:
         """What a module has beside that where the trick is on."""
         hook = spoil_last_epoch if self.spoiled else spoil_first_batch if self.stops else None
-        return {"on_after_batch_transfer": hook} if hook else {}
+        return {"on_before_batch_transfer": hook} if hook else {}
 
     def make_callbacks(self, state: str) -> list[Callback]:
-        return self.callbacks[state]() if self.callbacks else []
+        return self.callbacks[state]() if self.callbacks and state in self.callbacks else []
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether there are settings with which it changes nothing."""
+        return all("off" in states for states in (self.callbacks, self.sam, self.schedule, self.chunk) if states)
+
+    def form(self, batches: Any, seen: Any) -> Naive:
+        """Its naive form for the plain loop."""
+        return Naive() if self.naive is None else self.naive(batches, seen)
+
+    def bare(self) -> Trick:
+        """The same network without the trick."""
+        return Trick(**{need: getattr(self, need) for need in NEEDS})
+
+
+def public_name(row: str) -> str:
+    """The public name that a row of the matrix is about."""
+    return row.split("(")[0]
+
+
+def together(one: Trick, other: Trick) -> Trick:
+    """Both tricks in a fit, where they are on; the optimizer of ``one`` has the schedule of ``other``."""
+
+    def scheduled(optimizer: Any, module: Any) -> Any:
+        for trick in (one, other):
+            optimizer = trick.schedule["on"](optimizer, module) if trick.schedule else optimizer
+        return optimizer
+
+    either = ("sam", "lean", "chunk", "spoiled", "stops", *NEEDS)
+    return Trick(
+        callbacks={"on": lambda: [*one.make_callbacks("on"), *other.make_callbacks("on")]},
+        schedule={"on": scheduled} if one.schedule or other.schedule else None,
+        naive=lambda batches, seen: Both(one.form(batches, seen), other.form(batches, seen)),
+        **{field: getattr(one, field) or getattr(other, field) for field in either},
+    )
+
+
+def seeing(base: type[Net], shown: Callable[[Tensor], Tensor]) -> type[Net]:
+    """``base`` with a function of its inputs before it."""
+    return type(base)("Net", (base,), {"forward": lambda module, x: base.forward(module, shown(x))})
+
+
+def as_images(module: Any, batch: Any, _: int) -> Any:
+    return batch[0].unflatten(1, (2, 4)), batch[1]
+
+
+def masking(base: type[Net]) -> type[Net]:
+    """``base`` for images whose target is a mask: logits are multiplied with the pixels."""
+    body = {
+        "on_after_batch_transfer": as_masks,
+        "forward": lambda module, x: base.forward(module, x)[..., None, None] * x[:, None],
+    }
+    return type(base)("Net", (base,), body)
+
+
+def as_masks(module: Any, batch: Any, _: int) -> Any:
+    images, labels = as_images(module, batch, _)
+    return images, ((images > 0) ^ (labels[:, None, None] > 0)).long()
+
+
+def made(base: type[Net], make: Callable[[type[Net], Any], None]) -> type[Net]:
+    """``base`` whose layers are made by a function of it and the module."""
+    return type(base)("Net", (base,), {"__init__": lambda module: make(base, module)})
 
 
 def in_chunks(chunk: int) -> dict[str, Any]:
@@ -125,6 +186,11 @@ def schedule(factory: Callable[..., Any], **off: float) -> Trick:
 
 def scheduled(name: str) -> Callable[[Any, Any], Naive]:
     return lambda batches, seen: naive_forms.Scheduled(naive_forms.CURVES[name])
+
+
+def stepped(optimizer: Any, module: Any = None) -> Any:
+    """The schedule that a module ships."""
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
 
 def spoil_last_epoch(module: Any, batch: Any, _: int) -> Any:
@@ -151,6 +217,12 @@ def convolve(base: type[Net], module: Net) -> None:
     norms = [nn.BatchNorm2d(8)] if any(isinstance(layer, nn.BatchNorm1d) for layer in module.layers) else []
     first = [nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 3, padding=1)]
     module.layers = nn.Sequential(*first, *norms, nn.Tanh(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def lean(base: type[Net], module: Net) -> None:
+    """Compute the loss without logits."""
+    base.__init__(module)
+    lt.lean_loss(module.layers[-1])
 
 
 def widen(base: type[Net], module: Net) -> None:

@@ -8,7 +8,17 @@ from torch import Tensor
 
 import lightning_tricks as lt
 from tests.callbacks.test_moe_balance import with_experts
-from tests.conformance.trick import convolve, filled, in_chunks, spoil_first_batch, spoil_last_epoch, widen
+from tests.conformance.trick import (
+    as_masks,
+    convolve,
+    filled,
+    in_chunks,
+    lean,
+    spoil_first_batch,
+    spoil_last_epoch,
+    stepped,
+    widen,
+)
 from tests.nets import NormNet
 
 
@@ -47,6 +57,15 @@ class ImagesNet(NormNet):
         return super().forward(x.flatten(1))
 
 
+class MasksNet(ImagesNet):
+    """Has a mask of each image as target."""
+
+    on_after_batch_transfer = as_masks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[..., None, None] * x[:, None]
+
+
 class GrowingNet(NormNet):
     """Gets sequences that grow."""
 
@@ -68,6 +87,20 @@ class FreeNet(NormNet):
         return lt.optimizer("schedulefree_sgd", self, 0.05)
 
 
+class SteppedNet(NormNet):
+    """Has a schedule of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return stepped(super().configure_optimizers(), self)
+
+
+class LeanNet(NormNet):
+    """Computes its loss without logits."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        lean(NormNet, self)
+
+
 class ConvNet(NormNet):
     """Has convolutions."""
 
@@ -85,10 +118,10 @@ class WideNet(NormNet):
 class SpoiledNet(NormNet):
     """Meets a sample that is not finite."""
 
-    on_after_batch_transfer = spoil_last_epoch
+    on_before_batch_transfer = spoil_last_epoch
 
 
 class StoppedNet(NormNet):
     """Meets one until it goes on from what was left."""
 
-    on_after_batch_transfer = spoil_first_batch
+    on_before_batch_transfer = spoil_first_batch
