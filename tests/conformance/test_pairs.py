@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -15,10 +16,112 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lightning_tricks as lt
+from tests.conformance.runs import Steps, beside_the_plain_loop, run
 from tests.conformance.settings import SETTINGS
 from tests.conformance.test_resume import Resumable
-from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, data, fit, rank_loader, weights
+from tests.conformance.trick import public_name, together
+from tests.core.test_conflicts import DECLARED, conflicts
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
+
+Pair = tuple[str, str]
+
+# -- two of all tricks ------------------------------------------------------------------------------------------------
+
+# Not here: what compiles or draws for seconds, needs another network or ends the fit; curves and settings with a twin.
+WITHOUT = ("Compile", "InspectTraining", "ChannelsLast", "TerminateOnNonFinite")
+TWINS = [name for name, trick in SETTINGS.items() if trick.twin == "cosine" or (trick.twin and "(" in name)]
+NAMES = [name for name in SETTINGS if name not in (*WITHOUT, *TWINS)]
+OPTIMIZERS = ("ScheduleFree", 'optimizer("lookahead_sgd")')
+CURVES = [name for name in NAMES if SETTINGS[name].schedule and name not in OPTIMIZERS]
+
+
+def pairs() -> list[Pair]:
+    """All but two optimizers or two curves; an optimizer comes before its curve."""
+    every = [sorted(pair, key=lambda name: name not in OPTIMIZERS) for pair in combinations(NAMES, 2)]
+    return [(one, other) for one, other in every if other not in OPTIMIZERS and not {one, other} <= {*CURVES}]
+
+
+QUICK = (
+    *("AdaptiveClip+GradCacheMixin", "EMA+GradCacheMixin", "EMA+MoEBalance", "EMA+SequenceLengthWarmup", "Mixup+QAT"),
+    *("QAT+SAMMixin", "SAMMixin+SequenceLengthWarmup", "ScheduleFree+Mixup", "ScheduleFree+SAMMixin"),
+    *("CutMix+HardExampleFilter", "EMA+SkipNonFinite", "LRSchedule+SWA", "SWA+SkipNonFinite"),
+)
+NO_LOGITS, NO_SCHEDULE = "computes F.cross_entropy(logits (N, C), target) without the logits", "takes no schedule"
+REFUSED = {  # what is no conflict of two classes, and by which error it is refused
+    "CutMix+LeanLoss": NO_LOGITS,
+    "GradCacheMixin+LeanLoss": NO_LOGITS,
+    'HardExampleFilter(mode="loss")+LeanLoss': NO_LOGITS,
+    "HiddenMixup+LeanLoss": NO_LOGITS,
+    "LeanLoss+Mixup": NO_LOGITS,
+    "LeanLoss+Mixup(per_sample=True)": NO_LOGITS,
+    "GradCacheMixin+StepInBackward": "Net.backward may call backward more than once",
+    "LeanLoss+QAT": "layers.3.forward is another one already",
+    "ScheduleFree+cosine": NO_SCHEDULE,
+    "ScheduleFree+swa_tail": NO_SCHEDULE,
+}
+REFUSED |= {
+    **{pair.replace("LeanLoss", "lean_loss"): told for pair, told in REFUSED.items() if "LeanLoss" in pair},
+    "LeanLoss+lean_loss": "the head is a Linear, whose forward pass is another one",
+    'optimizer("lookahead_sgd")+StepInBackward': "tries an optimizer on small weights, which Lookahead does not allow",
+}
+UNSEEN = (  # what BatchTransform drew cannot be told from what the other one did, nor one Mixup's from the other's
+    *("CutMix+BatchTransform", "BatchTransform+Mixup", "BatchTransform+Mixup(per_sample=True)"),
+    *("BatchTransform+HardExampleFilter", "Mixup+Mixup(per_sample=True)"),
+)
+# The largest weight of a row lies between two levels: after some steps the last bit decides to which it is rounded.
+ROUNDED = ("HiddenMixup+QAT", "QAT+SAMCallback", "QAT+SAMMixin", "ScheduleFree+QAT")
+ORDERED = ("AdaptiveClip+AutoClip", "RewindOnSpike+SkipNonFinite")  # docs/conflicts.md says so
+
+
+def rules(pair: Pair) -> list[str]:
+    """What an error may say of two tricks."""
+    names = [{public_name(name), *(["schedule from configure_optimizers"] * (name in CURVES))} for name in pair]
+    both = [
+        conflict.rule
+        for conflict, owners in DECLARED.items()
+        for mine, other in (names, names[::-1])
+        if mine & {*owners} and other & {*conflicts.others(conflict)}
+    ]
+    return [*both, *([REFUSED["+".join(pair)]] if "+".join(pair) in REFUSED else [])]
+
+
+@pytest.mark.filterwarnings("ignore:Doctor, frozen-parameters")  # of which adapters have some
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=[pytest.mark.slow] * ("+".join(pair) not in QUICK)) for pair in pairs()],
+    ids="+".join,
+)
+def test_two_tricks_train_what_a_plain_loop_with_both_trains(pair: Pair, tmp_path: Any) -> None:
+    name, both, steps = "+".join(pair), together(*(SETTINGS[each] for each in pair)), Steps()
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False)
+    settings, told = {"callbacks": [save, steps], "enable_checkpointing": True}, ""
+    try:
+        if name in (*UNSEEN, *ROUNDED):
+            ended = run(both, train=Resumable(data(44)), **settings)
+        else:
+            ended, expected, _ = beside_the_plain_loop(both, Resumable(data(44)), {}, **settings)
+            assert_close(ended, expected)
+    except (MisconfigurationException, ValueError) as error:
+        told = str(error)
+    if told:
+        assert steps.made == 0, "refused too late"
+        assert any(rule in told for rule in rules(pair)), told
+        return
+    assert name not in REFUSED
+    if name in ROUNDED:
+        assert_close(*beside_the_plain_loop(both, loader(24), {"epochs": 1}, max_epochs=1)[:2])
+    assert_equal(run(both, train=Resumable(data(44)), ckpt_path=tmp_path / "step=3.ckpt"), ended)
+    if name not in ORDERED:
+        turned = replace(both, callbacks={"on": lambda: both.make_callbacks("on")[::-1]})
+        assert_equal(run(turned, train=Resumable(data(44))), ended)
+
+
+def test_what_is_said_of_pairs_is_said_of_some() -> None:
+    assert {*QUICK, *REFUSED, *UNSEEN, *ROUNDED, *ORDERED} <= {"+".join(pair) for pair in pairs()}
+
+
+# -- two averages, and several tricks ---------------------------------------------------------------------------------
 
 HIDDEN = {"validate": "raw", "at_end": "raw"}  # of two averages one is shown
 CALLBACKS: dict[str, Any] = {
@@ -30,8 +133,7 @@ CALLBACKS: dict[str, Any] = {
     "LRSchedule": lambda: lt.LRSchedule("cosine", warmup=2),
     "SkipNonFinite": lt.SkipNonFinite,
 }
-NAMES = [*CALLBACKS, "SAM"]
-PAIRS = [pair for pair in combinations(NAMES, 2) if pair != ("EMA", "SWA")]
+ALL = [*CALLBACKS, "SAM"]
 EPOCHS, MIDDLE = 3, 9
 
 
@@ -54,21 +156,17 @@ def module_of(*names: str, base: type[NormNet] | type[PlainNet] = NormNet) -> An
     return build(type(net)("Sharp", (lt.SAMMixin, net), {}) if "SAM" in names else net)
 
 
-def end(*names: str, bad: tuple[str, ...] = (), also: tuple[Callback, ...] = (), **settings: Any) -> dict[str, Tensor]:
+def end(*names: str, also: tuple[Callback, ...] = (), **settings: Any) -> dict[str, Tensor]:
     """The end weights of a fit with these tricks."""
     module = module_of(*names)
     callbacks = [*callbacks_of(*names), *also]
-    fit(module, train=Resumable(samples(*names, *bad)), callbacks=callbacks, max_epochs=EPOCHS, **settings)
+    fit(module, train=Resumable(samples(*names)), callbacks=callbacks, max_epochs=EPOCHS, **settings)
     return weights(module)
 
 
 @cache
-def alone(name: str, bad: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    return end(name, bad=bad)
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return all(torch.equal(a[key], b[key]) for key in a)
+def alone(name: str) -> dict[str, Tensor]:
+    return end(name)
 
 
 def resumed(folder: Any, *names: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -76,21 +174,6 @@ def resumed(folder: Any, *names: str) -> tuple[dict[str, Tensor], dict[str, Tens
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=MIDDLE, save_top_k=-1, enable_version_counter=False)
     whole = end(*names, also=(save,), enable_checkpointing=True)
     return whole, end(*names, ckpt_path=folder / f"step={MIDDLE}.ckpt")
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [pytest.param(pair, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, pair in enumerate(PAIRS)],
-    ids="+".join,
-)
-def test_a_pair_works_in_any_order_and_resumes(pair: tuple[str, str], tmp_path: Any) -> None:
-    both, again = resumed(tmp_path, *pair)
-    assert_equal(again, both)
-    assert_equal(end(*pair[::-1]), both)
-    assert all(value.isfinite().all() for value in both.values())
-    bad = ("SkipNonFinite",) if "SkipNonFinite" in pair else ()
-    for name in pair:
-        assert not same(both, alone(name, bad)), f"the other trick of {pair} did nothing beside {name}"
 
 
 @pytest.mark.parametrize("order", [("EMA", "SWA"), ("SWA", "EMA")], ids="+".join)
@@ -112,11 +195,11 @@ def test_two_averages_are_not_shown_together() -> None:
 
 
 def shuffled(seed: int) -> list[str]:
-    return random.Random(seed).sample(NAMES, len(NAMES))
+    return random.Random(seed).sample(ALL, len(ALL))
 
 
 def test_all_together_in_any_order_and_resumed(tmp_path: Any) -> None:
-    whole, again = resumed(tmp_path, *NAMES)
+    whole, again = resumed(tmp_path, *ALL)
     assert_equal(again, whole)
     for seed in range(3):
         assert_equal(end(*shuffled(seed)), whole)
@@ -135,7 +218,7 @@ def test_all_together_on_two_ranks_equal_one_process() -> None:
     assert all((first[key] == second[key]).all() for key in first)
     (other, _) = run_ranks(all_in, shuffled(1))
     assert all((first[key] == other[key]).all() for key in first)
-    module = module_of(*NAMES, base=PlainNet)
+    module = module_of(*ALL, base=PlainNet)
     batches = Resumable(data(48))
-    fit(module, train=batches, callbacks=callbacks_of(*NAMES), accumulate_grad_batches=2)
+    fit(module, train=batches, callbacks=callbacks_of(*ALL), accumulate_grad_batches=2)
     assert_close({key: torch.from_numpy(value) for key, value in first.items()}, weights(module), 1e-5)
