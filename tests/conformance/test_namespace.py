@@ -1,4 +1,4 @@
-"""With a ``pytorch_lightning.Trainer`` a trick does something, unless it is to be neutral; presets train the same."""
+"""With a ``pytorch_lightning.Trainer`` a trick trains what the plain loop trains; presets train the same."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from tests.nets import PlainNet, assert_close, build, fit, loader, weights
 from tests.pytorch_lightning.test_conformance import SUITE, load_tests_again, run_slice
 from tests.ranks import run_alone, run_ranks
 
-TEST = f"{SUITE}/test_no_op.py::test_the_trick_does_something_unless_it_is_to_be_neutral"
+TEST = f"{SUITE}/test_naive.py::test_a_plain_loop_gives_the_same"
 
 
 @pytest.fixture(scope="module")
 def passed(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The tests that passed with that namespace, in a process of its own."""
-    return run_alone(run_slice, str(tmp_path_factory.mktemp("pl")), [f"{TEST}[{name}]" for name in selected("name")])
+    return run_alone(
+        run_slice, str(tmp_path_factory.mktemp("pl")), [f"{TEST}[fp32-{name}]" for name in selected("name")]
+    )
 
 
 @pytest.mark.parametrize("name", every_third(2))
 def test_it_works_in_the_other_namespace(name: str, passed: list[str], cell: Callable[..., None]) -> None:
-    assert f"{TEST}[{name}] pytorch_lightning" in passed
+    assert f"{TEST}[fp32-{name}] pytorch_lightning" in passed
     cell(name, "namespace")
 
 

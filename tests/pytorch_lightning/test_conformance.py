@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -52,7 +53,9 @@ def run_slice(folder: str, names: Sequence[str]) -> list[str]:
 
     class Passed:
         def pytest_runtest_call(self, item: pytest.Function) -> None:
-            found.append(f"{item.nodeid} {item.module.assert_equal.__globals__['pl'].__name__}")
+            functions = filter(inspect.isfunction, vars(item.module).values())
+            ours = next(each for each in functions if each.__module__ == "tests.nets")
+            found.append(f"{item.nodeid} {ours.__globals__['pl'].__name__}")
 
     load_tests_again()
     os.chdir(SOURCE.parent)
