@@ -168,6 +168,11 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
     return {**found, **as_numpy}
 
 
+def by_itself(name: str, folder: Path) -> dict[str, Any]:
+    """The end weights of one process that goes on from the checkpoint of several; one of shards is read by FSDP2."""
+    return {key: value.numpy() for key, value in trained(name, ckpt_path=folder / "middle.ckpt").items()}
+
+
 @pytest.mark.slow  # accumulation, clipping and resume of each preset are among the fast ones, in test_presets
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callable[..., None]) -> None:
@@ -187,6 +192,9 @@ def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callabl
         for rank in told:
             given = {key: torch.from_numpy(each) for key, each in rank[regime].items()}
             assert_close(given, weights(alone), 5e-3 if own else 1e-5)  # DeepSpeed computes with 16-bit weights
+        if regime == "ranks":
+            (one,) = run_ranks(by_itself, "fsdp2_bf16" if OWN.get(family) == "FSDP2" else name, tmp_path, nprocs=1)
+            assert_close({key: torch.from_numpy(each) for key, each in one.items()}, weights(alone), 1e-5)
         cell(family, regime)
     for other in ("DDP", "FSDP2", "DeepSpeed"):
         if other == OWN.get(family):
