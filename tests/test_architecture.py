@@ -23,7 +23,9 @@ import lightning_tricks as lt
 from lightning_tricks.core.trick import Trick
 from lightning_tricks_cli.cards import every_name
 from tests import fresh
+from tests.conformance.matrix import NO_ROW
 from tests.conformance.settings import SETTINGS
+from tests.conformance.trick import public_name
 from tests.public import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -198,9 +200,9 @@ def lacks(found: Any) -> Iterator[str]:
         yield "a row in lightning_tricks_cli/catalogue.py, and a card in lightning_tricks_cli/cards/"
     if not needs_settings(name, thing):
         return
-    if not any(entry.split("(")[0] == name for entry in SETTINGS):
+    if not any(public_name(entry) == name for entry in SETTINGS):
         yield "an entry in SETTINGS of tests/conformance/settings.py, which enrols it in every regime"
-    for entry in (entry for entry in SETTINGS if entry.split("(")[0] == name):
+    for entry in (entry for entry in SETTINGS if public_name(entry) == name):
         if SETTINGS[entry].naive is None and not SETTINGS[entry].neutral:
             yield "a naive form, naive=, in its entry in SETTINGS (or neutral=True, if it changes no weights)"
         if entry not in MATRIX:
@@ -210,6 +212,14 @@ def lacks(found: Any) -> Iterator[str]:
 @cache
 def words(file: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", (ROOT / file).read_text()))
+
+
+def test_every_name_has_a_row_in_the_matrix_or_a_test_that_is_named() -> None:
+    """A row of the conformance suite covers all regimes; ``NO_ROW`` says what has none, and where it is tested."""
+    rows = {public_name(row) for row in SETTINGS}
+    assert sorted(rows | NO_ROW.keys()) == sorted(lt.__all__)
+    assert not rows & NO_ROW.keys()
+    assert not [name for name, path in NO_ROW.items() if name not in words(f"tests/{path}")]
 
 
 def needs_settings(name: str, thing: object) -> bool:

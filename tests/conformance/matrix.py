@@ -29,13 +29,82 @@ REGIMES = {
     "several": "two optimizers",
     "iterable": "loader without a length",
     "compiled DDP": "torch.compile, DDP x2",
-    "ranks": "checkpoint of one process in two",
+    "ranks": "checkpoint of one process in two, and of two in one",
     "LoRA": "beside LoRA",
     "namespace": "pytorch_lightning",
 }
 PRESETS = ("single_*", "ddp_*", "fsdp2_*", "hsdp_*", "tp_*", "zero*")  # families: rows of their own
 ROWS = (*SETTINGS, *PRESETS)
 FOUND = ("right", "refused", "none")
+NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tested instead
+    # parts of what has rows: SAMMixin, BatchTransform, the presets, all schedules
+    "SAM": "modules/sam/test_rules.py",
+    "CutOut": "callbacks/test_batch_transform.py",
+    "ColOut": "callbacks/test_batch_transform.py",
+    "SinglePreset": "pytorch_lightning/test_wrong_namespace.py",
+    "DDPPreset": "strategies/ddp/test_preset.py",
+    "FSDP2Preset": "strategies/fsdp2/test_fsdp.py",
+    "ZeROPreset": "strategies/zero/test_deepspeed.py",
+    "preset": "strategies/test_single.py",
+    "presets": "strategies/test_presets.py",
+    "speed_preset": "strategies/test_speed.py",
+    "ray_trainer": "strategies/test_ray.py",
+    "UnknownTotalSteps": "core/lightning/test_steps.py",
+    "optimizer_steps": "core/lightning/test_steps.py",
+    # functions of tensors, which see no Trainer; those of embeddings gather them from the ranks
+    "clip_loss": "losses/test_contrastive.py",
+    "info_nce": "losses/test_contrastive.py",
+    "min_snr_weight": "losses/test_diffusion.py",
+    "functional": "modules/test_blur_pool.py",
+    # optimizers and their groups, each in the engines that it is for
+    "adamw": "optimizers/test_adamw.py",
+    "optimizers": "optimizers/test_by_name.py",
+    "discriminative_groups": "schedules/test_param_groups.py",
+    "layer_decay_groups": "schedules/test_param_groups.py",
+    "no_weight_decay_groups": "schedules/test_param_groups.py",
+    "effective_batch_size": "schedules/test_scaling.py",
+    "scale_adam": "schedules/test_scaling.py",
+    "scale_lr": "schedules/test_scaling.py",
+    # changes of a network before a fit, which then trains another network
+    "add_blur_pool": "modules/test_blur_pool.py",
+    "add_squeeze_excite": "modules/test_squeeze_excite.py",
+    "add_stochastic_depth": "modules/test_stochastic_depth.py",
+    "drop_bias_before_batchnorm": "modules/test_bias_before_batchnorm.py",
+    "freeze": "modules/test_freeze.py",
+    "init_weights": "modules/test_init_weights.py",
+    # after a fit: networks, files and scores
+    "Ensemble": "evaluation/test_ensemble.py",
+    "average_checkpoints": "checkpoints/test_average.py",
+    "compare": "evaluation/test_compare.py",
+    "consolidate": "checkpoints/test_consolidate.py",
+    "cross_validate": "evaluation/test_fold_data.py",
+    "export_adapters": "callbacks/test_lora.py",
+    "export_weights": "checkpoints/test_export.py",
+    "fit_temperature": "evaluation/test_temperature.py",
+    "greedy_soup": "checkpoints/test_soup.py",
+    "merge_adapters": "callbacks/test_lora.py",
+    "newest_checkpoint": "checkpoints/test_newest.py",
+    "quantize": "modules/test_quantize.py",
+    "sharpness": "modules/test_sharpness.py",
+    "soup_and_ensemble": "evaluation/test_ensemble.py",
+    # loaders, which are the same for all tricks
+    "BatchedDataset": "data/test_token_buckets.py",
+    "LengthBuckets": "data/test_length_buckets.py",
+    "TokenBuckets": "data/test_token_buckets.py",
+    "find_num_workers": "data/test_workers.py",
+    "pack_sequences": "data/test_packing.py",
+    # trials, which leave no trace, and reports
+    "Hardware": "advisor/test_choose.py",
+    "environment_report": "advisor/test_environment.py",
+    "estimate_memory": "advisor/memory/test_memory.py",
+    "find_batch_size": "advisor/test_batch_size.py",
+    "find_lr": "schedules/test_lr_finder.py",
+    "find_non_finite": "advisor/test_non_finite.py",
+    "inspect_training": "advisor/test_inspect_training.py",
+    "plot_schedule": "schedules/test_plot.py",
+    "profile_tricks": "advisor/test_profile.py",
+    "suggest_strategy": "advisor/test_choose.py",
+}
 
 Cell = tuple[str, str, str, str]  # row, regime, what was found, why
 

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.matrix import HEADS, JSON, PAGE, cells, markdown, page
 from tests.conformance.matrix import REGIMES, ROWS, as_json, empty
 from tests.conformance.settings import SETTINGS
+from tests.conformance.trick import public_name
 from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,7 +32,7 @@ def test_what_is_refused_is_what_the_settings_say(row: str) -> None:
     refused |= {"several"} if "manual" in refused else set()
     refused |= {"compiled DDP", "ranks"} if "DDP" in refused else set()
     assert {regime for regime in of if of[regime]["cell"] == "refused"} == refused
-    right = REGIMES.keys() - refused - {"yaml", *(["LoRA"] if row == "LoRA" else [])}
+    right = REGIMES.keys() - refused - {"yaml", *(["LoRA"] if public_name(row) == "LoRA" else [])}
     assert all(of[regime]["cell"] == "right" for regime in right)
 
 
