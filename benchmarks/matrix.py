@@ -28,7 +28,7 @@ HEADS = {
     "several": "2 optimizers",
     "iterable": "stream",
     "compiled DDP": "compile, DDP",
-    "ranks": "1 to 2 ranks",
+    "ranks": "other ranks",
     "LoRA": "LoRA",
     "namespace": "pl",
 }
@@ -53,9 +53,10 @@ COLUMNS = """\
   treat each optimizer by itself, to a plain loop.
 - **stream**: a loader without a length and `max_steps`, bit-equal to one with a length.
 - **compile, DDP**: compiled networks in two processes equal one process that runs eagerly.
-- **1 to 2 ranks**: from a checkpoint of one process two go on as one would.
-- **LoRA**: beside it frozen weights stay as they are, and at its no-op limit a trick changes nothing.
-- **pl**: the same callbacks for a `pytorch_lightning.Trainer`."""
+- **other ranks**: from a checkpoint of one process two go on as one would, and one from a checkpoint of two.
+- **LoRA**: beside it equal to a plain loop with both; frozen weights stay as they are, and at its no-op limit a trick
+  changes nothing.
+- **pl**: with a `pytorch_lightning.Trainer` equal to the plain loop of fp32."""
 
 SHORT = "Where each is not ✓:"
 

@@ -188,7 +188,7 @@ def _regimes(row: Row) -> list[str]:
 def _rule(why: str, entry: str) -> str:
     """The first clause of an error message: neither the value received nor the remedy."""
     why = re.sub(r"^\w+\(.*?\) and \w+\(.*?\): ", "", why)  # of two tricks with their settings
-    return re.split(r", got |: |\. |\.$", why)[0].replace(f"{entry} ", "it ", 1)
+    return re.split(r", got |: |\. |\.$", why)[0].replace(f"{entry.split('(')[0]} ", "it ", 1)
 
 
 def _conflicts(row: Row) -> list[str]:
