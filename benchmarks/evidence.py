@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import conflicts
-import regimes_report
+import quality_report
 from quality_report import PLAIN
 from tables import RESULTS
 
 from lightning_tricks_cli.catalogue import CATALOGUE
 
 FILE = Path(__file__).parent.parent / "lightning_tricks_cli" / "evidence.json"
-REFERENCE = ("label smoothing", "label smoothing 0.1")
+REFERENCE = ("label smoothing 0.1", "SAM + EMA + flat_cos")  # no trick of its own
 NAMES = {
-    **{"Lion": "optimizer", "QAT int8": "QAT", "stochastic depth 0.2": "add_stochastic_depth"},
+    **{"Lion": "optimizer", "Muon": "optimizer", "QAT int8": "QAT", "stochastic depth 0.2": "add_stochastic_depth"},
     **{"BlurPool": "add_blur_pool"},
 }  # of the tricks that the benchmarks call otherwise
-REGIMES = {"clean": "clean labels", "noisy labels": "40% wrong labels"}
+REGIMES = {"clean": "clean labels"}
 
 
 def text() -> str:
@@ -66,21 +66,13 @@ def result(name: str) -> dict[str, Any]:
 
 
 def gains() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Of each public name its variants, with their differences from plain training by setting.
-
-    They are those of ``regimes.py``, and for tricks that are not there those of ``quality.py``.
-    """
+    """Of each public name its variants, with their differences from plain training by setting."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for (task, regime), tricks in regimes_report.columns(result("regimes")).items():
+    for (task, regime), tricks in quality_report.columns(result("quality")).items():
         for trick, row in tricks.items():
-            calibration = regimes_report.sign(row["ece_gain"])
+            calibration = quality_report.sign(row["ece_gain"])
             setting = {"setting": _setting(task, regime), "seeds": row["seeds"]}
             found.setdefault(trick, []).append({**setting, **row["gain"], "calibration": calibration})
-    there = {*found}
-    for row in result("quality")["rows"]:
-        if row["trick"] not in there:
-            setting = {"setting": _setting(*row["setting"].split(", ")), "seeds": 5}
-            found.setdefault(row["trick"], []).append({**setting, **row["over_plain"]})
     named: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for trick, rows in found.items():
         name = NAMES.get(trick, trick.split(",")[0])
@@ -90,18 +82,8 @@ def gains() -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 
 def _setting(task: str, regime: str) -> str:
-    if task in regimes_report.LOSS_TASKS:
-        return f"{task}, loss in 0.01 nats"
-    return f"{task}, {f'{regime} in test images' if regime in regimes_report.SHIFTS else REGIMES.get(regime, regime)}"
-
-
-def fifteen_seeds() -> str:
-    """What another run of the same comparison says of the average on digits."""
-    *_, row = result("five_seeds")["rows"]
-    return (
-        f"Another {len(row['seeds'])} runs on digits with 40% wrong labels, with another learning rate, gave"
-        f" {row['points']:+.1f} points ({row['low']:+.1f} to {row['high']:+.1f})."
-    )
+    where = f"{regime} in test data" if regime in quality_report.SHIFTS else REGIMES.get(regime, regime)
+    return f"{task}, {where}{', 0.01 nats' if task in quality_report.LOSS_TASKS else ''}"
 
 
 def figure(name: str, case: str, what: str, key: str = "median") -> float:
@@ -302,7 +284,6 @@ def blur() -> str:
 
 
 TOLD: dict[str, list[Callable[[], str]]] = {
-    "EMA": [fifteen_seeds],
     "SequenceLengthWarmup": [resizing, length],
     "min_snr_weight": [min_snr],
     "estimate_memory": [estimate],

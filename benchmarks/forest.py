@@ -1,11 +1,11 @@
-"""The forest plot of ``regimes.py``: what each trick brings over plain training, with its 95% interval."""
+"""The forest plot of ``quality.py``: what each trick brings over plain training, with its 95% interval."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from regimes_report import PLAIN, Column, Row, columns
+from quality_report import Column, Row, columns
 from tables import RESULTS
 
 PICTURE = RESULTS / "gains.svg"
@@ -19,6 +19,12 @@ COLOURS = {"40% wrong labels": "#c2410c", "clean": "#2563eb"}
 SHIFT = dict(zip(COLOURS, (-0.16, 0.16), strict=True))
 
 
+TRICKS = (
+    *("EMA", "SWA", "flat_cos", "one_cycle", "SAM", "SAM + EMA + flat_cos", "ScheduleFree", "Muon", "Mixup", "CutMix"),
+    *("HiddenMixup", "label smoothing 0.1", "HardExampleFilter"),
+)
+
+
 def draw(path: Path, result: dict[str, Any]) -> None:
     """A panel for each task: a point and a line for each trick and kind of labels."""
     import matplotlib
@@ -27,16 +33,11 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     found = columns(result)
-    order = [
-        trick
-        for trick in result["settings"]["tricks"]
-        if trick != PLAIN and any(trick in tricks for (_, regime), tricks in found.items() if "40%" in regime)
-    ]
     with matplotlib.rc_context({"svg.hashsalt": "gains", "svg.fonttype": "none", "font.size": 9}):
         figure, axes = pyplot.subplots(1, 4, figsize=(9.5, 4.4), sharey=True, layout="constrained")
         for axis, task in zip(axes, TASKS, strict=True):
-            _panel(axis, task, order, found)
-        axes[0].set_yticks(range(len(order)), order)
+            _panel(axis, task, found)
+        axes[0].set_yticks(range(len(TRICKS)), TRICKS)
         axes[0].invert_yaxis()
         label = "points of test accuracy over plain training (characters: 0.01 nats of loss), with 95% intervals"
         figure.supxlabel(label, fontsize=9)
@@ -47,11 +48,11 @@ def draw(path: Path, result: dict[str, Any]) -> None:
         pyplot.close(figure)
 
 
-def _panel(axis: Any, task: str, order: list[str], found: dict[Column, dict[str, Row]]) -> None:
+def _panel(axis: Any, task: str, found: dict[Column, dict[str, Row]]) -> None:
     axis.axvline(0, color="#999999", linewidth=1)
     for regime, colour in COLOURS.items():
         tricks = found.get((task, regime), {})
-        rows = [(height + SHIFT[regime], tricks[name]["gain"]) for height, name in enumerate(order) if name in tricks]
+        rows = [(height + SHIFT[regime], tricks[name]["gain"]) for height, name in enumerate(TRICKS) if name in tricks]
         for height, row in rows:
             axis.plot([row["low"], row["high"]], [height, height], color=colour, linewidth=1.6)
         points, heights = [row["points"] for _, row in rows], [height for height, _ in rows]

@@ -1,53 +1,60 @@
-"""Which tricks help and which hurt: three tasks, clean and wrong labels, a stock Trainer, five seeds.
+"""Where each trick helps: wrong labels, few samples, rare classes, shifted test data, on four tasks.
 
-Run ``python benchmarks/quality.py`` (minutes on four cores; ``--reduced`` runs everything in under two). The fits are
-those of ``lightning_tricks.compare``: interrupted, they go on where they were, with these versions; finished, they
-begin anew. The figures are written to ``benchmarks/results/quality.json``, and the tables of ``benchmarks/README.md``
-renewed. The tasks are those of ``configs/``: digits (a perceptron), textures (a small CNN with BatchNorm), glosses (a
-transformer block). With noisy labels the same 40% of the training labels are another class in every run; validation and
-test labels are always true. The seed draws the initial weights and the order of the batches.
-Every accuracy is that of the last epoch.
+``nice python benchmarks/quality.py`` (about three hours of one core; ``--reduced`` runs all for two batches). The fits
+are those of ``lightning_tricks.compare``: interrupted, the command goes on where it was. It writes the figures to
+``benchmarks/results/quality.json``, the heat map ``quality.png`` beside it, and a part of ``benchmarks/README.md``.
 
-One rule of effort for all: what has a strength that depends on the task (SAM, Mixup, HiddenMixup, CutMix) gets two or
-three values, the package's default among them, and the one that validates best is taken, the first of equals, for each
-task and for clean and wrong labels apart; by the mean of two seeds that are not used again (``sweep`` in the file). For
-plain training, a constant learning rate, that strength is the learning rate, and all tricks keep the one found for it.
-The others (EMA, SWA, the schedules, the filter, AutoClip) run at the package's defaults, label smoothing, a reference,
-at 0.1. Stopping early is a cure as well: plain training also comes with a quarter and half of the epochs.
+Three tasks are those of ``configs/``: digits (images, a perceptron), textures (images, a small CNN with BatchNorm) and
+glosses (definitions, a transformer block); text (``quality_text.py``) is a language model of characters. A regime
+changes the training data: labels (of text: the characters to predict) that are another class, 10% of the samples, or a
+long tail, in which the last class has a tenth of its samples and those between decay geometrically. All regimes of a
+task train on as many samples in total, so that smaller data have more epochs. Accuracy is the mean of those of the
+classes (balanced accuracy), and beside it stands the expected calibration error (15 bins). Shifted test data (noise;
+of images blur and rotation, too) are seen by the models of the clean regime, without further training.
 
-"compute" is counted in the run by a hook on the network, a backward pass being as long as two forward passes, and is
-relative to plain training. Plain training with 5/6 and twice the epochs is as expensive as the filter that prunes and
-as SAM.
+Tricks have the defaults of their documentation, and where there is none the value in ``TRICKS``. The learning rate of
+plain training, a constant one, is tuned for each task and regime by validation, with two seeds that are not used again:
+from the one in ``TASKS`` up and down a ladder of factors of about three, until both neighbours of the best are worse.
+Tricks keep it. Other optimizers have other learning rates, tuned likewise.
+
+Equal compute: SAM takes twice the compute of an epoch, so it comes with half of the epochs as well, and plain training
+with twice the epochs; ProgressiveResizing takes two thirds of the pixels, and comes with 1.5 times the epochs as well.
+Plain training with half of the epochs shows what stopping early does.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from multiprocessing import get_context
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import quality_report
+import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from machine import machine
-from quality_report import PLAIN, Run, figures, renew, tables
+from quality_report import LOSS_TASKS, PLAIN, SHIFTS, SWEEP, rows
+from quality_text import CHARACTERS, CharacterTransformer, load_text
 from rows import written
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 import lightning_tricks as lt
 from lightning_tricks.examples import digits, glosses, textures
-from lightning_tricks.examples.tasks import QUIET, Classifier, SharpClassifier, Split, TaskData
+from lightning_tricks.examples.tasks import QUIET, Classifier, Split, TaskData, mislabel
 from lightning_tricks_cli.runs.demo import small_runs
 
 RESULTS = Path(__file__).parent / "results"
-NOISE = {"clean labels": 0.0, "noisy labels": 0.4}
-SEEDS, SWEEP_SEEDS = tuple(range(5)), (100, 101)
+SEEDS, SWEEP_SEEDS, MORE_SEEDS = tuple(range(5)), (100, 101), tuple(range(5, 15))
+MORE = ("digits", "EMA")  # the task and the trick that get MORE_SEEDS as well
 
 
 class Task(NamedTuple):
@@ -59,47 +66,7 @@ class Task(NamedTuple):
     batch: int
     optimizer: str
     weight_decay: float
-    lrs: tuple[float, ...]
-
-
-class Recipe(NamedTuple):
-    """What a trick changes in plain training."""
-
-    callbacks: tuple[Callback, ...] = ()
-    sam: lt.SAM | None = None
-    smoothing: float = 0.0
-    epochs: float = 1.0  # times the task's
-
-
-class Trick(NamedTuple):
-    """A row of the tables."""
-
-    recipe: Callable[[Any], Recipe]  # of its strength
-    values: tuple[float, ...] = ()  # strengths to choose from
-    tasks: tuple[str, ...] = ("digits", "textures", "glosses")
-
-
-class Variant(NamedTuple):
-    """A trick with its strength ``value``; that of plain training, which has none, is ``lr``."""
-
-    trick: str
-    value: float | None
-    lr: float
-
-    def __str__(self) -> str:
-        return f"{self.trick} | {self.value} | lr {self.lr}"
-
-
-class Scale(NamedTuple):
-    """How much is run."""
-
-    seeds: tuple[int, ...] = SEEDS
-    sweep_seeds: tuple[int, ...] = SWEEP_SEEDS
-    epochs: int | None = None  # None: the task's
-    batches: int | None = None  # of an epoch; None: all
-
-
-REDUCED = Scale((0, 1), epochs=1, batches=2)
+    lr: float  # where tuning begins
 
 
 def digit_pictures(noise: float) -> Split:
@@ -110,205 +77,357 @@ def digit_pictures(noise: float) -> Split:
 TASKS = {
     "digits": Task(
         *(digit_pictures, lambda: nn.Sequential(nn.Flatten(), *digits.network())),
-        *(30, 64, "sgd", 5e-4, (0.03, 0.1, 0.2)),
+        *(15, 64, "sgd", 5e-4, 0.1),
     ),
-    "textures": Task(textures.load_textures, textures.network, 20, 32, "sgd", 5e-4, (0.03, 0.1, 0.3)),
-    "glosses": Task(glosses.load_glosses, glosses.GlossTransformer, 5, 64, "adamw", 0.01, (0.003, 0.01, 0.03)),
+    "textures": Task(textures.load_textures, textures.network, 20, 32, "sgd", 5e-4, 0.03),
+    "glosses": Task(glosses.load_glosses, glosses.GlossTransformer, 5, 64, "adamw", 0.01, 0.01),
+    "text": Task(lambda _: load_text(), CharacterTransformer, 4, 16, "adamw", 0.01, 0.01),
 }
-ALL = "SAM + EMA + flat_cos"  # what the package's README recommends, with the radius of SAM alone
-PICTURES, TEXTS = ("digits", "textures"), ("glosses",)
+LADDER = [float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 3)]  # of learning rates
+DIVERGED = 99.0  # nats that a loss which is not finite counts for
+CLASSES = {"digits": 10, "textures": 3, "glosses": 5, "text": len(CHARACTERS)}
+PICTURES, LABELLED = ("digits", "textures"), ("digits", "textures", "glosses")
+NOISE = {"digits": 0.5, "textures": 0.15}  # in the test images, in standard deviations of theirs
+REPLACED = 0.2  # share of the words or characters that other ones replace in noisy test data
+
+
+class Regime(NamedTuple):
+    """What is wrong with the training data."""
+
+    noise: float = 0.0  # share of wrong labels
+    share: float = 1.0  # of the samples of each class
+    rarest: float = 1.0  # further share of the last class; those between decay geometrically
+
+
+REGIMES = {
+    "clean": Regime(),
+    "20% wrong labels": Regime(noise=0.2),
+    "40% wrong labels": Regime(noise=0.4),
+    "10% of the samples": Regime(share=0.1),
+    "long tail": Regime(rarest=0.1),
+}
+CELLS = [(task, regime) for task in TASKS for regime in REGIMES if (task, regime) != ("text", "long tail")]
+
+
+class Recipe(NamedTuple):
+    """What a trick changes in plain training."""
+
+    callbacks: tuple[Callback, ...] = ()
+    sam: lt.SAM | None = None
+    smoothing: float = 0.0
+    epochs: float = 1.0  # times the task's
+    optimizer: str | None = None  # a name of ``lt.optimizers()`` in place of the task's
+    change: Callable[[nn.Module], object] | None = None  # of the network
+
+
+class Trick(NamedTuple):
+    """A row of the heat map."""
+
+    recipe: Callable[[], Recipe]
+    tasks: tuple[str, ...] = tuple(TASKS)
+    lr: float | None = None  # where tuning of its own begins; None: that of plain training
+
+
+BRANCHES = r"block(s\.\d)?\.dropout[12]$"
 TRICKS = {
-    PLAIN: Trick(lambda _: Recipe()),
-    "plain, 1/4 of the epochs": Trick(lambda _: Recipe(epochs=1 / 4)),
-    "plain, 1/2 of the epochs": Trick(lambda _: Recipe(epochs=1 / 2)),
-    "plain, 5/6 of the epochs": Trick(lambda _: Recipe(epochs=5 / 6)),
-    "plain, twice the epochs": Trick(lambda _: Recipe(epochs=2)),
-    "label smoothing": Trick(lambda _: Recipe(smoothing=0.1)),
-    "flat_cos": Trick(lambda _: Recipe((lt.LRSchedule("flat_cos", warmup=0.05),))),
-    "one_cycle": Trick(lambda _: Recipe((lt.LRSchedule("one_cycle"),))),
-    "EMA": Trick(lambda _: Recipe((lt.EMA(),))),
-    "SWA": Trick(lambda _: Recipe((lt.SWA(),))),
-    "SAM": Trick(lambda rho: Recipe(sam=lt.SAM(rho)), (0.05, 0.1, 0.3)),
-    "Mixup": Trick(lambda alpha: Recipe((lt.Mixup(alpha),)), (0.2, 1.0), PICTURES),
-    "CutMix": Trick(lambda prob: Recipe((lt.CutMix(prob=prob),)), (1.0, 0.5), PICTURES),
-    "HiddenMixup": Trick(lambda alpha: Recipe((lt.HiddenMixup("network.head", alpha),)), (0.2, 1.0), TEXTS),
-    "HardExampleFilter, prune": Trick(lambda _: Recipe((lt.HardExampleFilter(),))),
-    "HardExampleFilter, loss": Trick(lambda _: Recipe((lt.HardExampleFilter(mode="loss"),))),
-    "AutoClip": Trick(lambda _: Recipe((lt.AutoClip(),))),
-    ALL: Trick(
-        lambda rho: Recipe((lt.EMA(), lt.LRSchedule("flat_cos", warmup=0.05)), lt.SAM(rho)),
+    PLAIN: Trick(Recipe),
+    "plain, half the epochs": Trick(lambda: Recipe(epochs=0.5)),
+    "plain, twice the epochs": Trick(lambda: Recipe(epochs=2.0)),
+    "EMA": Trick(lambda: Recipe((lt.EMA(),))),
+    "SWA": Trick(lambda: Recipe((lt.SWA(),))),
+    "SAM": Trick(lambda: Recipe(sam=lt.SAM())),
+    "SAM, rho 0.3": Trick(lambda: Recipe(sam=lt.SAM(0.3))),
+    "SAM, half the epochs": Trick(lambda: Recipe(sam=lt.SAM(), epochs=0.5)),
+    "flat_cos": Trick(lambda: Recipe((lt.LRSchedule("flat_cos"),))),
+    "one_cycle": Trick(lambda: Recipe((lt.LRSchedule("one_cycle"),))),
+    "SAM + EMA + flat_cos": Trick(lambda: Recipe((lt.EMA(), lt.LRSchedule("flat_cos")), lt.SAM())),
+    "Mixup": Trick(lambda: Recipe((lt.Mixup(),)), PICTURES),
+    "CutMix": Trick(lambda: Recipe((lt.CutMix(),)), PICTURES),
+    "HiddenMixup": Trick(lambda: Recipe((lt.HiddenMixup("network.head"),)), ("glosses",)),
+    "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
+    "AutoClip": Trick(lambda: Recipe((lt.AutoClip(),))),
+    "AdaptiveClip": Trick(lambda: Recipe((lt.AdaptiveClip(),))),
+    "HardExampleFilter": Trick(lambda: Recipe((lt.HardExampleFilter(),)), LABELLED),
+    'HardExampleFilter, mode="loss"': Trick(lambda: Recipe((lt.HardExampleFilter(mode="loss"),)), LABELLED),
+    "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=0.01),
+    "Lion": Trick(lambda: Recipe(optimizer="lion"), lr=0.001),
+    "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=0.01),
+    "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=r"network\.(\d+)"),)), PICTURES),
+    "QAT int8": Trick(lambda: Recipe((lt.QAT(),)), ("digits", "glosses", "text")),
+    "stochastic depth 0.2": Trick(
+        lambda: Recipe(change=partial(lt.add_stochastic_depth, rate=0.2, modules=BRANCHES)), ("glosses", "text")
     ),
+    "BlurPool": Trick(lambda: Recipe(change=lt.add_blur_pool), ("textures",)),
+    "ProgressiveResizing": Trick(lambda: resized(1.0), ("textures",)),
+    "ProgressiveResizing, 1.5 times the epochs": Trick(lambda: resized(1.5), ("textures",)),
+    "SequenceLengthWarmup": Trick(lambda: Recipe((lt.SequenceLengthWarmup(),)), ("text",)),
 }
-SETTINGS = [(task, labels) for task in TASKS for labels in NOISE]
 
 
-class Passes(Callback):
-    """Counts the samples that pass through the network in training, and those that do with gradients."""
+def resized(epochs: float) -> Recipe:
+    """Images that grow from 16 to 32 pixels."""
+    return Recipe((lt.ProgressiveResizing(multiple_of=8),), epochs=epochs)
 
-    def __init__(self) -> None:
-        self.forward = self.backward = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin."""
+class Scale(NamedTuple):
+    """How much is run."""
 
-        def count(network: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            if trainer.training:  # and not in the validation at the end
-                self.forward += len(output)
-                self.backward += len(output) * output.requires_grad
+    seeds: tuple[int, ...] = SEEDS
+    sweep_seeds: tuple[int, ...] = SWEEP_SEEDS
+    more_seeds: tuple[int, ...] = MORE_SEEDS
+    epochs: int | None = None  # None: the task's
+    batches: int | None = None  # of an epoch; None: all
+    tunes: bool = True  # False: the learning rates are those where tuning begins
 
-        pl_module.network.register_forward_hook(count)
 
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Log the counts, beside the accuracy."""
-        pl_module.log_dict({"forward": float(self.forward), "backward": float(self.backward)})
+REDUCED = Scale((0, 1), (100, 101), (2, 3), epochs=1, batches=2, tunes=False)
+
+
+class Measured(Classifier):
+    """A classifier that measures accuracy, calibration error and loss; of sequences, in all their places."""
+
+    def __init__(self, network: nn.Module, classes: int, name: str | None = None, **settings: Any) -> None:
+        super().__init__(network, **settings)
+        self.classes, self.name = classes, name
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross entropy."""
+        inputs, labels = batch
+        logits = self.network(inputs)
+        if logits.ndim == 3:
+            logits, labels = logits.flatten(0, 1), labels.flatten()
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """All metrics of the validation samples, which are one batch."""
+        self._log("val", *batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Those of the test data, and of the shifted ones."""
+        self._log(("test", *SHIFTS)[dataloader_idx], *batch)
+
+    def _log(self, part: str, inputs: Tensor, labels: Tensor) -> None:
+        logits, labels = self.network(inputs).flatten(0, -2), labels.flatten()
+        found = {
+            "accuracy": multiclass_accuracy(logits, labels, self.classes, average="macro"),
+            "ece": multiclass_calibration_error(logits, labels, self.classes, n_bins=15),
+            "loss": F.cross_entropy(logits, labels),
+        }
+        self.log_dict({f"{part}_{name}": value for name, value in found.items()}, add_dataloader_idx=False)
+
+    def configure_optimizers(self) -> Any:
+        """That of the task, or of the trick."""
+        if self.name is None:
+            return super().configure_optimizers()
+        return lt.optimizer(self.name, self, lr=self.lr, weight_decay=self.weight_decay)
+
+
+class SharpMeasured(lt.SAMMixin, Measured):
+    """The same with sharpness-aware minimization."""
+
+    def __init__(self, *args: Any, sam: lt.SAM, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.sam = sam
 
 
 class Data(TaskData):
-    """A task's data; a batch is indexed at once, which is quicker than sample by sample."""
+    """A task's data in a regime; a batch is indexed at once, which is quicker than sample by sample."""
 
-    def __init__(self, task: str, labels: str) -> None:
-        super().__init__(NOISE[labels], TASKS[task].batch)
-        self.task, self.labels = task, labels
+    def __init__(self, task: str, regime: str) -> None:
+        super().__init__(REGIMES[regime].noise, TASKS[task].batch)
+        self.task, self.regime = task, regime
 
     def load(self) -> Split:
-        """The data, read once a process."""
-        return split(self.task, self.labels)
+        """The data, read once."""
+        return split(self.task, self.regime)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in a new order every epoch."""
         batches = BatchSampler(RandomSampler(self.data["train"]), self.batch_size, drop_last=False)
         return DataLoader(self.data["train"], batch_size=None, sampler=batches)
 
+    def val_dataloader(self) -> DataLoader[Any]:
+        """One batch."""
+        return at_once(self.data["val"])
+
+    def test_dataloader(self) -> list[DataLoader[Any]]:
+        """One batch of the test data, and one of each shift where the training data are clean."""
+        inputs, labels = self.data["test"].tensors
+        parts = [self.data["test"]]
+        if self.regime == "clean":
+            parts += [TensorDataset(shifted(self.task, inputs, shift), labels) for shift in shifts(self.task)]
+        return [at_once(part) for part in parts]
+
+
+def at_once(data: TensorDataset) -> DataLoader[Any]:
+    """All samples as one batch."""
+    return DataLoader(data, batch_size=None, sampler=[slice(None)])
+
 
 @cache
-def split(task: str, labels: str) -> Split:
-    """The data, read once a process."""
-    return TASKS[task].load(NOISE[labels])
+def split(task: str, regime: str) -> Split:
+    """The data with what the regime leaves of the training samples; validation and test stay as they are."""
+    noise, share, rarest = REGIMES[regime]
+    data = TASKS[task].load(0.0)
+    inputs, labels = data["train"]
+    generator, classes = torch.Generator().manual_seed(0), CLASSES[task]
+    order = torch.randperm(len(labels), generator=generator)
+    if task in LOSS_TASKS:
+        left = [order[: round(len(order) * share)]]
+    else:
+        kinds = [order[labels[order] == number] for number in range(classes)]
+        shares = [share * rarest ** (number / (classes - 1)) for number in range(classes)]
+        left = [mine[: max(1, round(len(mine) * kept))] for mine, kept in zip(kinds, shares, strict=True)]
+    kept = torch.cat(left).sort().values
+    wrong = mislabel(labels[kept].flatten(), noise, classes=classes, generator=generator)
+    return {**data, "train": (inputs[kept], wrong.reshape(labels[kept].shape))}
 
 
-def fit(task: str, labels: str, variant: Variant, scale: Scale, folder: Path) -> tuple[Any, ...]:
+def shifts(task: str) -> tuple[str, ...]:
+    """The shifts of the test data."""
+    return SHIFTS if task in PICTURES else SHIFTS[:1]
+
+
+def shifted(task: str, inputs: Tensor, shift: str) -> Tensor:
+    """Images with noise, a mean over 3 x 3 pixels, or rotated by 20 degrees; tokens of which some are other ones."""
+    generator = torch.Generator().manual_seed(0)
+    if task not in PICTURES:
+        others = inputs.flatten()[torch.randperm(inputs.numel(), generator=generator)].reshape(inputs.shape)
+        replaced = torch.rand(inputs.shape, generator=generator) < REPLACED
+        return torch.where(replaced & (inputs > 0) & (others > 0), others, inputs)  # 0 is the padding
+    if shift == "noise":
+        return inputs + NOISE[task] * inputs.std() * torch.randn(inputs.shape, generator=generator)
+    if shift == "blur":
+        return F.avg_pool2d(inputs, 3, 1, 1, count_include_pad=False)
+    angle = torch.tensor(torch.pi / 9)
+    turn = torch.stack([angle.cos(), -angle.sin(), angle * 0, angle.sin(), angle.cos(), angle * 0]).reshape(1, 2, 3)
+    places = F.affine_grid(turn.expand(len(inputs), 2, 3), list(inputs.shape), align_corners=False)
+    return F.grid_sample(inputs, places, padding_mode="border", align_corners=False)
+
+
+def fit(task: str, regime: str, trick: str, lr: float, scale: Scale, folder: Path) -> tuple[Any, ...]:
     """An arm: Trainer, module and data."""
-    recipe = TRICKS[variant.trick].recipe(variant.value)
-    epochs = max(1, round((scale.epochs or TASKS[task].epochs) * recipe.epochs))
+    recipe, settings = TRICKS[trick].recipe(), TASKS[task]
+    smaller = len(split(task, "clean")["train"][1]) / len(split(task, regime)["train"][1])
+    epochs = max(1, round((scale.epochs or settings.epochs * smaller) * recipe.epochs))
+    network = settings.network()
+    if recipe.change is not None:
+        recipe.change(network)
+    arguments: dict[str, Any] = {"optimizer": settings.optimizer, "weight_decay": settings.weight_decay, "lr": lr}
+    arguments |= {"classes": CLASSES[task], "name": recipe.optimizer, "label_smoothing": recipe.smoothing}
     trainer = pl.Trainer(
         max_epochs=epochs,
         check_val_every_n_epoch=epochs,
         limit_train_batches=scale.batches,
         **QUIET,
-        callbacks=[*recipe.callbacks, Passes()],
+        callbacks=[*recipe.callbacks],
     )
-    return trainer, classifier(TASKS[task], recipe, variant.lr), Data(task, labels)
+    kind = Measured if recipe.sam is None else partial(SharpMeasured, sam=recipe.sam)
+    return trainer, kind(network, **arguments), Data(task, regime)
 
 
-def classifier(task: Task, recipe: Recipe, lr: float) -> Classifier:
-    """The module: without SAM an ordinary one that knows nothing of the tricks."""
-    settings: dict[str, Any] = {"optimizer": task.optimizer, "weight_decay": task.weight_decay}
-    settings |= {"lr": lr, "label_smoothing": recipe.smoothing}
-    if recipe.sam is None:
-        return Classifier(task.network(), **settings)
-    return SharpClassifier(task.network(), recipe.sam, **settings)
+def measure(task: str, regime: str, scale: Scale, folder: Path) -> dict[str, list[Any]]:
+    """The learning rates, then the runs that count."""
+    score, better = ("loss", min) if task in LOSS_TASKS else ("accuracy", max)
+    metric, parts = f"val_{score}", ("test", *(shifts(task) if regime == "clean" else ()))
+    tested = [f"{part}_{what}" for part in parts for what in (score, "ece")]
+    tricks = {name: trick for name, trick in TRICKS.items() if task in trick.tasks}
+    chosen = {PLAIN: TASKS[task].lr, **{name: trick.lr for name, trick in tricks.items() if trick.lr is not None}}
+    means: dict[str, dict[float, float]] = {name: {} for name in chosen}
+    done: dict[str, list[dict[str, Any]]] = {}
 
-
-def measure(task: str, labels: str, scale: Scale, folder: Path) -> dict[str, list[Any]]:
-    """The learning rate of plain training, the strengths of the tricks, then the runs that count."""
-    setting, done = f"{task}, {labels}", dict[str, Run]()
-
-    def made(variants: list[Variant], seeds: tuple[int, ...], part: str) -> dict[Variant, list[Run]]:
-        arms = {str(variant): partial(fit, task, labels, variant, scale) for variant in variants}
-        settings: dict[str, Any] = {"metric": "test_accuracy", "mode": "max", "seeds": seeds}
-        with small_runs():  # of one thread
-            runs = lt.compare(arms, folder=folder / setting / part, **settings).runs
-        found = {variant: [run_of(run) for run in runs[str(variant)]] for variant in variants}
-        for variant, each in found.items():
-            done.update({f"{setting} | {variant} | seed {seed}": run for seed, run in zip(seeds, each, strict=True)})
+    def made(variants: Sequence[tuple[str, float]], seeds: Sequence[int], part: str) -> dict[tuple[str, float], Any]:
+        arms = {f"{name}, lr {lr:g}": partial(fit, task, regime, name, lr, scale) for name, lr in variants}
+        mode: Any = "min" if better is min else "max"
+        runs = lt.compare(arms, metric=metric, mode=mode, seeds=seeds, folder=folder / f"{task}, {regime}" / part).runs
+        kept = (metric,) if part == SWEEP else tested
+        found = {variant: [run_of(run, kept) for run in runs[arm]] for variant, arm in zip(variants, arms, strict=True)}
+        done[part] = []
+        for (name, lr), each in found.items():
+            what = {"task": task, "regime": regime, "part": part, "trick": name, "lr": lr}
+            done[part] += [{**what, "seed": seed, **run} for seed, run in zip(seeds, each, strict=True)]
         return found
 
-    def best(variants: list[Variant], part: str) -> dict[str, dict[float, float]]:
-        """The validation accuracy of each strength, by trick."""
-        means: dict[str, dict[float, float]] = {}
-        for variant, runs in made(variants, scale.sweep_seeds, part).items():
-            strength = variant.lr if variant.value is None else variant.value
-            means.setdefault(variant.trick, {})[strength] = round(fmean(run["val"] for run in runs), 4)
-        return means
-
-    tricks = {name: trick for name, trick in TRICKS.items() if task in trick.tasks}
-    means = best([Variant(PLAIN, None, lr) for lr in TASKS[task].lrs], "learning rates")
-    lr = first_best(means[PLAIN])
-    means |= best([Variant(name, value, lr) for name in tricks for value in tricks[name].values], "strengths")
-    strengths = {name: first_best(each) for name, each in means.items()}
-    strengths[ALL] = strengths["SAM"]
-    values = {**strengths, PLAIN: None}
-    finals = made([Variant(name, values.get(name), lr) for name in tricks], scale.seeds, "finals")
-    return {
-        "sweep": [
-            {"setting": setting, "trick": name, "val": {str(value): mean for value, mean in each.items()}}
-            for name, each in means.items()
-        ],
-        "rows": figures(setting, {variant.trick: runs for variant, runs in finals.items()}, strengths),
-        "runs": [{"job": job, **run} for job, run in done.items()],
-    }
+    with small_runs():  # of one thread
+        wanted = [*chosen.items()]
+        while wanted:
+            tried = [(name, lr) for name, of_name in means.items() for lr in of_name]
+            for (name, lr), runs in made([*tried, *wanted], scale.sweep_seeds, SWEEP).items():
+                means[name][lr] = round(fmean(run[metric] for run in runs), 4)
+            chosen = {name: better(of_name, key=of_name.__getitem__) for name, of_name in means.items()}
+            near = [(name, each) for name, lr in chosen.items() for each in neighbours(lr)]
+            wanted = [(name, lr) for name, lr in near if lr not in means[name]] if scale.tunes else []
+        made([(name, chosen.get(name, chosen[PLAIN])) for name in tricks], scale.seeds, "finals")
+        if task == MORE[0] and MORE[1] in tricks:
+            made([(name, chosen[PLAIN]) for name in (PLAIN, MORE[1])], scale.more_seeds, "more seeds")
+    what = {"task": task, "regime": regime}
+    sweep = [
+        {**what, "trick": name, "lr": chosen[name], metric: {str(lr): tried[lr] for lr in sorted(tried)}}
+        for name, tried in means.items()
+    ]
+    return {"sweep": sweep, "runs": [run for runs in done.values() for run in runs]}
 
 
-def first_best(means: Mapping[float, float]) -> float:
-    """The strength that validates best, the first of equals."""
-    return max(means, key=lambda strength: means[strength])
+def neighbours(lr: float) -> list[float]:
+    """The next smaller and the next larger learning rate."""
+    place = LADDER.index(lr)
+    return LADDER[max(place - 1, 0) : place] + LADDER[place + 1 : place + 2]
 
 
-def run_of(run: Mapping[str, Any]) -> Run:
-    """What is kept of a run: accuracies, the samples that passed, and seconds."""
+def run_of(run: Mapping[str, Any], kept: Sequence[str]) -> dict[str, float]:
+    """The kept metrics and the seconds of a run that did not fail."""
     if "error" in run:
         raise RuntimeError(run["error"])
-    found = run["metrics"]
-    return {
-        "val": round(found["val_accuracy"], 4),
-        "test": round(found["test_accuracy"], 4),
-        "forward": int(found["forward"]),
-        "backward": int(found["backward"]),
-        "seconds": round(run["seconds"], 1),
-    }
+    metrics = {name: run["metrics"][name] for name in kept}
+    found = {name: round(value, 4) if isfinite(value) else DIVERGED for name, value in metrics.items()}
+    return {**found, "seconds": round(run["seconds"], 2)}
 
 
-def result(scale: Scale, runs: Path, processes: int) -> dict[str, Any]:
-    """All settings, each in a process."""
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        found = [*pool.map(partial(measure, scale=scale, folder=runs), *zip(*SETTINGS, strict=True))]
-    parts = {part: [line for each in found for line in each[part]] for part in ("sweep", "rows", "runs")}
+def result(found: Sequence[dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
+    """The figures of the cells that were measured."""
+    sweep, runs = ([line for cell in found for line in cell[part]] for part in ("sweep", "runs"))
+    settings = {"regimes": {name: regime._asdict() for name, regime in REGIMES.items()}, **scale._asdict()}
+    settings |= {"shifts": SHIFTS, "tricks": [*TRICKS]}
     return {
         "benchmark": "quality",
-        "machine": machine("lightning-tricks", "scikit-learn", "scikit-image", "timm"),
-        "settings": {**scale._asdict(), "noise": NOISE, "tasks": {name: described(name) for name in TASKS}},
-        **parts,
-        "runs": sorted(parts["runs"], key=lambda run: run["job"]),
+        "machine": machine("lightning-tricks", "scikit-learn", "scikit-image", "timm", "schedulefree", "torchao"),
+        "settings": {**settings, "tasks": {name: described(name) for name in TASKS}},
+        "sweep": sweep,
+        "rows": rows(runs),
+        "runs": runs,
     }
 
 
 def described(name: str) -> dict[str, Any]:
-    """The settings of plain training on a task."""
-    task = TASKS[name]
-    sizes = {part: len(labels) for part, (_, labels) in split(name, "clean labels").items()}
+    """The settings of plain training on a task, and the samples of each regime."""
+    regimes = [regime for task, regime in CELLS if task == name]
+    task = TASKS[name]._asdict()
     return {
-        "samples": sizes,
-        **{field: getattr(task, field) for field in task._fields if field not in task._fields[:2]},
+        "samples": {regime: len(split(name, regime)["train"][1]) for regime in regimes},
+        **{field: value for field, value in task.items() if field not in ("load", "network")},
     }
 
 
 def main() -> None:
-    """Run, write; a full run puts its tables into the README, a reduced one prints them."""
+    """Run, write after every cell; a full run renews its part of the README, a reduced one prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="two batches and two seeds, into results/scratch")
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--output", type=Path, help="another folder for quality.json")
+    parser.add_argument("--output", type=Path, help="another folder for quality.json and quality.png")
     args = parser.parse_args()
     folder = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     runs = (args.output or RESULTS / "scratch") / ("quality, reduced" if args.reduced else "quality")
-    made = result(REDUCED if args.reduced else Scale(), runs, args.processes)
-    (folder / "quality.json").write_text(written(made))
-    shutil.rmtree(runs)
+    scale, found = REDUCED if args.reduced else Scale(), []
+    gc.freeze()  # what is imported: ``compare`` collects garbage before every run
+    for task, regime in CELLS:
+        found.append(measure(task, regime, scale, runs))
+        (folder / "quality.json").write_text(written(made := result(found, scale)))
+    quality_report.draw(made, folder / "quality.png")
     if folder == RESULTS:
-        renew(made)
+        quality_report.renew(made)
     else:
-        print(tables(made))
+        print(quality_report.section(made))
+    shutil.rmtree(runs)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import illustrations
 import matrix
 import optimizer_table
 import quality_report
-import regimes_report
 from run import discovered
 from tables import grid, renew
 
@@ -62,8 +61,7 @@ if __name__ == "__main__":
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
-    regimes_report.renew(evidence.result("regimes"))
-    forest.draw(forest.PICTURE, evidence.result("regimes"))
+    forest.draw(forest.PICTURE, evidence.result("quality"))
     curves.draw(curves.PICTURE)
     for name in illustrations.PICTURES:
         illustrations.draw(illustrations.FOLDER / f"{name}.svg")

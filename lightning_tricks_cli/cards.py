@@ -137,15 +137,11 @@ def _gains(row: Row) -> str:
     for setting in dict.fromkeys(each["setting"] for rows in gains.values() for each in rows):
         found = ([gain(each) for each in rows if each["setting"] == setting] for rows in gains.values())
         lines.append(f"| {setting} | {' | '.join(''.join(cell) for cell in found)} |")
-    earlier = [name for name, rows in gains.items() if "calibration" not in rows[0]]  # of another experiment
     seeds = "five seeds (15 for `EMA` on digits)" if "EMA" in gains else "five seeds"
     note = (
         f"Points of test accuracy over plain training: the mean of {seeds} and its 95% interval, bold where that leaves"
         " out 0. [How it was measured](../../benchmarks/README.md#how-it-was-measured)."
     )
-    if earlier:
-        which = ", ".join(f"`{name}`" for name in earlier)
-        note += f" {which}: from an [earlier experiment](../../benchmarks/README.md#five-seeds-and-equal-compute)."
     summary = "\n".join(_bullet(_summary(trick, rows)) for trick, rows in gains.items())
     return "\n\n".join(
         [summary, "\n".join(lines), *told, fill(note, 120, break_long_words=False, break_on_hyphens=False)]
@@ -156,7 +152,7 @@ def _summary(trick: str, rows: list[dict[str, Any]]) -> str:
     """In how many settings the intervals tell a trick from plain training."""
     better, worse = sum(row["low"] > 0 for row in rows), sum(row["high"] < 0 for row in rows)
     text = f"`{trick}` is better than plain training in {better} of {len(rows)} settings, and worse in {worse}"
-    told = [row["calibration"] for row in rows if "calibration" in row]
+    told = [row["calibration"] for row in rows]
     if any(told):
         text += f"; its calibration error is lower in {told.count(1)} and higher in {told.count(-1)}"
     return f"{text}."

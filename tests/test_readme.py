@@ -32,8 +32,6 @@ EVIDENCE, COSTS = (
     ).split("## What tricks cost")
 )
 RESULTS = ROOT / "benchmarks" / "results"
-IMAGES = ("digits, 40% wrong labels", "textures, 40% wrong labels")
-WRONG = (*IMAGES, "glosses, 40% wrong labels")
 WRONG_LABELS = "40% wrong labels"
 ALL = "SAM + EMA + flat_cos"
 
@@ -47,28 +45,10 @@ def result(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def better() -> dict[str, set[str]]:
-    """The settings of the five seeds in which a trick is significantly better than plain training."""
-    return {trick: {each for each, gain in settings.items() if gain["low"] > 0} for trick, settings in five().items()}
-
-
-def worse() -> dict[str, set[str]]:
-    return {trick: {each for each, gain in settings.items() if gain["high"] < 0} for trick, settings in five().items()}
-
-
-def five() -> dict[str, dict[str, dict[str, float]]]:
-    """Of each trick the difference from plain training by setting, with five seeds."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for row in result("quality")["rows"]:
-        if not row["trick"].startswith("plain"):
-            found.setdefault(row["trick"], {})[row["setting"].replace("noisy", "40% wrong")] = row["over_plain"]
-    return found
-
-
-def regimes(metric: str = "gain") -> dict[str, dict[tuple[str, str], dict[str, float]]]:
+def gains(metric: str = "gain") -> dict[str, dict[tuple[str, str], dict[str, float]]]:
     """Of each trick the difference from plain training, by task and regime."""
     found: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
-    for row in result("regimes")["rows"]:
+    for row in result("quality")["rows"]:
         if row["trick"] != "plain":
             found.setdefault(row["trick"], {})[row["task"], row["regime"]] = row[metric]
     return found
@@ -76,150 +56,218 @@ def regimes(metric: str = "gain") -> dict[str, dict[tuple[str, str], dict[str, f
 
 def told(trick: str, sign: int, metric: str = "gain") -> set[tuple[str, str]]:
     """Where the intervals tell a trick to be better (1) or worse (-1)."""
-    rows = regimes(metric)[trick].items()
+    rows = gains(metric)[trick].items()
     return {where for where, gain in rows if (gain["low"] > 0) - (gain["high"] < 0) == sign}
+
+
+def counts(trick: str) -> tuple[int, int, int]:
+    """In how many settings a trick is better, worse, and measured."""
+    return len(told(trick, 1)), len(told(trick, -1)), len(gains()[trick])
 
 
 def points(trick: str, task: str, regime: str = "clean", metric: str = "gain") -> str:
     """A gain as pages have it."""
-    return f"{regimes(metric)[trick][task, regime]['points']:+.1f}"
+    return f"{gains(metric)[trick][task, regime]['points']:+.1f}"
+
+
+def runs(task: str, regime: str, trick: str) -> dict[int, dict[str, float]]:
+    """The final runs of a trick by seed."""
+    return {
+        run["seed"]: run
+        for run in result("quality")["runs"]
+        if (run["task"], run["regime"], run["trick"]) == (task, regime, trick) and run["part"] != "learning rates"
+    }
+
+
+def over(trick: str, other: str) -> dict[tuple[str, str], int]:
+    """Where the runs of five seeds tell a trick to be better (1) or worse (-1) than another one, or neither (0)."""
+    found = {}
+    for task, regime in dict.fromkeys((run["task"], run["regime"]) for run in result("quality")["runs"]):
+        metric, factor = ("test_loss", -1) if task == "text" else ("test_accuracy", 1)
+        one, another = (
+            [factor * runs(task, regime, name)[seed][metric] for seed in range(5)] for name in (trick, other)
+        )
+        difference = paired_difference(one, another)
+        found[task, regime] = (difference.low > 0) - (difference.high < 0)
+    return found
 
 
 # -- the gain of one line ---------------------------------------------------------------------------------------------
 
 
 def test_the_gain_of_the_average_is_that_of_all_fifteen_seeds() -> None:
-    gain = regimes()["EMA"]["digits", WRONG_LABELS]
+    gain = gains()["EMA"]["digits", WRONG_LABELS]
     interval = f"{gain['low']:+.1f} to {gain['high']:+.1f}"
     text = " ".join(README.split())
     assert f"it adds {gain['points']:.1f} points of test accuracy (95% interval {interval}, 15 seeds)" in text
-    flat = regimes()["flat_cos"]["digits", WRONG_LABELS]
-    spread = f"(five seeds, {flat['low']:+.1f} to {flat['high']:+.1f})"
-    assert f"gains {flat['points']:.1f} there, but not significantly {spread}" in text
-    assert flat["low"] < 0 < flat["high"]
-    assert {row["seeds"] for row in result("regimes")["rows"] if (row["task"], row["trick"]) == ("digits", "EMA")} == {
-        15
-    }
+    assert "; on textures nothing." in text
+    assert ("textures", WRONG_LABELS) not in told("EMA", 1) | told("EMA", -1)
+    assert len(runs("digits", WRONG_LABELS, "EMA")) == 15
     assert f"has {gain['points']:.1f} points for `EMA`" in " ".join((ROOT / "docs" / "faq.md").read_text().split())
-    *_, row = result("five_seeds")["rows"]
-    assert len(row["seeds"]) == 15
-    another = f"{row['points']:+.1f} ({row['low']:+.1f} to {row['high']:+.1f})"
-    assert f"[Another 15 seeds](results/five_seeds.json) on digits have {another}" in EVIDENCE
-    assert f"+{row['points']:.1f} of all 15" in (ROOT / "docs" / "compare.md").read_text()
     clean = [points("EMA", task) for task in ("digits", "textures", "glosses")]
     assert f"there is less to gain: {clean[0]}, {clean[1]} and {clean[2]} on" in text
+    assert counts("EMA") == (14, 0, 27)
+    assert "Of 27 settings it is better in 14 and worse in none." in text
+
+
+def test_the_table_of_the_page_about_compare_is_that_of_the_fifteen_seeds() -> None:
+    page = " ".join((ROOT / "docs" / "compare.md").read_text().split())
+    plain, ema = (runs("digits", WRONG_LABELS, name) for name in ("plain", "EMA"))
+    values = [[each[seed]["test_accuracy"] for seed in range(15)] for each in (plain, ema)]
+    (mean, spread), (other, less) = ((statistics.fmean(each), statistics.stdev(each)) for each in values)
+    whole = paired_difference(values[1], values[0])
+    time = statistics.median(ema[seed]["seconds"] / plain[seed]["seconds"] for seed in range(15))
+    gain = f"{whole.mean:+.4f} ({whole.low:+.4f} to {whole.high:+.4f})"
+    assert f"plain {mean:.4f} ± {spread:.2g} 1.00 EMA {other:.4f} ± {less:.2g} {gain} better {time:.2f}" in page
+    groups = [paired_difference(*(each[first : first + 5] for each in reversed(values))) for first in (0, 5, 10)]
+    first, second, third = (
+        f"{100 * each.mean:+.1f} ({100 * each.low:+.1f} to {100 * each.high:+.1f})" for each in groups
+    )
+    assert f"give {first.replace(' (', ' points (')}, {second} and {third}, and none of the three tells" in page
+    assert all(each.low < 0 < each.high for each in groups)
+    assert statistics.median(values[0]) - min(values[0]) == pytest.approx(0.1, abs=0.02)  # "end ten points below"
 
 
 # -- claims about all tasks -------------------------------------------------------------------------------------------
 
 
-def test_what_the_evidence_page_says_of_the_regimes() -> None:
-    for task in ("digits", "textures", "glosses"):
-        assert (task, WRONG_LABELS) in told("EMA", 1)
-        assert points("EMA", task, WRONG_LABELS) in EVIDENCE.split("**Clean labels")[0]
-    both = {(task, WRONG_LABELS) for task in ("textures", "glosses")}
-    assert all(both <= told(trick, 1) for trick in ("SWA", "SAM", "flat_cos", "one_cycle"))
-    for trick in ("SWA", "flat_cos"):  # which the README names after EMA
-        for setting in both:
-            assert regimes()[trick][setting]["points"] > regimes()["SAM"][setting]["points"]
-    assert (
-        f"`EMA` gains {points('EMA', 'digits')[1:]} on digits and {points('EMA', 'glosses')[1:]} on glosses" in EVIDENCE
+def test_what_the_evidence_page_says_of_averages_and_wrong_labels() -> None:
+    assert [counts(trick)[:2] for trick in ("EMA", "SWA", "flat_cos")] == [(14, 0), (11, 0), (8, 0)]
+    few, many = (
+        [points("EMA", task, regime)[1:] for task in ("digits", "glosses")]
+        for regime in ("20% wrong labels", WRONG_LABELS)
     )
-    assert {("digits", "clean"), ("glosses", "clean")} <= told("EMA", 1)
-    assert ("textures", "clean") not in told("EMA", 1)
-    lower = [float(points(trick, "text")) / 100 for trick in ("ScheduleFree", "flat_cos", "EMA")]
+    for task, one, other in zip(("digits (15 seeds)", "glosses"), few, many, strict=True):
+        assert re.search(rf"{one} and {other} (points )?on {re.escape(task)}", EVIDENCE)
+        assert {(task.split()[0], "20% wrong labels"), (task.split()[0], WRONG_LABELS)} <= told("EMA", 1)
+    assert not {where for where in told("EMA", 1) if where[0] == "textures"}
+    sharp = [points("SAM, rho 0.3", *where)[1:] for where in SHARP]
+    assert "`rho=0.3` gains {} and {} on glosses, and loses {} on digits with 40% and {} on".format(*sharp) in EVIDENCE
+    assert {*SHARP[:2]} <= told("SAM, rho 0.3", 1)
+    assert {*SHARP[2:]} <= told("SAM, rho 0.3", -1)
+    assert card_says("SAM", f"`rho=0.3` gained {sharp[1]} points on glosses, and lost {sharp[2]} on digits")
+
+
+SHARP = [("glosses", "20% wrong labels"), ("glosses", WRONG_LABELS)]
+SHARP += [("digits", WRONG_LABELS), ("textures", "20% wrong labels")]
+
+
+def test_what_the_evidence_page_says_of_the_language_model() -> None:
+    tricks = ("ScheduleFree", "flat_cos", "EMA")
+    assert all(("text", "clean") in told(trick, 1) for trick in (*tricks, "plain, twice the epochs"))
+    *lower, longer = (float(points(trick, "text")) / 100 for trick in (*tricks, "plain, twice the epochs"))
     assert "lower its loss by {:.2f}, {:.2f} and {:.2f} nats".format(*lower) in EVIDENCE
+    assert f"Twice the epochs lower it by {longer:.2f}." in EVIDENCE
     assert f"fell by {min(lower):.2f} to {max(lower):.2f} nats" in GUIDE
-    few, tail = (
-        {trick for trick in regimes() for _, where in told(trick, 1) if where == regime}
+    assert f"and by {longer:.2f} with twice the epochs" in GUIDE
+    few = ("text", "10% of the samples")
+    measured = [trick for trick in gains() if few in gains()[trick]]
+    lower_there = [trick for trick in measured if few in told(trick, 1)]
+    assert "plain, half the epochs" in lower_there
+    assert len(lower_there) > 0.7 * len(measured)
+
+
+def test_what_the_evidence_page_says_of_few_samples_rare_classes_and_shifts() -> None:
+    found = {
+        (task, regime): {trick for trick in gains() if (task, regime) in told(trick, 1)}
+        for task in ("digits", "textures", "glosses")
         for regime in ("10% of the samples", "long tail")
+    }
+    few, tail = "10% of the samples", "long tail"
+    assert found["glosses", few] - {"plain, twice the epochs"} == {"HiddenMixup", "label smoothing 0.1", "AutoClip"}
+    for trick, text in (("HiddenMixup", "`HiddenMixup` ({})"), ("label smoothing 0.1", "label smoothing ({})")):
+        assert text.format(points(trick, "glosses", few)) in EVIDENCE
+    assert (
+        f"`AutoClip` ({points('AutoClip', 'glosses', few)}) gain, on digits Muon ({points('Muon', 'digits', few)})"
+        in (EVIDENCE)
     )
-    assert few == {"HiddenMixup", "label smoothing 0.1"}
-    assert not tail
-    assert f"`HiddenMixup` on glosses ({points('HiddenMixup', 'glosses', '10% of the samples')})" in EVIDENCE
-    for trick, task, regime, text in (
+    assert f"`SAM` with `rho=0.3` ({points('SAM, rho 0.3', 'digits', few)}), on textures hardly" in EVIDENCE
+    images = {
+        (trick, task): gains()[trick][task, few]["points"]
+        for task in ("digits", "textures")
+        for trick in found[task, few]
+    }
+    most, second = sorted(images, key=lambda each: images[each], reverse=True)[:2]
+    assert (most, second) == (("Muon", "digits"), ("SAM, rho 0.3", "digits"))
+    guide = f"Muon gained {images[most]:.1f} points on our digits, and all else at most {images[second]:.1f}"
+    assert guide in GUIDE
+    assert max(images[each] for each in images if each[1] == "textures") < 1  # "hardly anything"
+    assert all(gains()[trick]["digits", tail]["points"] < 1 for trick in found["digits", tail])
+    assert not found["glosses", tail]
+    rare = [gains()[trick]["textures", tail]["points"] for trick in ("ScheduleFree", "Muon", "Lion")]
+    assert {"ScheduleFree", "Muon", "Lion"} <= found["textures", tail]
+    assert (round(min(rare)), round(max(rare))) == (10, 15)
+    assert f"`SAM` loses {points('SAM', 'textures', tail)[1:]}." in EVIDENCE
+    for trick, task, shift, text in (
         ("EMA", "digits", "noise", "`EMA` gains {} with noise"),
         ("EMA", "digits", "rotation", "and {} with rotation on digits"),
-        ("ProgressiveResizing", "textures", "rotation", "`ProgressiveResizing` gains {}"),
-        ("AdaptiveClip", "textures", "rotation", "and `AdaptiveClip` {}"),
+        ("EMA", "glosses", "noise", "and {} with noise on glosses"),
+        ("ProgressiveResizing", "textures", "rotation", "`ProgressiveResizing` gains {} on rotated textures"),
         ("SAM", "digits", "blur", "`SAM` loses {} on blurred digits"),
+        ("Lion", "digits", "blur", "and Lion {}."),
     ):
-        assert (task, regime) in told(trick, -1 if "loses" in text else 1)
-        assert text.format(points(trick, task, regime)[1:]) in EVIDENCE
-    assert {("digits", WRONG_LABELS), ("digits", "20% wrong labels")} <= told("EMA", -1, "ece_gain")
+        sign = -1 if trick in ("SAM", "Lion") else 1
+        assert (task, shift) in told(trick, sign)
+        assert text.format(points(trick, task, shift)[1:]) in EVIDENCE
+
+
+def test_what_the_evidence_page_says_of_calibration_compute_and_harm() -> None:
+    assert ("digits", WRONG_LABELS) in told("EMA", -1, "ece_gain")
     assert f"by {points('EMA', 'digits', WRONG_LABELS, 'ece_gain')[1:]} points with 40%" in EVIDENCE
+    assert ("glosses", WRONG_LABELS) in told("EMA", 1, "ece_gain")
     for trick in ("label smoothing 0.1", "CutMix"):
-        images = [where for where in regimes()[trick] if where[0] in ("digits", "textures")]
+        images = [where for where in gains()[trick] if where[0] in ("digits", "textures")]
         assert len(told(trick, -1, "ece_gain") & {*images}) > len(images) / 2
-    for trick, bad, of in (("Lion", 5, 10), ("CutMix", 5, 13), ("SAM, half the epochs", 6, 18)):
-        assert (len(told(trick, -1)), len(regimes()[trick])) == (bad, of)
-    assert {trick for trick in regimes() if not told(trick, 1) | told(trick, -1)} == {
-        *("LayerFreezing", "QAT int8", "BlurPool"),
-    }
+    for trick, better, worse, of in (
+        ("plain, twice the epochs", 7, 2, 27),
+        ("SAM", 2, 3, 27),
+        ("SAM, half the epochs", 1, 11, 27),
+        ("AdaptiveClip", 1, 13, 27),
+        ("AutoClip", 1, 3, 27),
+        ("CutMix", 0, 8, 16),
+        ("Lion", 5, 8, 27),
+        ("QAT int8", 0, 0, 19),
+        ("Mixup", 0, 0, 16),
+    ):
+        assert counts(trick) == (better, worse, of)
+    assert all(where in told("Muon", -1) for where in gains()["Muon"] if where[0] in ("glosses", "text"))
+    assert not told("LayerFreezing", 1)
+    assert (
+        f"loses at most {-min(gains()['LayerFreezing'][each]['points'] for each in told('LayerFreezing', -1)):.1f}"
+        in (EVIDENCE)
+    )
+    for name in ("HardExampleFilter", 'HardExampleFilter, mode="loss"'):
+        assert {(task, WRONG_LABELS) for task in ("digits", "textures", "glosses")} <= told(name, -1)
+    lost = -gains()['HardExampleFilter, mode="loss"']["digits", "long tail"]["points"]
+    assert f"is {lost:.1f} points worse on one of them" in GUIDE
+    assert lost > 70  # no better than chance: "it diverges"
+    assert "`HardExampleFilter` can be far worse" in README
 
 
-def test_on_clean_labels_little_is_better_and_the_filter_is_worse() -> None:
+def test_three_tricks_are_as_often_worse_as_better_than_one() -> None:
+    found = [*over(ALL, "EMA").values()]
+    assert (found.count(1), found.count(-1), len(found)) == (4, 4, 19)
+    for page in (EVIDENCE, GUIDE, " ".join(README.split()), " ".join((ROOT / "docs" / "faq.md").read_text().split())):
+        assert re.search("in 4 of 19 settings,? and worse in 4", page)
+    assert 1 not in over("SAM", "EMA").values()  # "takes twice the time and gains no more"
+
+
+def test_on_clean_labels_little_is_better() -> None:
     clean = {
         (trick, task): gain["points"]
-        for trick, settings in regimes().items()
+        for trick, settings in gains().items()
         for (task, regime), gain in settings.items()
         if regime == "clean" and task != "text" and gain["low"] > 0
     }
-    (trick, _), most = max(clean.items(), key=lambda each: each[1])
+    (trick, task), most = max(clean.items(), key=lambda each: each[1])
     assert f"at most {most:.1f} points on our full training sets" in README
-    assert f"at most {most:.1f} points of accuracy" in EVIDENCE
-    assert f"is {most:.1f} points of accuracy ([`{trick}`, on text]" in GUIDE
+    assert f"at most {most:.1f} points of accuracy (`{trick}` on {task})" in EVIDENCE
+    assert f"is {most:.1f} points of accuracy ([`{trick}`, on {task}]" in GUIDE
     assert f"gained more than {most:.1f} points" in " ".join(
         line.lstrip("# ") for line in (ROOT / "configs" / "recipes" / "image_scratch.yaml").read_text().splitlines()
     )
-    assert all(
-        not [setting for setting in settings if "clean" in setting]
-        for name, settings in better().items()
-        if name != "label smoothing"
-    )
-    on_clean = {trick for trick, settings in worse().items() if any("clean" in setting for setting in settings)}
-    assert on_clean == {"HardExampleFilter, prune", "HardExampleFilter, loss"}
-    assert "`HardExampleFilter` can be far worse" in README
-    diverged = five()["HardExampleFilter, prune"]["digits, clean labels"]["points"]
-    assert f"is {-diverged:.1f} points worse on one of them" in GUIDE
-    assert worse()["HardExampleFilter, prune"] == {*WRONG, "digits, clean labels"}
-    assert worse()["HardExampleFilter, loss"] == {*WRONG, "digits, clean labels"}
-
-
-def test_what_gains_with_wrong_labels_in_the_five_seeds() -> None:
-    gains = {trick for trick, settings in better().items() if settings >= {*IMAGES}}
-    assert gains == {"EMA", "SWA", "SAM", "flat_cos", "one_cycle", ALL}
-    assert WRONG[2] not in better()["EMA"]  # "nothing significant on glosses"
-    assert f"here `EMA` has {five()['EMA'][IMAGES[0]]['points']:+.1f} on digits" in EVIDENCE
-    assert not better()["AutoClip"] | worse()["AutoClip"]
-
-
-def test_label_smoothing_and_twice_the_epochs() -> None:
-    found = {(row["trick"], row["setting"]): row["over_plain"] for row in result("quality")["rows"]}
-    smooth = {setting for (trick, setting), each in found.items() if trick == "label smoothing" and each["low"] > 0}
-    assert smooth == {"digits, clean labels", "glosses, clean labels"}
-    longer = {setting for (trick, setting), each in found.items() if "twice" in trick and each["high"] < 0}
-    assert longer == {"digits, noisy labels", "glosses, noisy labels"}
-
-
-def runs(setting: str, trick: str) -> list[float]:
-    """The test accuracies by seed, with the settings that were chosen."""
-    row = next(row for row in result("quality")["rows"] if (row["setting"], row["trick"]) == (setting, trick))
-    strength = row["strength"]
-    plain = next(row for row in result("quality")["rows"] if (row["setting"], row["trick"]) == (setting, "plain"))
-    stem = f"{setting} | {trick} | {strength} | lr {plain['strength']} | seed "
-    return [run["test"] for run in result("quality")["runs"] for seed in range(5) if run["job"] == f"{stem}{seed}"]
-
-
-def test_three_tricks_are_not_better_than_one() -> None:
-    settings = dict.fromkeys(row["setting"] for row in result("quality")["rows"])
-    for setting in settings:
-        three, one = (runs(setting, trick) for trick in (ALL, "EMA"))
-        assert len(three) == len(one) == 5
-        assert paired_difference(three, one).low <= 0
-    compute = {row["compute"] for row in result("quality")["rows"] if row["trick"] == ALL}
-    assert compute == {2.0}  # "twice the time"
-    assert "takes twice the time of `EMA` alone and is not significantly better" in README
+    ema = {task: points("EMA", task)[1:] for task in ("digits", "glosses")}
+    assert f"`EMA` gains {ema['digits']} on digits and {ema['glosses']} on glosses, and nothing on textures" in EVIDENCE
 
 
 def test_the_costs_are_those_that_were_measured() -> None:
@@ -258,25 +306,18 @@ def card_says(name: str, text: str) -> bool:
     return text in " ".join(card(name).split())
 
 
-def test_what_guide_and_cards_say_of_little_data_and_of_cutmix() -> None:
-    few = {trick for trick in regimes() if ("digits", "10% of the samples") in told(trick, 1)}
-    assert few == {"label smoothing 0.1"}
-    assert "from scratch no trick gained on our images, and label smoothing did on digits" in GUIDE
-    lost = [-regimes()["CutMix"]["digits", regime]["points"] for regime in ("long tail", WRONG_LABELS)]
+def test_what_the_prose_of_the_cards_says_of_our_tasks() -> None:
+    lost = [-gains()["CutMix"]["digits", regime]["points"] for regime in ("long tail", WRONG_LABELS)]
     assert card_says("CutMix", "`CutMix` lost {:.1f} and {:.1f} points on digits".format(*lost))
     assert {("digits", "long tail"), ("digits", WRONG_LABELS)} <= told("CutMix", -1)
-
-
-def test_what_the_prose_of_the_cards_says_of_our_tasks() -> None:
-    wrong = {trick: {task for task, regime in told(trick, 1) if regime == WRONG_LABELS} for trick in regimes()}
-    assert card_says("SAM", "with 40% wrong labels it gains on all of our tasks and `SAM` on two of three")
-    assert wrong["EMA"] == {"digits", "textures", "glosses"}
-    assert len(wrong["SAM"]) == 2
-    assert card_says("flat_cos", "with 40% it gains on two of our three tasks, and loses on none")
+    wrong = {trick: {task for task, regime in told(trick, 1) if regime == WRONG_LABELS} for trick in gains()}
+    assert card_says("SAM", "with 40% wrong labels it gains on two of our three tasks and `SAM` on one, in twice")
+    assert (wrong["EMA"], wrong["SAM"]) == ({"digits", "glosses"}, {"glosses"})
+    assert card_says("flat_cos", "with 40% it gains on two of our four tasks, and loses on none")
     assert len(wrong["flat_cos"]) == 2
-    assert not {regime for _, regime in told("flat_cos", -1)} & {WRONG_LABELS}
-    assert card_says("HardExampleFilter", "It loses on all of our tasks with wrong labels")  # shown above
-    assert card_says("AutoClip", "on our tasks `AutoClip` changed nothing")  # shown above
+    assert not told("flat_cos", -1)
+    assert card_says("HardExampleFilter", "It loses on all of our tasks with 40% of them")  # shown above
+    assert card_says("AutoClip", "`AutoClip` gained in 1 of our 27 settings and lost in 3, `AdaptiveClip` in 1 and 13")
     snr = {(row["prediction"], row["min_snr"]): row for row in result("diffusion")["rows"]}
     assert card_says("min_snr_weight", "epsilon or v: it did not help in our test")
     assert all(snr[kind, True]["seeds_better"] < 3 for kind in ("epsilon", "v"))
