@@ -289,6 +289,12 @@ FLIP = v2.RandomHorizontalFlip()
         (FLIP, (torch.ones(B, H, W), LABELS), r"torchvision's transforms take images \(B, C, H, W\), got 0: float32"),
         (FLIP, {"pictures": images()}, "BatchTransform.*finds no such tensor"),
         (
+            lt.CutOut(),
+            torch.ones(B, 8),
+            r"BatchTransform\(transform=CutOut\(.*: cutout needs .*\(8,\)\. The batch is a tensor: float32 \(6, 8\)",
+        ),
+        (v2.Normalize([0.0] * 3, [1.0] * 3), (images(channels=1).byte(), LABELS), "BatchTransform.*float tensor"),
+        (
             v2.RandAugment(),
             (images() * 2 - 1, LABELS),
             r"RandAugment takes images with values in \[0, 1\].* from -1 to 1: n",

@@ -57,7 +57,7 @@ class BatchTransform(BatchCallback):
         TypeError: For a transform that cannot be called, or a value of the wrong type.
         ValueError: For a value out of range.
         MisconfigurationException: At the first batch, if there are no inputs, or for a part that would have to follow
-            and cannot; at a batch whose samples get several shapes.
+            and cannot; at a batch that the transform refuses, or whose samples get several shapes.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -89,6 +89,16 @@ class BatchTransform(BatchCallback):
     @override
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         inputs, followers = self._found_parts(context.batch)
+        try:
+            self._transform(context, inputs, followers)
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(
+                f"{self.written()}: {str(error).rstrip('.')}. The batch is {described(context.batch)}: name in inputs="
+                " what can be transformed, or use another transform."
+            ) from error
+
+    def _transform(self, context: BatchContext, inputs: list[Path], followers: list[Path]) -> None:
+        """Transform the samples of a batch, each with random numbers of its own."""
         seed, device = context.numbers.getrandbits(32), get(context.batch, inputs[0]).device
         if self._is_torchvisions:
             with random_numbers_from(seed, device):
