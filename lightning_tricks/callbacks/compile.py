@@ -212,7 +212,8 @@ class _Compiled:
         undo: list[Callable[[], None]] = []
         if key not in self.seen:
             device = next(self.module.parameters(), torch.empty(0)).device
-            undo = [ModuleState(self.module).restore, partial(set_random_state, random_state(device), device)]
+            state, numbers = ModuleState(self.module, deep=True), random_state(device)
+            undo = [state.restore, partial(set_random_state, numbers, device)]
         try:
             result = self._compiled(forward, *args, **kwargs)
         except Exception as error:

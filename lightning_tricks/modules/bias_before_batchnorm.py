@@ -94,7 +94,7 @@ def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:
 def _in_both_modes(module: nn.Module) -> list[tuple[str, str]]:
     """The names of layers and norms that are pairs in training and in eval mode."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    state, cpu = ModuleState(module), torch.device("cpu")
+    state, cpu = ModuleState(module, deep=True), torch.device("cpu")
     if not state.can_restore():
         raise MisconfigurationException("it holds a file, a closure or other state that cannot be restored")
     try:

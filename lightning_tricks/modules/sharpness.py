@@ -171,7 +171,7 @@ def _mean(
 ) -> tuple[float, Tensor]:
     """The means over all samples of the loss, and of ``part(loss)``; the state of the model is restored."""
     total, parts, samples = 0.0, torch.zeros(()), 0
-    device, state = next(model.parameters()).device, ModuleState(model)
+    device, state = next(model.parameters()).device, ModuleState(model, deep=True)
     generators = [(generator, generator.get_state()) for generator in generators_of(loader)]
     torch.clear_autocast_cache()  # it may hold casts that a caller made without gradients
     try:

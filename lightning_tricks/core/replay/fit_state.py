@@ -70,7 +70,7 @@ class TrainedModuleState:
     def __init__(self, module: nn.Module, state: ObjectState) -> None:
         self._shards = FSDP2(module)  # reshard() and local() also work for a module that is not sharded
         self._shards.reshard()
-        self._state, self._owners, self._weights = ModuleState(module), [], []
+        self._state, self._owners, self._weights = ModuleState(module, deep=True), [], []
         for owner in module.modules():
             structure = [restorer(vars(owner)[name], name) for name in _STRUCTURE if name in vars(owner)]
             self._owners.append((owner, type(owner), [restore for restore in structure if restore is not None]))

@@ -26,19 +26,21 @@ class ModuleState:
 
     Tensors (BatchNorm statistics, torchmetrics), numbers, generators and arrays are restored. So are nested containers:
     lists, dictionaries, sets and deques of every kind, with their order, limits and attributes, named tuples,
-    dataclasses, and every container and object that is written in Python. A tensor inside a container is not copied,
-    since there may be many: ``refuse_writes`` raises if a step wrote into one. Files, closures, and objects that hold
-    such or an object written in C, are left: ``refuse_counts`` raises if a number in one has changed. Attributes of
-    classes, and objects of torch and Lightning such as data sets, are ignored.
+    dataclasses, and every container and object that is written in Python. A tensor inside a container is copied with
+    ``deep`` only, since there may be many: else ``refuse_writes`` raises if a step wrote into one. Files, closures, and
+    objects that hold such or an object written in C, are left: ``refuse_counts`` raises if a number in one has changed.
+    Attributes of classes, and objects of torch and Lightning such as data sets, are ignored.
 
     Args:
         module: The module.
+        deep: Whether to copy tensors inside containers, too.
 
     Raises:
         MisconfigurationException: For a container that cannot be restored exactly, with its path.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, deep: bool = False) -> None:
+        self._deep = deep
         self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
         self._written: list[tuple[Tensor, Any, str]] = []  # tensors inside containers, their versions and paths
@@ -63,13 +65,19 @@ class ModuleState:
                     continue
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
-                elif not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
-                    self._restore.append(partial(_restore_tensor, value, value.detach(), value.detach().clone()))
+                else:
+                    self._note_tensor(value)
+
+    def _note_tensor(self, value: Tensor) -> None:
+        if not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
+            self._restore.append(partial(_restore_tensor, value, value.detach(), value.detach().clone()))
 
     def _note(self, value: Any, path: str) -> None:
         """Remember how to restore a value that is not immutable."""
         if isinstance(value, Tensor):
-            if not value.is_inference():
+            if self._deep:
+                self._note_tensor(value)
+            elif not value.is_inference():
                 self._written.append((value, versions([value]), path))
         elif isinstance(value, nn.Module):  # a module in a container, which is not registered
             self._note_modules(value, path)
@@ -121,8 +129,8 @@ class ModuleState:
         for tensor, version, path in self._written:
             if versions([tensor]) != version:
                 raise MisconfigurationException(
-                    f"{self._root}.training_step writes into the tensor {path}, and a second run of the step would"
-                    " do so again: make a new tensor, or register it as a buffer, which is restored."
+                    f"A step of {self._root} writes into the tensor {path}, and a second run of the step would do so"
+                    " again: make a new tensor, or register it as a buffer, which is restored."
                 )
 
     def refuse_counts(self) -> None:

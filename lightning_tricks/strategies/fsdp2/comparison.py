@@ -88,7 +88,7 @@ class _Comparison:
 
 @torch.no_grad()
 def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs: Any, device: torch.device) -> None:
-    state, numbers, forward = ModuleState(owner), random_state(device), type(owner).forward
+    state, numbers, forward = ModuleState(owner, deep=True), random_state(device), type(owner).forward
     unsplit = [(parent, key, _unsplit(parent.get_submodule(key))) for parent, key in places]
     dtype = next(unsplit[0][2].parameters()).dtype
     args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -46,6 +47,24 @@ def test_it_goes_on_until_it_stops_and_is_undone(fails: bool, settings: dict[str
     assert_equal(weights(module), before)
     assert (run.global_step, run.should_stop, run.fit_loop.max_epochs) == (0, False, settings.get("max_epochs", 2))
     assert type(run.callbacks[0]) is Shouting
+
+
+class Counting(Net):
+    """Writes into a tensor that it keeps in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"steps": torch.zeros(2)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counts["steps"] += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_tensors_in_containers_are_undone_too() -> None:
+    module = build(Counting)
+    Stops(3).fit(trainer(), module, loader(), None)
+    assert module.counts["steps"].tolist() == [0, 0]
 
 
 def test_what_cannot_be_undone_is_refused_in_the_name_of_the_trick() -> None:
