@@ -52,7 +52,8 @@ class ActivationCheckpointing(Trick):
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At fit start, if no block is found.
+        MisconfigurationException: At fit start, if no block is found; in the backward pass, for a block that changes
+            what cannot be set back for its second run: a file, a closure, a tensor inside a container.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -111,6 +111,7 @@ class _Start:
         self.numbers = random_state(self.device)
 
     def __enter__(self) -> None:  # called more than once with retain_graph
+        self.state.refuse_writes()
         after = ModuleState(self.block)
         with ExitStack() as stack:
             stack.callback(after.restore)

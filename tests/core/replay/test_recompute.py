@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -105,6 +106,26 @@ def test_state_is_that_of_the_first_run(policy: str) -> None:
     for _ in range(2):
         assert_equal(descend(again, loss), descend(model, loss))
     assert [again[0][0].calls, again[0][0].seen] == [4, [1, 2, 3, 4]]
+
+
+class Writes(nn.Module):
+    """Counts its runs in a tensor of a list, which its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(4, 4), [torch.zeros(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[0] += 1
+        return torch.tanh(self.linear(x) * self.counts[0].clone())
+
+
+def test_a_write_into_a_tensor_of_a_container_is_refused_before_the_second_run() -> None:
+    block = Writes()
+    output = recompute(block, "full", block.forward, torch.randn(3, 4))
+    with pytest.raises(MisconfigurationException, match=r"A step of Writes writes into the tensor Writes.counts\[0\]"):
+        output.sum().backward()
+    assert block.counts[0] == 1
 
 
 def twice(model: nn.Module, x: Tensor) -> Tensor:
