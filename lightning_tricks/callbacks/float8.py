@@ -164,5 +164,7 @@ class Float8(Trick):
 def _linear(layer: nn.Linear, twin: nn.Linear, forward: Callable[..., Tensor], input: Tensor) -> Any:
     if not layer.training:
         return forward(input)
-    # FSDP2 and ZeRO exchange the parameters of the layer itself, so the twin is given those of this call.
-    return functional_call(twin, dict(layer.named_parameters(recurse=False)), (input,))
+    # FSDP2 and ZeRO exchange the parameters of the layer itself, and pruning computes the weight from others, so the
+    # twin is given those of this call.
+    parts = {"weight": layer.weight, "bias": layer.bias}
+    return functional_call(twin, {name: part for name, part in parts.items() if part is not None}, (input,))

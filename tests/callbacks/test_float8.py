@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import prune
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.float8 import Recipe, float8_twin
@@ -228,6 +229,22 @@ def test_an_average_is_that_of_the_weights() -> None:
     reference, module = NaiveEMA(0.9), build(Wide)
     fit(module, callbacks=[emulated(), lt.EMA(0.9, warmup=False), reference])
     reference.assert_equals(module.state_dict())
+
+
+def test_weights_that_are_pruned_in_the_fit_are_pruned_in_float8_too() -> None:
+    class Pruned(Wide):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                prune.l1_unstructured(self.layers[2], "weight", amount=0.5)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden, layer = self.layers[:2](batch[0]), self.layers[2]
+            found, twin = layer(hidden), float8_twin(nn.Linear(32, 64), "tensorwise", emulate=True)
+            twin.load_state_dict({"weight": layer.weight, "bias": layer.bias})
+            assert torch.equal(found, twin(hidden))
+            return super().training_step(batch, batch_idx)
+
+    assert (trained(emulated(), kind=Pruned)["layers.2.weight_mask"] == 0).sum() == 1024
 
 
 def test_both_gradients_of_sam_are_in_float8() -> None:
