@@ -133,7 +133,7 @@ class Logits(Tensor):
         """Stand-in logits, of the dtype that a linear layer would give."""
         if torch.is_autocast_enabled(hidden.device.type):
             low = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight, bias = hidden.to(low), weight.to(low), bias if bias is None else bias.to(low)
+            hidden, weight, bias = _cast(hidden, low), _cast(weight, low), bias if bias is None else _cast(bias, low)
         blank = _Blank.apply(hidden, weight, dtype or hidden.dtype)
         made = blank.expand(*hidden.shape[:-1], len(weight)).as_subclass(cls)
         made.head, made.hidden, made.weight, made.bias = head, hidden, weight, bias
@@ -185,6 +185,11 @@ _FACTS = (
 )
 _FREE = ("argmax", "__repr__")  # of gradients
 _ROWS = ("view", "reshape", "flatten")
+
+
+def _cast(x: Tensor, low: torch.dtype) -> Tensor:
+    """What autocast makes of a tensor: those in double precision stay as they are."""
+    return x if x.dtype == torch.float64 else x.to(low)
 
 
 def _name(func: Any) -> str:

@@ -253,6 +253,16 @@ def test_autocast_gives_the_same_to_its_precision(dtype: torch.dtype) -> None:
         assert errors[0] < 1.3 * errors[1] + 1e-4, name
 
 
+def test_autocast_leaves_double_precision_as_it_is() -> None:
+    plain, x, y = nn.Linear(8, 11).double(), torch.randn(6, 8).double(), torch.arange(6)
+    lean = lt.lean_loss(copy.deepcopy(plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lean(x).dtype == plain(x).dtype
+        for head in (plain, lean):
+            F.cross_entropy(head(x), y).backward()
+    assert torch.equal(lean.weight.grad, plain.weight.grad)
+
+
 # -- losses that a module computes itself -----------------------------------------------------------------------------
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
