@@ -190,6 +190,7 @@ class GradCache:
             return
         gradients, of_contrast = self._gradients(step, descend)
         step.state.refuse_writes()
+        step.state.refuse_counts()
         after = ModuleState(self.module)
         try:
             step.state.restore()

@@ -80,6 +80,7 @@ class SAMEngine:
     ) -> None:
         """Perturb for each micro-batch by itself; the first run, of the full batch, has logged and moved statistics."""
         first.state.refuse_writes()
+        first.state.refuse_counts()
         after, random, norms = ModuleState(self.module), first.random, []
         parts = micro_batches(first.run, size)
         try:
@@ -198,6 +199,7 @@ class SAMEngine:
         with torch.no_grad():
             before = [part.clone() for part in parts]
         step.state.refuse_writes()
+        step.state.refuse_counts()
         after = ModuleState(self.module)
         try:
             step.state.restore()

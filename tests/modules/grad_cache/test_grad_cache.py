@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -335,6 +336,13 @@ IN_CHUNKS: dict[str, tuple[dict[str, Any], str]] = {
         r"contrast reads a\.size, which embed sets",
     ),
     "writes": ({"embed": lambda self, batch: (batch[0].mul_(2)[:, :5], batch[1][:, :5])}, "writes into its batch"),
+    "file": (
+        {
+            "setup": lambda self, stage: setattr(self, "file", io.BytesIO()),
+            "on_before_backward": lambda self, loss: self.file.write(b"line"),
+        },
+        r"file \(BytesIO\) has changed in a step",
+    ),
     "backward": ({"backward": lambda self, loss, *a: None}, r"must call super\(\).backward"),
 }
 

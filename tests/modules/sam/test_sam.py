@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -481,6 +482,17 @@ class OwnBackward(SAMPlainNet):
         loss.backward()
 
 
+class Writes(SAMPlainNet):
+    """Writes into a file between the two runs of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = io.BytesIO()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.file.write(b"line")
+
+
 class Iterates(SAMPlainNet):
     def training_step(self, dataloader_iter: Any) -> Tensor:
         return super().training_step(next(dataloader_iter)[0], 0)
@@ -494,6 +506,7 @@ class Iterates(SAMPlainNet):
         (Sparse, "pass sparse=False"),
         (Inplace, "Inplace.training_step writes into its batch"),
         (OwnBackward, r"OwnBackward.backward must call super\(\).backward\(loss\)"),
+        (Writes, r"Writes.file \(BytesIO\) has changed in a step of Writes"),
         (Iterates, "Iterates.training_step must not take dataloader_iter"),
     ],
 )
