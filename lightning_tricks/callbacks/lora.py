@@ -232,6 +232,11 @@ class LoRA(Trick):
                     f"LoRA(base={self.base!r}) quantizes frozen nn.Linear layers, and {name} has none but output layers"
                     " and those that share weights or have one input: use base='keep'."
                 )
+            if any(layer.weight.dtype == torch.float64 for _, _, layer in linear):
+                raise MisconfigurationException(
+                    f"LoRA(base={self.base!r}) quantizes weights of 16 or 32 bits, got torch.float64: use base='keep',"
+                    " or another precision."
+                )
             for owner, key, layer in linear:
                 setattr(owner, key, quantize(layer, self.base))
         layers = inject(module, selected, trained, self.settings)

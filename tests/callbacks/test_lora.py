@@ -809,6 +809,8 @@ def test_a_base_with_nothing_to_quantize_is_refused() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"base='nf4'\) quantizes frozen nn.Linear layers, .* has none"):
         fit(build(Convolves), callbacks=[lt.LoRA("Conv1d", train=r"layers\.3", base="nf4")])
+    with pytest.raises(MisconfigurationException, match=r"base='int8'\) quantizes weights of 16 or 32 bits, got"):
+        fit(build(PlainNet).double(), callbacks=[lora(base="int8")])
 
 
 def test_quantized_weights_are_not_saved() -> None:

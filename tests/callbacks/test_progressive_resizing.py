@@ -169,6 +169,12 @@ def test_what_cannot_follow_is_refused(batch: Any, message: str, mode: str) -> N
         first(batch, mode=mode)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_images_of_several_sizes_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"ProgressiveResizing needs images .* of one size.*nested"):
+        first((torch.nested.nested_tensor([*images()]), LABELS))
+
+
 def test_the_mode_is_one_of_two() -> None:
     with pytest.raises(ValueError, match=r"mode must be one of 'resize', 'crop', got 'crops'\. Did you mean 'crop'"):
         lt.ProgressiveResizing(mode="crops")  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ def require_images(batch: Any, images: Sequence[Path], trick: str) -> torch.Size
         MisconfigurationException: If they are no images (B, ..., H, W) of one size.
     """
     found = [(path, get(batch, path)) for path in images]
-    sides = {x.shape[-2:] for _, x in found}
-    if len(sides) > 1 or any(x.ndim < 3 for _, x in found):
+    sides = {torch.Size() if x.is_nested else x.shape[-2:] for _, x in found}
+    if len(sides) > 1 or any(x.is_nested or x.ndim < 3 for _, x in found):
         raise MisconfigurationException(
             f"{trick} needs images (B, ..., H, W) of one size. The batch has {described(batch)}."
         )
