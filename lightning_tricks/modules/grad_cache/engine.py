@@ -103,7 +103,7 @@ class GradCache:
             parts = [self._embed(chunk, place) for chunk, place in chunks]
         embeddings = [torch.cat(several) for several in zip(*parts, strict=True)]
         for embedding in embeddings:
-            embedding.requires_grad_(embedding.is_floating_point())
+            embedding.requires_grad_(_has_gradient(embedding))
         held = {name: value for name, value in _attributes(self.module).items() if before.get(name) is not value}
         with torch.enable_grad(), _marked(held.values()):
             loss = self.module.contrast(*embeddings)
@@ -243,6 +243,7 @@ class GradCache:
         """A number whose gradient is that of the loss with respect to the weights, through the samples of a chunk.
 
         ``sum(embedding * gradient)``, in fp32 so that no gradient is rounded; likewise for the weights in ``contrast``.
+        Of complex numbers it is the real part, with the conjugate of the gradient.
         """
         embeddings = self._embed(chunk, place)
         if "replay" not in self._checked:
@@ -254,12 +255,12 @@ class GradCache:
         total = torch.zeros((), device=self.module.device)
         for x, gradient in pairs:
             wide = torch.promote_types(x.dtype, torch.float32)
-            total = total + (x.to(wide) * gradient.to(wide)).sum()
+            total = total + (x.to(wide) * gradient.to(wide).conj()).real.sum()
         return total
 
     def _check_replay(self, embeddings: tuple[Tensor, ...], before: list[Tensor]) -> None:
         for now, then in zip(embeddings, before, strict=True):
-            if now.is_floating_point() and (now - then).detach().norm() > 0.01 * then.detach().norm():
+            if _has_gradient(now) and (now - then).detach().norm() > 0.01 * then.detach().norm():
                 raise MisconfigurationException(
                     f"{type(self.module).__name__}.embed gives other embeddings in its second run on the same samples,"
                     " random numbers and module state, so that GradCacheMixin would take the gradient of another loss:"
@@ -285,8 +286,8 @@ def check_embeddings(module: Any, embeddings: Any, samples: int) -> tuple[Tensor
         kinds = [type(x).__name__ for x in embeddings] if isinstance(embeddings, tuple | list) else embeddings
         found = f"a tensor {tuple(kinds.shape)}" if isinstance(kinds, Tensor) else f"{kinds!r}"
         raise MisconfigurationException(f"{rule}, got {found}: return (x,) for a single one.")
-    if any(x.shape[:1] != (samples,) or (x.is_floating_point() and x.ndim < 2) for x in embeddings) or not any(
-        x.is_floating_point() for x in embeddings
+    if any(x.shape[:1] != (samples,) or (_has_gradient(x) and x.ndim < 2) for x in embeddings) or not any(
+        map(_has_gradient, embeddings)
     ):
         raise MisconfigurationException(f"{rule}, got {described(embeddings) or 'no tensor'}.")
     return tuple(embeddings)
@@ -308,13 +309,18 @@ def _depends(loss: Tensor, embeddings: list[Tensor]) -> bool:
     return not trained
 
 
+def _has_gradient(x: Tensor) -> bool:
+    """Whether a tensor is of numbers that have gradients."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def _attributes(module: torch.nn.Module) -> dict[str, Tensor]:
     """The floating-point tensors in attributes of a module and its submodules, by name."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, child in module.named_modules()
         for name, value in vars(child).items()
-        if isinstance(value, Tensor) and value.is_floating_point()
+        if isinstance(value, Tensor) and _has_gradient(value)
     }
 
 

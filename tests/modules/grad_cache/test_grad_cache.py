@@ -63,6 +63,21 @@ class Headed(Towers):
         return super().contrast(F.normalize(self.head(a), dim=-1), b)
 
 
+class Phased(Towers):
+    """With complex embeddings, and a complex weight in ``contrast``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.full((5,), 1 + 0.5j))
+
+    def embed(self, batch: Any) -> Any:
+        a, b = super().embed(batch)
+        return torch.complex(a, b), b
+
+    def contrast(self, z: Tensor, b: Tensor) -> Tensor:
+        return super().contrast(torch.view_as_real(z * self.phase).sum(-1), b)
+
+
 class Normed(Towers):
     """With BatchNorm."""
 
@@ -94,7 +109,7 @@ def gradients(kind: Any, batches: list[Any] | None = None, **settings: Any) -> t
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 11])
-@pytest.mark.parametrize("kind", [Towers, OneWay, Headed])
+@pytest.mark.parametrize("kind", [Towers, OneWay, Headed, Phased])
 def test_the_gradient_is_that_of_the_whole_batch(kind: Any, size: int) -> None:
     (whole, plain), (found, module) = gradients(kind), gradients(cached(kind, size))
     assert found.losses == pytest.approx(whole.losses, abs=1e-6)
