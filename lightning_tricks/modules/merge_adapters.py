@@ -28,7 +28,8 @@ def merge_adapters(module: nn.Module) -> dict[str, Any]:
         module: The LightningModule that was trained.
 
     Raises:
-        ValueError: If the module has no adapters of ``LoRA``, or DeepSpeed ZeRO-3 shards it.
+        ValueError: If the module has no adapters of ``LoRA``, DeepSpeed ZeRO-3 shards it, or a weight is computed from
+            others (by pruning or a parametrization).
 
     Example:
         >>> merge_adapters(nn.Linear(2, 2))

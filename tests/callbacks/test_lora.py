@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessRaisedException
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
@@ -811,6 +812,14 @@ def test_a_base_with_nothing_to_quantize_is_refused() -> None:
         fit(build(Convolves), callbacks=[lt.LoRA("Conv1d", train=r"layers\.3", base="nf4")])
     with pytest.raises(MisconfigurationException, match=r"base='int8'\) quantizes weights of 16 or 32 bits, got"):
         fit(build(PlainNet).double(), callbacks=[lora(base="int8")])
+
+
+@pytest.mark.parametrize("pruned", ["layers.0.base_layer", "layers.0.lora_A.default"])
+def test_weights_that_are_pruned_are_not_merged(pruned: str) -> None:
+    fit(module := build(PlainNet), callbacks=[lora()], max_epochs=1)
+    prune.l1_unstructured(module.get_submodule(pruned), "weight", amount=0.5)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight or its adapter is computed from others .*prune\.remove"):
+        lt.merge_adapters(module)
 
 
 def test_quantized_weights_are_not_saved() -> None:

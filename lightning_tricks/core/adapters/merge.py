@@ -49,14 +49,20 @@ def merged_state(base: Mapping[str, Any], saved: Mapping[str, Any], record: Reco
         base: The state of the network before the injection.
         saved: The state with the adapters, and with all that replaces a part of ``base``; other entries may be missing.
         record: What the adapters are.
+
+    Raises:
+        ValueError: If a weight or an adapter is computed from others.
     """
     state = {**base, **record.without_adapters(saved)}
     for layer in record.layers:
-        parts = {
-            name.removeprefix(f"{layer}.lora_").split(".")[0]: value
-            for name, value in saved.items()
-            if name.startswith(f"{layer}.lora_")
-        }
+        prefix = f"{layer}.lora_"
+        names = [name for name in saved if name.startswith(prefix)]
+        parts = {name.removeprefix(prefix).split(".")[0]: saved[name] for name in names}
+        if f"{layer}.weight" not in state or len(parts) < len(names):
+            raise ValueError(
+                f"{layer}.weight or its adapter is computed from others (by pruning or a parametrization), which cannot"
+                " be merged: make it a plain one before, by torch.nn.utils.prune.remove or remove_parametrizations."
+            )
         embeds = "embedding_A" in parts
         a, b = (parts[f"embedding_{part}" if embeds else part] for part in "AB")
         state[f"{layer}.weight"] = merged_weight(
