@@ -113,12 +113,13 @@ def test_weights_and_records_of_a_training(name):
     torch.testing.assert_close(got, expected, **exact)
 
 
-def ranks_trained(by_hand: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return trained(by_hand, train=rank_loader(), devices=2, strategy="ddp", use_distributed_sampler=False)
+def ranks_trained(by_hand: bool, strategy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return trained(by_hand, train=rank_loader(), devices=2, strategy=strategy, use_distributed_sampler=False)
 
 
-def test_ranks():
-    got, expected = (run_ranks(ranks_trained, by_hand) for by_hand in (False, True))
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
+def test_ranks(strategy):
+    got, expected = (run_ranks(ranks_trained, by_hand, strategy) for by_hand in (False, True))
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(got[0][0], got[1][0], atol=0, rtol=0)
 
