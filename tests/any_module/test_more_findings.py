@@ -184,8 +184,21 @@ class OwnBackward(PlainNet):
         self.backwards = getattr(self, "backwards", 0) + 1
 
 
-def test_state_that_backward_changes_is_refused_under_sam() -> None:
-    refused(OwnBackward, r"OwnBackward\.backwards is changed in the backward pass", [lt.SAMCallback()])
+class WritingBackward(PlainNet):
+    """Writes into a buffer, which stays the same object."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.register_buffer("backwards", torch.zeros(()))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        self.backwards += 1
+
+
+@pytest.mark.parametrize("kind", [OwnBackward, WritingBackward])
+def test_state_that_backward_changes_is_refused_under_sam(kind: type[PlainNet]) -> None:
+    refused(kind, rf"{kind.__name__}\.backwards is changed in the backward pass", [lt.SAMCallback()])
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

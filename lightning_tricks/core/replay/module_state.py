@@ -43,6 +43,7 @@ class ModuleState:
         self._deep = deep
         self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
+        self._copied: list[tuple[Tensor, Any, Tensor, str]] = []  # tensors, their versions, contents and paths
         self._written: list[tuple[Tensor, Any, str]] = []  # tensors inside containers, their versions and paths
         self._counted: list[tuple[Any, Any, str]] = []  # objects, the numbers in them, and their paths
         self._containers: list[tuple[Any, list[Contents], str]] = []  # containers, what is in them, and their paths
@@ -66,17 +67,19 @@ class ModuleState:
                 if not isinstance(value, Tensor):
                     self._note(value, f"{path}.{name}")
                 else:
-                    self._note_tensor(value)
+                    self._note_tensor(value, f"{path}.{name}")
 
-    def _note_tensor(self, value: Tensor) -> None:
+    def _note_tensor(self, value: Tensor, path: str) -> None:
         if not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
-            self._restore.append(partial(_restore_tensor, value, value.detach(), value.detach().clone()))
+            contents = value.detach().clone()
+            self._copied.append((value, versions([value]), contents, path))
+            self._restore.append(partial(_restore_tensor, value, value.detach(), contents))
 
     def _note(self, value: Any, path: str) -> None:
         """Remember how to restore a value that is not immutable."""
         if isinstance(value, Tensor):
             if self._deep:
-                self._note_tensor(value)
+                self._note_tensor(value, path)
             elif not value.is_inference():
                 self._written.append((value, versions([value]), path))
         elif isinstance(value, nn.Module):  # a module in a container, which is not registered
@@ -152,7 +155,7 @@ class ModuleState:
         return all(number is None for _, numbers, _ in self._counted for number in numbers)
 
     def changed(self) -> str | None:
-        """The path of an attribute or a container that is not as it was; None if all are."""
+        """The path of an attribute, a container or a tensor that is not as it was; None if all are."""
         for path, space, before in self._spaces:
             for name in {**space, **before}:
                 if name not in _STRUCTURE and not _same(space.get(name, _GONE), before.get(name, _GONE)):
@@ -163,6 +166,9 @@ class ModuleState:
                 keys != before_keys or len(items) != len(before_items) or not all(map(_same, items, before_items))
                 for (_, keys, items), (_, before_keys, before_items) in zip(now, groups, strict=True)
             ):
+                return path
+        for tensor, version, contents, path in self._copied:
+            if versions([tensor]) != version and not torch.equal(tensor, contents):
                 return path
         return None
 
