@@ -370,6 +370,17 @@ def test_two_ranks_equal_one_process_on_what_both_keep() -> None:
         assert_close({key: torch.from_numpy(first[n][key]) for key in first[n]}, alone(*case, name == "across"))
 
 
+def statistics(keeps: list[float]) -> dict[str, Any]:
+    module, callbacks = build(NormNet), [lt.HardExampleFilter(keep) for keep in keeps]
+    fit(module, callbacks=callbacks, strategy="ddp", devices=2, max_epochs=1, limit_val_batches=0)
+    return {name: value.numpy() for name, value in weights(module).items()}
+
+
+def test_ranks_exchange_statistics_before_each_step_as_without_it() -> None:
+    for ours, theirs in zip(run_ranks(statistics, [0.999]), run_ranks(statistics, []), strict=True):
+        assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("engine", ["FSDP2", "DeepSpeed"])
 def test_sharded_weights_equal_one_process_too(engine: str, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,6 +19,8 @@ from lightning_tricks.core.replay.random_numbers import random_numbers_of, rando
 def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
     """Run steps without gradients inside the block, with the random numbers that the next step will draw."""
     device, loggers, state = pl_module.device, trainer.loggers, ModuleState(pl_module)
+    ddp: Any = trainer.strategy.model
+    exchanges = getattr(ddp, "require_forward_param_sync", None)  # DDP stops it after a forward pass without gradients
     try:
         wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, which state.restore() removes
         trainer.loggers = [DummyLogger() for _ in loggers]
@@ -28,3 +31,5 @@ def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[
     finally:
         trainer.loggers = loggers
         state.restore()
+        if exchanges is not None:
+            ddp.require_forward_param_sync = exchanges
