@@ -27,12 +27,17 @@ def balance_experts_(bias: Tensor, load: Tensor, rate: float) -> None:
         load: The number of tokens that each expert got (E,).
         rate: The step, at least 0.
 
+    Raises:
+        TypeError: For a rate that is no number.
+        ValueError: For one out of range.
+
     Example:
         >>> bias = torch.zeros(3)
         >>> balance_experts_(bias, torch.tensor([5, 1, 3]), 0.5)
         >>> bias
         tensor([-0.5000,  0.5000,  0.0000])
     """
+    check_range("rate", rate, 0.0)
     bias += rate * torch.sign(load.sum() - len(load) * load)  # E times the difference, which rounds no integer
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
+from types import NoneType
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_tricks.checkpoints.average import list_paths
 from lightning_tricks.checkpoints.files import PathLike, load
-from lightning_tricks.core.checks import check_choice, some
+from lightning_tricks.core.checks import check_choice, check_type, some
 
 __all__ = ["Ensemble"]
 
@@ -54,6 +55,8 @@ def require_logits(logits: Tensor, dim: int | None = None) -> int:
     if dim is None and logits.dim() != 2:
         raise ValueError(f"logits must be (B, C), got {tuple(logits.shape)}: pass dim=, the dimension of the classes.")
     dim = 1 if dim is None else dim
+    if not -logits.dim() <= dim < logits.dim():
+        raise ValueError(f"dim must be a dimension of logits {tuple(logits.shape)}, got {dim}.")
     if logits.shape[dim] < 2:
         raise ValueError(
             f"logits must have two classes or more, got {tuple(logits.shape)} with dim={dim}: for a single output use"
@@ -120,11 +123,14 @@ class Ensemble(pl.LightningModule):
             The ensemble, in eval mode on the CPU.
 
         Raises:
-            ValueError: For fewer than two files, a file twice, damaged files, and ``output`` without all parameters.
-            AttributeError: If there is no submodule ``output``.
+            TypeError: For a value of the wrong type.
+            ValueError: For fewer than two files, a file twice, damaged files, and ``output`` that is no submodule with
+                all parameters.
             OSError: If a file does not exist, or is a folder.
         """
         check_choice("mean", mean, get_args(Mean))
+        check_type("output", output, str)
+        check_type("dim", dim, int, NoneType)
         files = list_paths(paths)
         if len({file.resolve() for file in files}) < max(2, len(files)):
             raise ValueError(f"paths must be two files or more, each once, got {some(map(str, files))}.")
@@ -136,7 +142,8 @@ class Ensemble(pl.LightningModule):
         ]
         first, *others = members
         prefix = f"{output}." if output else ""
-        first.get_submodule(output)
+        if output not in dict(first.named_modules()):
+            raise ValueError(f"output must be the name of a submodule of {kind.__name__}, got {output!r}.")
         if outside := [name for name, _ in first.named_parameters() if not name.startswith(prefix)]:
             raise ValueError(
                 f"output={output!r} must name a submodule with all parameters, for each member computes its inputs, got"

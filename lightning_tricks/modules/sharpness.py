@@ -94,7 +94,7 @@ def sharpness(
             largest magnitude.
         radius: Length of the move along the gradient, above 0, like SAM's rho.
         points: Number of losses along the gradient, which take a pass; odd, at least 3, so that one is at w.
-        seed: Seed of the random vector from which Lanczos's method starts.
+        seed: Seed of the random vector from which Lanczos's method starts, at least 0.
 
     Raises:
         TypeError: For a loader that can be read only once, 16-bit or sharded weights.
@@ -111,7 +111,7 @@ def sharpness(
     References:
         Lanczos, J. Res. Natl. Bur. Stand. 45 (1950); Keskar et al., arXiv 1609.04836; Foret et al., arXiv 2010.01412.
     """
-    weights = _check(model, loader, iterations, radius, points)
+    weights = _check(model, loader, iterations, radius, points, seed)
     generator, half = torch.Generator().manual_seed(seed), points // 2
     distances = tuple(radius * (step / half) for step in range(-half, half + 1))
     with torch.inference_mode(False), torch.enable_grad(), _unchanged(model):
@@ -134,11 +134,14 @@ def sharpness(
     return Sharpness(here, eigenvalue, error, losses[-1] - here, distances, tuple(losses))
 
 
-def _check(model: nn.Module, loader: Iterable[Any], iterations: int, radius: float, points: int) -> list[Tensor]:
+def _check(
+    model: nn.Module, loader: Iterable[Any], iterations: int, radius: float, points: int, seed: int
+) -> list[Tensor]:
     """Check the arguments, and return the trainable weights."""
     check_count("iterations", iterations)
     check_range("radius", radius, 1e-12)
     check_count("points", points)
+    check_count("seed", seed, least=0)
     if points < 3 or points % 2 == 0:
         raise ValueError(f"points must be odd and at least 3, got {points!r}: the middle one is at the weights.")
     if not isinstance(loader, Iterable) or isinstance(loader, Iterator):

@@ -146,7 +146,13 @@ def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, set
         groups = _with_hidden(row, module, groups, low_rank, {})
     if row.base in ("galore", "adamw4bit"):
         kind = with_plain_states(kind)
-    return kind(groups, lr=lr, **settings)
+    try:
+        return kind(groups, lr=lr, **settings)
+    except (IndexError, TypeError, ValueError) as error:
+        if not settings:
+            raise
+        given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        raise ValueError(f"optimizer({row.name!r}) does not take {given}: {error}") from error
 
 
 def _check_values(row: Row, kind: Any, groups: Groups, settings: dict[str, Any]) -> None:

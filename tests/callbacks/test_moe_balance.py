@@ -144,6 +144,11 @@ def test_what_is_no_router_is_refused(module: Any, message: str) -> None:
         fit(build(module), callbacks=[lt.MoEBalance()])
 
 
+def test_a_bad_rate_of_the_function_is_named() -> None:
+    with pytest.raises(TypeError, match=r"rate must be a number in \[0.0, inf\), got '1'"):
+        balance_experts_(torch.zeros(2), torch.ones(2), "1")  # type: ignore[arg-type]
+
+
 def test_biases_that_no_checkpoint_has_are_refused() -> None:
     module = build(Mixture)
     module.layers[-2].register_buffer("expert_bias", torch.zeros(4), persistent=False)

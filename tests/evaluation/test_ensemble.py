@@ -132,8 +132,12 @@ def test_a_step_that_passes_by_the_mean_is_refused(tmp_path: Path) -> None:
     assert row["loss"] == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-5)
     with pytest.raises(ValueError, match=r"output='layers.4' must name a submodule with all parameters"):
         Ensemble.from_checkpoints(files, Direct, output="layers.4")
-    with pytest.raises(AttributeError, match="head"):
+    with pytest.raises(ValueError, match="output must be the name of a submodule of Direct, got 'head'"):
         Ensemble.from_checkpoints(files, Direct, output="head")
+    with pytest.raises(TypeError, match="output must be str, got 0"):
+        Ensemble.from_checkpoints(files, Direct, output=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dim must be int or None, got 'c'"):
+        Ensemble.from_checkpoints(files, Direct, dim="c")  # type: ignore[arg-type]
 
 
 def test_averaged_weights_are_what_ema_has_saved(tmp_path: Path) -> None:
@@ -275,6 +279,8 @@ def test_classes_in_another_dimension() -> None:
     for dim in (1, -1, 2):
         expected = sum(each.softmax(dim) for each in logits) / 2
         torch.testing.assert_close(mean_logits(logits, dim=dim).exp(), expected)
+    with pytest.raises(ValueError, match=r"dim must be a dimension of logits \(2, 3, 4\), got 3"):
+        mean_logits(logits, dim=3)
     sure = mean_logits([torch.tensor([[1e4, -1e4]]), torch.tensor([[-1e4, 1e4]])])
     torch.testing.assert_close(sure.exp(), torch.tensor([[0.5, 0.5]]))
 

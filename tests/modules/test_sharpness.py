@@ -433,6 +433,7 @@ def test_non_reentrant_checkpointing_changes_nothing() -> None:
         ({"points": 1}, ValueError, "points must be odd and at least 3, got 1"),
         ({"points": 10}, ValueError, "points must be odd and at least 3, got 10"),
         ({"points": "11"}, TypeError, "points must be an integer"),
+        ({"seed": 0.5}, TypeError, "seed must be an integer, got 0.5"),
         ({"loader": iter([])}, TypeError, "loader is read many times, got list_iterator: pass a DataLoader"),
         ({"loader": 3}, TypeError, "loader is read many times, got int"),
         ({"loader": []}, ValueError, "loader must yield batches in every pass over it, got none"),

@@ -388,6 +388,10 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         lt.optimizer("sgd", module, -1)
     with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
         lt.optimizer("galore", module, 0.1, rank=0)
+    with pytest.raises(ValueError, match=r"optimizer\('lion'\) does not take betas=\(2, 0.9\): Invalid beta"):
+        lt.optimizer("lion", module, 0.1, betas=(2, 0.9))
+    with pytest.raises(ValueError, match=r"optimizer\('sgd'\) does not take momentum='x': "):
+        lt.optimizer("sgd", module, 0.1, momentum="x")
     with pytest.raises(ValueError, match="adamw_lr must be"):
         lt.optimizer("muon", module, 0.1, adamw_lr=-1.0)
     with pytest.raises(ValueError, match="hidden weights"):

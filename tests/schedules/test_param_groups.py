@@ -328,6 +328,12 @@ def test_a_model_without_anything_to_train_is_refused():
         no_weight_decay_groups(blocks().requires_grad_(False), 0.1)
 
 
+@pytest.mark.parametrize("groups", [[], 0, [{"lr": 0.1}], ["params"]])
+def test_what_are_no_groups_is_refused(groups):
+    with pytest.raises(TypeError, match=r"groups must be a list of parameter groups, dictionaries with 'params', got"):
+        no_weight_decay_groups(blocks(), 0.1, groups=groups)
+
+
 def test_groups_of_another_model_are_refused():
     with pytest.raises(ValueError, match="groups hold a parameter that ModuleDict lacks: pass their model"):
         no_weight_decay_groups(blocks(), 0.1, groups=no_weight_decay_groups(blocks(), 0.1))

@@ -93,11 +93,16 @@ def sam_perturb_(
     Returns:
         ``||g||``, a scalar tensor.
 
+    Raises:
+        TypeError: For a radius that is no number.
+        ValueError: For one out of range.
+
     Example:
         >>> w = torch.zeros(2)
         >>> sam_perturb_([w], [torch.tensor([3.0, 4.0])], rho=0.5), w
         (tensor(5.), tensor([0.3000, 0.4000]))
     """
+    check_range("rho", rho, 0.0)
     length = norm(gradients)
     if gradients:
         scale = rho / (length + 1e-12)  # a zero gradient moves nothing
@@ -130,11 +135,19 @@ def asam_perturb_(
     Returns:
         ``||T g||``, a scalar tensor.
 
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range, or another number of flags.
+
     Example:
         >>> w = torch.tensor([2.0, 0.0])
         >>> asam_perturb_([w], [torch.tensor([1.0, 1.0])], 1.0, eta=0.0, adapts=[True]), w
         (tensor(2.), tensor([4., 0.]))
     """
+    check_range("rho", rho, 0.0)
+    check_range("eta", eta, 0.0)
+    if len(adapts) != len(weights):
+        raise ValueError(f"adapts must have a flag for each of {len(weights)} weights, got {len(adapts)}.")
     if not gradients:
         return norm(gradients)
     own = [weight for weight, adapt in zip(weights, adapts, strict=True) if adapt]

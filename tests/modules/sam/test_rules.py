@@ -162,6 +162,24 @@ def test_a_bad_setting_is_named(arguments: dict[str, Any], error: type[Exception
         lt.SAM(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rho": -0.1}, r"rho must be in \[0.0, inf\), got -0.1"),
+        ({"eta": float("nan")}, "eta must be .* got nan"),
+        ({"adapts": [True, False]}, "adapts must have a flag for each of 1 weights, got 2"),
+    ],
+)
+def test_a_bad_number_of_a_rule_is_named(arguments: dict[str, Any], message: str) -> None:
+    w, g = [torch.zeros(2)], [torch.ones(2)]
+    with pytest.raises(ValueError, match=message):
+        asam_perturb_(w, g, **{"rho": 0.1, "eta": 0.01, "adapts": [True], **arguments})
+    if "rho" in arguments:
+        with pytest.raises(ValueError, match=message):
+            sam_perturb_(w, g, **arguments)
+    assert not w[0].any()
+
+
 class RMSNorm(nn.Module):
     """Of the user's own."""
 
