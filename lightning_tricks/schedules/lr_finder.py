@@ -227,7 +227,7 @@ def find_lr(
         Smith, arXiv 1506.01186; ``lr_find`` of fastai.
     """
     for name, value in (("min_lr", min_lr), ("max_lr", max_lr)):
-        check_range(name, value, 0.0)
+        check_range(name, value, 0.0, torch.finfo(torch.float32).max)
     if not 0 < min_lr < max_lr:
         raise ValueError(f"min_lr must be above 0 and below max_lr, got {min_lr} and {max_lr}.")
     check_count("steps", steps)

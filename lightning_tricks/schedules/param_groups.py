@@ -251,7 +251,7 @@ def _split(model: nn.Module, groups: Groups | None, assign: _Assign, weight_deca
     names = {parameter: name for name, parameter in model.named_parameters()}
     parts: dict[tuple[int, str], dict[str, Any]] = {}
     given = [{"params": list(names)}] if groups is None else groups
-    if not given or not isinstance(given, list) or not all(isinstance(g, dict) and "params" in g for g in given):
+    if not isinstance(given, list) or not given or not all(isinstance(g, dict) and "params" in g for g in given):
         raise TypeError(f"groups must be a list of parameter groups, dictionaries with 'params', got {given!r:.80}.")
     unnamed = sum(not group.get("name") for group in given)
     for position, group in enumerate(given):

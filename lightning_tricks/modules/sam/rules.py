@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks.core.checks import check_bool, check_count, check_range
+from lightning_tricks.core.checks import check_bool, check_count, check_range, check_type
 from lightning_tricks.core.selection import check_patterns, select_parameters
 from lightning_tricks.core.weights.tensors import global_norm
 
@@ -146,6 +146,7 @@ def asam_perturb_(
     """
     check_range("rho", rho, 0.0)
     check_range("eta", eta, 0.0)
+    check_type("adapts", adapts, list, tuple)
     if len(adapts) != len(weights):
         raise ValueError(f"adapts must have a flag for each of {len(weights)} weights, got {len(adapts)}.")
     if not gradients:

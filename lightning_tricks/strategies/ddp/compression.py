@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_choice, check_count, check_range
+from lightning_tricks.core.checks import check_choice, check_count
 
 Compression = Literal["none", "bf16", "fp16", "powersgd", "local_sgd"]
 
@@ -209,7 +209,7 @@ def make_compressor(compression: Compression, **arguments: int | None) -> Compre
             f" compression={users}."
         )
     if "compression_start" in given:
-        check_range("compression_start", given["compression_start"], 0)
+        check_count("compression_start", given["compression_start"], least=0)
     settings = {name.removeprefix(f"{compression}_").removeprefix("compression_"): given[name] for name in given}
     if compression == "powersgd":
         return PowerSGD(**settings)

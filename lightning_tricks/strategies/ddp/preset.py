@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.callback import AveragingCallback
-from lightning_tricks.core.checks import check_bool
+from lightning_tricks.core.checks import check_bool, some
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, keep_user_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.ddp.compression import Compression, Compressor, LocalSGD, make_compressor
@@ -63,6 +64,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
             ``find_unused_parameters``, ``static_graph``, ``timeout``.
 
     Raises:
+        TypeError: For a value of the wrong type, or an argument that neither of them has.
         ValueError: If a compression argument is out of range or has no effect, or if a ``ddp_comm_hook`` is given
             in addition to a compression.
         MisconfigurationException: When training starts with "local_sgd" and a callback that averages weights, or an
@@ -92,6 +94,10 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         **settings: Any,
     ) -> None:
         check_bool("gradient_as_bucket_view", gradient_as_bucket_view)
+        known = {**signature(DDPStrategy).parameters, **signature(DistributedDataParallel).parameters}
+        if unknown := [name for name in settings if name not in known]:
+            given, taken = some(unknown), some(sorted(known.keys() - {"module", "kwargs"}), len(known))
+            raise TypeError(f"DDPPreset has no argument {given}; DDPStrategy has {taken}.")
         self.compression = compression
         self._compressor = make_compressor(
             compression,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.strategies.ddp.compression import average, make_compressor
+from lightning_tricks.strategies.ddp.preset import DDPPreset
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -444,7 +445,7 @@ def test_each_compression_runs_on_nccl() -> None:
         ({"compression": "powersgd", "local_sgd_period": 2}, "local_sgd_period has no effect .*'powersgd', got 2"),
         ({"compression": "powersgd", "powersgd_rank": 0}, "powersgd_rank must be at least 1, got 0"),
         ({"compression": "local_sgd", "local_sgd_period": 0}, "local_sgd_period must be at least 1, got 0"),
-        ({"compression": "local_sgd", "compression_start": -1}, r"compression_start must be in \[0, inf\), got -1"),
+        ({"compression": "local_sgd", "compression_start": -1}, "compression_start must be at least 0, got -1"),
         ({"ddp_comm_hook": halve}, "compression='bf16' brings its own communication hook, got ddp_comm_hook"),
         ({"model_averaging_period": 2}, "compression='bf16' brings its own .*, got model_averaging_period"),
     ],
@@ -452,6 +453,13 @@ def test_each_compression_runs_on_nccl() -> None:
 def test_what_has_no_effect_or_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lt.preset("ddp_compressed_bf16", **arguments)
+
+
+def test_what_is_no_number_of_steps_and_what_nothing_takes_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"compression_start must be an integer, got 0\.5"):
+        lt.preset("ddp_compressed_bf16", compression="powersgd", compression_start=0.5)
+    with pytest.raises(TypeError, match=r"DDPPreset has no argument bucket; DDPStrategy has .* bucket_cap_mb, .*"):
+        DDPPreset(bucket=25)
 
 
 def test_an_unknown_compression_is_refused_beneath_the_preset() -> None:
