@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_tricks.checkpoints.files import path_of
 from lightning_tricks.core.adapters.base import weights_checksum
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
 from lightning_tricks.core.lightning.namespace import require_same_lightning
@@ -107,12 +108,12 @@ def compare(
     if unfit := [name for name in arms if not isinstance(name, str) or not name.strip(".")]:
         raise ValueError(f"arms must have names that can be those of folders, got {unfit}.")
     check_type("metric", metric, str)
-    check_type("folder", folder, str, Path)
+    place = path_of("folder", folder)
     check_choice("mode", mode, ("max", "min"))
     check_choice("checkpoint", checkpoint, ("last", "best"))
     check_bool("equal_time", equal_time)
     chosen, baseline = _seeds(seeds), next(iter(arms))
-    runs = _Runs(Path(folder), chosen, checkpoint, metric)
+    runs = _Runs(place, chosen, checkpoint, metric)
     with caller_unchanged():
         settings = {name: runs.prepare(name, arm) for name, arm in arms.items()}
         if equal_time and not settings[baseline]["length"]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
-from lightning_tricks.core.checks import check_bool, check_count, check_type
+from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.core.checks import check_bool, check_count, check_range
 from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.report import table
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
@@ -200,11 +201,12 @@ def cross_validate(
     References:
         Nadeau and Bengio, Inference for the generalization error, Machine Learning 52 (2003).
     """
-    check_type("folder", folder, str, os.PathLike)
+    path = path_of("folder", folder)
     check_count("seed", seed, least=0)
+    check_range("seed", seed, 0, 2**32 - 1)
     check_bool("predict", predict)
     check_count("workers", workers)
-    data, path = FoldData(dataset, loader), Path(folder)
+    data = FoldData(dataset, loader)
     folds = make_folds(splitter, len(data), targets, groups, seed)
     plan = {
         "data set": type(dataset).__name__,

@@ -130,7 +130,8 @@ class Ensemble(pl.LightningModule):
         """
         check_choice("mean", mean, get_args(Mean))
         check_type("output", output, str)
-        check_type("dim", dim, int, NoneType)
+        if isinstance(dim, bool) or not isinstance(dim, int | NoneType):
+            raise TypeError(f"dim must be an integer or None, got {dim!r}.")
         files = list_paths(paths)
         if len({file.resolve() for file in files}) < max(2, len(files)):
             raise ValueError(f"paths must be two files or more, each once, got {some(map(str, files))}.")

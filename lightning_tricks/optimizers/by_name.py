@@ -148,7 +148,7 @@ def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, set
         kind = with_plain_states(kind)
     try:
         return kind(groups, lr=lr, **settings)
-    except (IndexError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever a library raises
         if not settings:
             raise
         given = ", ".join(f"{key}={value!r}" for key, value in settings.items())

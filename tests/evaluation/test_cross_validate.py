@@ -262,6 +262,7 @@ def test_what_would_leak_from_fold_to_fold_is_refused(changes: dict[str, Any], m
         ({"make_module": lambda fold: nn.Linear(8, 2)}, TypeError, "make_module returns must be LightningModule"),
         ({"make_trainer": lambda fold, folder: None}, TypeError, "make_trainer returns must be Trainer"),
         ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"seed": 2**32}, ValueError, r"seed must be in \[0, 4294967295\], got 4294967296"),
         ({"predict": 1}, TypeError, "predict must be True or False"),
         ({"workers": 2}, TypeError, "workers=2 needs make_module, .* that pickle, got "),
     ],
@@ -275,6 +276,12 @@ def test_wrong_arguments_are_refused_before_the_first_step(
     with pytest.raises(kind, match=message):
         run(tmp_path, **{"make_trainer": refused, **changes})
     assert not (tmp_path / "fold0.pt").exists()
+
+
+@pytest.mark.parametrize(("folder", "kind"), [("a\0", ValueError), (1, TypeError)])
+def test_what_is_no_folder_is_named(folder: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="folder must be "):
+        run(folder)
 
 
 @pytest.mark.parametrize(

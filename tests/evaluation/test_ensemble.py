@@ -136,8 +136,9 @@ def test_a_step_that_passes_by_the_mean_is_refused(tmp_path: Path) -> None:
         Ensemble.from_checkpoints(files, Direct, output="head")
     with pytest.raises(TypeError, match="output must be str, got 0"):
         Ensemble.from_checkpoints(files, Direct, output=0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="dim must be int or None, got 'c'"):
-        Ensemble.from_checkpoints(files, Direct, dim="c")  # type: ignore[arg-type]
+    for dim in ("c", True):
+        with pytest.raises(TypeError, match=f"dim must be an integer or None, got {dim!r}"):
+            Ensemble.from_checkpoints(files, Direct, dim=dim)  # type: ignore[arg-type]
 
 
 def test_averaged_weights_are_what_ema_has_saved(tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def asam_perturb_(
     check_range("rho", rho, 0.0)
     check_range("eta", eta, 0.0)
     check_type("adapts", adapts, list, tuple)
+    for flag in adapts:
+        check_bool("adapts", flag)
     if len(adapts) != len(weights):
         raise ValueError(f"adapts must have a flag for each of {len(weights)} weights, got {len(adapts)}.")
     if not gradients:
