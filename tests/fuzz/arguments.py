@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import inspect
 import math
+import os
 import sys
 import tempfile
 import types
@@ -15,15 +16,17 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_tricks as lt
-from lightning_tricks.core.selection import Patterns
+from lightning_tricks.evaluation import CrossValidation
 from tests.nets import Net, PlainNet, data, loader, trainer
 from tests.public import PUBLIC
 
@@ -53,6 +56,22 @@ def make_files() -> None:
     torch.save(next(iter(loader(16))), f"{KEPT}/batch-rank=0.pt")
 
 
+def loss(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@cache
+def crossed() -> CrossValidation:
+    """A cross-validation whose folds have two checkpoints each."""
+
+    def make_trainer(fold: int, folder: Any) -> pl.Trainer:
+        kept = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2)
+        return trainer(max_epochs=2, callbacks=[kept], enable_checkpointing=True)
+
+    return lt.cross_validate(lambda fold: PlainNet(), data(8), make_trainer, folder=tempfile.mkdtemp(), splitter=2)
+
+
+PERTURBED = {"weights": lambda: [torch.ones(2)], "gradients": lambda: [torch.ones(2)]}
 SCHEDULE = {"optimizer": sgd, "module": lambda: None, "total_steps": lambda: 20}
 SCALE = {"batch_size": lambda: 64, "base_batch_size": lambda: 32}
 TRAINED = {"trainer": trainer, "module": PlainNet, "train_dataloaders": lambda: loader(16)}
@@ -67,13 +86,18 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     **dict.fromkeys(FACTORIES, SCHEDULE),
     "reduce_on_plateau": {"optimizer": sgd, "module": lambda: None},
     "swa_tail": {"schedule": lambda: lt.cosine(sgd(), total_steps=20), "swa_lr": lambda: 0.05},
+    "ActivationCheckpointing": {"modules": lambda: "layers"},
     "BatchTransform": {"transform": nn.Identity},
+    "Float8": {"emulate": lambda: True},
+    "LayerFreezing": {"parameters": lambda: "0"},
+    "LeanLoss": {"module": lambda: "layers"},
+    "ProgressiveResizing": {"multiple_of": lambda: 1},
     "InspectTraining": {"folder": lambda: "pictures"},
     "inspect_training": TRAINED,
     "add_blur_pool": {"model": lambda: nn.Sequential(nn.Conv2d(16, 4, 3, 2))},
     "add_squeeze_excite": {"model": layers, "modules": lambda: "BatchNorm1d"},
     "init_weights": {"model": layers, "recipe": lambda: "kaiming"},
-    "GradualUnfreeze": {"at": lambda: [0.2, 0.5]},
+    "GradualUnfreeze": {"at": lambda: [0.2], "parameters": lambda: ["0"]},
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
     "LengthBuckets": {"lengths": lambda: [3, 1, 2], "batch_size": lambda: 2},
@@ -83,6 +107,19 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "PlateauLR": {"optimizer": sgd},
     "adamw": {"module": Net, "lr": lambda: 1e-3},
     "optimizer": {"name": lambda: "lion", "module": Net, "lr": lambda: 1e-3},
+    "asam_perturb_": {**PERTURBED, "rho": lambda: 0.05, "eta": lambda: 0.01, "adapts": lambda: [True]},
+    "sam_perturb_": {**PERTURBED, "rho": lambda: 0.05},
+    "balance_experts_": {"bias": lambda: torch.zeros(2), "load": lambda: torch.ones(2), "rate": lambda: 0.1},
+    "resize_images": {"x": lambda: torch.ones(1, 1, 4, 4), "size": lambda: (2, 2)},
+    "sharpness": {"model": Net, "loader": lambda: loader(8), "loss": lambda: loss, "iterations": lambda: 2},
+    "find_num_workers": {"loader": lambda: loader(8), "most": lambda: 0, "seconds": lambda: 0.01},
+    "soup_and_ensemble": {
+        "result": crossed,
+        "kind": lambda: PlainNet,
+        "dataset": lambda: data(8),
+        "make_trainer": lambda: lambda fold, folder: trainer(max_epochs=1),
+        "output": lambda: "layers",
+    },
     "adaptive_clip_": {"parameters": lambda: [nn.Parameter(torch.ones(2))]},
     "add_stochastic_depth": {"model": layers, "rate": lambda: 0.1, "modules": lambda: "0"},
     "clip_loss": {"images": lambda: torch.eye(4), "texts": lambda: torch.eye(4)},
@@ -163,14 +200,11 @@ def needed(name: str) -> dict[str, Any]:
 LEFT_OUT = {
     "drop_bias_before_batchnorm": "has a model only",
     "lean_loss": "has a model only",
-    "LeanLoss": "has the name of a module only",
     "merge_adapters": "has a module only",
     "Ensemble": "has a constructor of its own; tests/evaluation/test_ensemble.py",
-    "fit_temperature": "needs a module and a loader; tests/evaluation/test_temperature.py",
-    "soup_and_ensemble": "needs checkpoints and makers; tests/evaluation/test_ensemble.py",
+    "fit_temperature": "has a module and a loader only; tests/evaluation/test_temperature.py",
     "BatchedDataset": "has a data set only",
     "pack_sequences": "has samples only; tests/data/test_packing.py",
-    "find_num_workers": "takes the seconds that it is given; tests/data/test_workers.py",
     "profile_tricks": "has a Trainer only",
     **dict.fromkeys(
         [
@@ -181,9 +215,6 @@ LEFT_OUT = {
         "a result, which nobody constructs",
     ),
     "UnknownTotalSteps": "an error, which nobody constructs",
-    "balance_experts_": "tensors that belong together; tests/callbacks/test_moe_balance.py",
-    "asam_perturb_": "lists that belong together; tests/modules/sam/test_rules.py",
-    "sam_perturb_": "lists that belong together; tests/modules/sam/test_rules.py",
     "GradCacheMixin": "has no arguments",
     "SAMMixin": "has no arguments",
     "ScheduleFree": "has no arguments",
@@ -193,18 +224,30 @@ LEFT_OUT = {
     "environment_report": "has no arguments",
     "presets": "has no arguments",
     "optimizer_steps": "has a Trainer only; tests/schedules/test_steps_fuzz.py has its settings",
-    "resize_images": "sizes that need any memory; tests/callbacks/test_progressive_resizing.py",
     "ray_trainer": "needs Ray's workers",
-    "sharpness": "needs a loss and a loader; tests/modules/test_sharpness.py",
 }
 NAMES = [name for name in PUBLIC if name not in LEFT_OUT]
-COSTLY = {"steps", "max_size", "effective", "seeds"}  # what is done so often
-# What is an object of the user's or of torch, and is tried only as what it should be.
+# What is done so often, or takes so long; larger numbers are tried as these.
+LIMITS = {
+    **dict.fromkeys(["steps", "max_size", "effective", "iterations", "points"], 12),
+    **{"seeds": 3, "rounds": 3, "most": 2, "seconds": 0.01, "step_seconds": 0.01, "radius": 1.0, "model": 10**9},
+}
+# Objects that are tried, too, besides numbers, names, flags, and collections of those.
 OBJECTS = {
-    *("optimizer", "module", "model", "schedule", "curve", "trainer", "train_dataloaders", "datamodule", "parameters"),
-    *("evaluate", "index", "generator", "groups", "ax", "x", "losses", "example", "batch"),
-    *("make_module", "make_trainer", "dataset"),
-    *("arms", "queries", "keys", "images", "texts", "alphas_cumprod", "t", "gather", "lengths"),
+    ("BatchTransform", "transform"),
+    ("CurveLR", "momentum"),
+    ("cross_validate", "splitter"),
+    ("cross_validate", "targets"),
+    ("estimate_memory", "lora"),
+    ("min_snr_weight", "t"),
+    ("suggest_strategy", "hardware"),
+}
+UNTRIED = {("resize_images", "size"), ("plot_schedule", "schedule")}  # takes as much memory; a function of the user's
+# What is passed on by **settings, and a name that nothing has.
+PASSED_ON: dict[str, dict[str, Any]] = {
+    **{name: {"nothing": typing.NoReturn} for name in ["DDPPreset", "PlateauLR", "SinglePreset", "preset"]},
+    "LRSchedule": {"flat": float, "nothing": typing.NoReturn},
+    "optimizer": {"betas": Any, "nothing": typing.NoReturn},
 }
 
 
@@ -216,12 +259,31 @@ def parameters(name: str) -> dict[str, Any]:
     home = vars(sys.modules[call.__module__])  # a decorator's function has another
     hints = typing.get_type_hints(function, {**vars(collections.abc), "Axes": Any, "Figure": Any, **home})
     kinds = {each.name: each.kind for each in inspect.signature(call).parameters.values()}
-    return {
+    named = {
         each: hints.get(each, Any)
         for each, kind in kinds.items()
         if kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        and (each not in OBJECTS or hints.get(each) in (Patterns, Patterns | None))
+        and (is_plain(hints.get(each, Any)) or (name, each) in OBJECTS)
+        and (name, each) not in UNTRIED
     }
+    return {**named, **PASSED_ON.get(name, {})}
+
+
+SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+MAPPINGS = (dict, collections.abc.Mapping)
+
+
+def is_plain(hint: Any) -> bool:
+    """Whether an annotation has numbers, names, flags, or collections of those; others are objects of the user's."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(map(is_plain, inner))
+    if origin in SEQUENCES:
+        return all(is_plain(each) for each in inner if each is not Ellipsis)
+    if origin in MAPPINGS:
+        return is_plain(inner[0]) and (inner[1] is Any or is_plain(inner[1]))
+    path = isinstance(hint, type) and issubclass(hint, os.PathLike)
+    return path or origin is typing.Literal or hint in (bool, int, float, str, bytes, timedelta)
 
 
 # ---- what fits an annotation
@@ -230,8 +292,8 @@ def parameters(name: str) -> dict[str, Any]:
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is what the annotation says; no number may be undefined or infinite, and no bool is a number."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True
+    if hint in (Any, typing.NoReturn):
+        return hint is Any
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, each) for each in inner)
     if origin is typing.Literal:
@@ -239,13 +301,14 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is float or hint is int:
         number = isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
         return number and (hint is int or abs(value) <= sys.float_info.max)
-    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection):
+    if origin in SEQUENCES:
+        value = value.tolist() if isinstance(value, np.ndarray) else value
         if isinstance(value, str | bytes) or not isinstance(value, (list | tuple) if origin is list else origin):
             return False
         if origin is tuple and inner[-1:] != (Ellipsis,):
             return len(value) == len(inner) and all(map(fits, value, inner))
         return all(fits(each, inner[0]) for each in value)
-    if origin in (dict, collections.abc.Mapping):
+    if origin in MAPPINGS:
         return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
     return isinstance(value, origin or hint)
 
@@ -317,9 +380,9 @@ def fitting(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(inner)
     if origin is tuple and inner[-1:] != (Ellipsis,):
         return st.tuples(*map(fitting, inner))
-    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection):
+    if origin in SEQUENCES:
         return st.lists(fitting(inner[0]), max_size=3)
-    if origin in (dict, collections.abc.Mapping):
+    if origin in MAPPINGS:
         return st.dictionaries(fitting(inner[0]), fitting(inner[1]), max_size=3)
     simple = {
         bool: st.booleans(),
@@ -339,8 +402,8 @@ def changes(draw: st.DrawFn, name: str) -> dict[str, Any]:
     chosen = draw(st.lists(st.sampled_from(sorted(hints)), min_size=1, max_size=2, unique=True))
     kinds = {each: draw(st.booleans()) for each in chosen}
     drawn = {each: draw(fitting(hints[each]) if right else strange()) for each, right in kinds.items()}
-    costly = [each for each, value in drawn.items() if each in COSTLY and type(value) is int and value > 12]
-    return {**drawn, **dict.fromkeys(costly, 3)}
+    above = [each for each in drawn.keys() & LIMITS.keys() if fits(drawn[each], float) and drawn[each] > LIMITS[each]]
+    return {**drawn, **{each: LIMITS[each] for each in above}}
 
 
 # ---- calls

@@ -29,6 +29,7 @@ from torch.nn.utils import parametrizations, parametrize, rnn
 from torch.utils.data import DataLoader
 from torchmetrics import Accuracy, MeanMetric, MetricCollection
 
+from tests.callbacks.test_moe_balance import Experts
 from tests.fuzz.states import KINDS, MOMENTS, PLACES, State, told
 
 SAMPLES, SIZE, CLASSES = 12, 4, 3  # of the data, of a batch
@@ -73,14 +74,14 @@ class Spec:
 
 
 class Recurrent(nn.Module):
-    """Takes the features for a sequence, and gives its last state."""
+    """Takes the features for a sequence of any length, and gives its last state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.GRU(2, 6, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x.unflatten(1, (4, 2)))[0][:, -1]
+        return self.cell(x.unflatten(1, (-1, 2)))[0][:, -1]
 
 
 class Cached(nn.Module):
@@ -102,6 +103,12 @@ def _mlp(*middle: nn.Module, first: nn.Module | None = None) -> nn.Sequential:
     return nn.Sequential(first or nn.Linear(8, 6), *middle, nn.Tanh(), nn.Linear(6, CLASSES))
 
 
+def _convolved() -> list[nn.Module]:
+    """Layers for images of any size; the convolution is without a bias, whose gradient would be rounding alone."""
+    first = [nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU()]
+    return [*first, nn.AdaptiveAvgPool2d((2, 4)), nn.Flatten()]
+
+
 NETS: dict[str, Callable[[], nn.Sequential]] = {
     "linear": _mlp,
     "BatchNorm and dropout": lambda: _mlp(nn.BatchNorm1d(6), nn.Dropout(0.2)),
@@ -112,10 +119,12 @@ NETS: dict[str, Callable[[], nn.Sequential]] = {
     "weight norm": lambda: _mlp(first=parametrizations.weight_norm(nn.Linear(8, 6))),
     "lazy": lambda: _mlp(first=nn.LazyLinear(6)),
     "double": lambda: _mlp().double(),
-    "convolution": lambda: nn.Sequential(
-        nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(24, CLASSES)
+    "convolution": lambda: nn.Sequential(*_convolved(), nn.Linear(24, CLASSES)),
+    "experts": lambda: nn.Sequential(
+        *_convolved(), nn.Linear(24, 16), Experts(16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, CLASSES)
     ),
 }
+OF_IMAGES = ("convolution", "experts")
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -253,7 +262,7 @@ NOT_MOVED = ("frozen dataclass", "UserDict", "MappingProxyType", "dict with an a
 def samples(spec: Spec) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all samples."""
     generator = torch.Generator().manual_seed(spec.seed)
-    shape = (1, 2, 4) if spec.net == "convolution" else (8,)
+    shape = (1, 2, 4) if spec.net in OF_IMAGES else (8,)
     x = torch.randn(SAMPLES, *shape, generator=generator, dtype=torch.double if spec.net == "double" else torch.float)
     return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
@@ -836,11 +845,18 @@ class Generated(pl.LightningModule):
 
     def compute(self, batch: Any) -> Any:
         """What the step returns in automatic optimization."""
+        return self.contrast(*self.embed(batch))
+
+    def embed(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits, inputs and targets; with ``contrast`` what GradCacheMixin asks for."""
         self.change("step")
         x, y = BATCHES[self.spec.batch][1](batch)
-        if self.spec.net == "convolution":
+        if self.spec.net in OF_IMAGES and x.ndim == 2:
             x = x.reshape(len(x), 1, 2, 4)
-        logits = self(x).to(x.dtype)
+        return self(x).to(x.dtype), x, y
+
+    def contrast(self, logits: Tensor, x: Tensor, y: Tensor) -> Any:
+        """The loss, or a dictionary with it."""
         output = LOSSES[self.spec.loss](self, logits, y)
         if output is None:
             return None
@@ -920,8 +936,9 @@ def suited(spec: Spec) -> Spec:
             spec = replace(spec, trainer="plain")
         if spec.optimizer == "none" or (spec.optimizer == "LBFGS" and spec.manual != "closure"):
             spec = replace(spec, optimizer="SGD")
-    if spec.optimizer == "LBFGS":  # which needs Lightning's closure, and a loss from it
-        spec = replace(spec, hooks=tuple(name for name in spec.hooks if name != "optimizer_step past Lightning"))
+    if spec.optimizer == "LBFGS":  # which needs Lightning's closure, and a loss from it, and calls it several times
+        unfit = ("optimizer_step past Lightning", "training_step(dataloader_iter)")
+        spec = replace(spec, hooks=tuple(name for name in spec.hooks if name not in unfit))
         spec = replace(spec, loss="cross entropy") if spec.loss == "sometimes None" else spec
     if spec.batch == "dict that is emptied" and (spec.manual or spec.optimizer == "LBFGS"):  # it is read twice
         spec = replace(spec, batch="dict")

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+
+def drawn(strategy: st.SearchStrategy[Any], number: int, part: int) -> list[Any]:
+    """So many values, other ones for each part, and the same in every process."""
+    found: list[Any] = []
+
+    @seed(part)
+    @cases(6 * number, print_blob=False)
+    @given(value=strategy)
+    def draw(value: Any) -> None:
+        found.append(value)
+
+    draw()
+    return found[::6]  # the five behind each are mostly like it
 
 
 def cases(number: int, **more: Any) -> settings:

@@ -73,33 +73,41 @@ def taken(name: str, changed: dict[str, Any]) -> Callback | None:
         return None
 
 
-def use(name: str, data: st.DataObject) -> None:
-    """Fit two steps with random settings that the constructor takes: it works, or is refused by name."""
+def used(name: str, data: st.DataObject) -> bool:
+    """Whether a fit of two steps takes random settings that the constructor takes; else it refuses them by name."""
     hints = parameters(name)
-    chosen = data.draw(st.lists(st.sampled_from(sorted(hints)), min_size=1, max_size=3, unique=True))
+    chosen = data.draw(st.lists(st.sampled_from(sorted(hints)), max_size=3, unique=True))
     changed = {each: data.draw(fitting(hints[each])) for each in chosen}
     callback = taken(name, changed)
     assume(callback is not None)
-    needs = SETTINGS.get(name)
-    module = needs.plain(Net)() if needs and (needs.images or needs.grows) else Net()
     try:
-        fit(module, train=loader(16), val=loader(8), max_epochs=1, callbacks=[callback])
+        fit(module_for(name)(), train=loader(16), val=loader(8), max_epochs=1, callbacks=[callback])
     except (MisconfigurationException, ValueError) as error:
         if not any(each in str(error) for each in (name, *changed)):
             raise
+        return False
+    return True
 
 
-# Takes seconds; has the name of a module, or a folder, only.
-USED = [name for name in CALLBACKS if name not in ("Compile", "LeanLoss", "TerminateOnNonFinite")]
+def module_for(name: str) -> type[Net]:
+    """A module with what a callback needs to be there."""
+    needs = SETTINGS.get(name)
+    return needs.plain(Net) if needs else Net
+
+
+# Takes seconds; reads a class that is there in tests alone; needs an optimizer and a schedule of its own.
+USED = [name for name in CALLBACKS if name not in ("Compile", "LeanLoss", "ScheduleFree", "TerminateOnNonFinite")]
 
 
 @cases(20)
 @given(data=st.data(), name=st.sampled_from(USED))
 def test_accepted_settings_of_a_callback_can_be_used(data: st.DataObject, name: str) -> None:
-    use(name, data)
+    used(name, data)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USED)
 def test_many_more_accepted_settings_of_a_callback_can_be_used(name: str) -> None:
-    cases(60)(given(data=st.data())(lambda data: use(name, data)))()
+    found: list[bool] = []
+    cases(60)(given(data=st.data())(lambda data: found.append(used(name, data))))()
+    assert sum(found) >= len(found) / 10, f"{name} was accepted with {sum(found)} of {len(found)} settings"

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, seed
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
+from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
 from tests.fuzz.modules import EXTRAS, HOOKS, LOSSES, TRAINERS, Spec
-from tests.fuzz.profiles import cases
+from tests.fuzz.profiles import drawn
+from tests.fuzz.runs import Outcome, accepted, fitted, repeated
 from tests.fuzz.states import State
-from tests.fuzz.test_modules import IMAGES, SWEEP, TRICKS, Outcome, difference, fitted, known, refusal_problem
+from tests.fuzz.tricks import AT_WORK, SWEEP, TRICKS, kind
 from tests.ranks import run_ranks
 
 STRATEGIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "DDP": lambda precision: {"strategy": "ddp_find_unused_parameters_true", "precision": precision},
     "FSDP2": lambda precision: lt.preset("fsdp2_bf16", precision=precision),
 }
-NETS = ("linear", "BatchNorm and dropout", "noise", "cached", "recurrent")
+NETS = ("linear", "BatchNorm and dropout", "noise", "cached", "recurrent", "convolution", "experts")
 STATES = ((), (State("list"),), (State("tensor", moment="on_train_batch_end"),), (State("number", moment="forward"),))
 # Not here: what torch does not shard, or Lightning does not do on several devices.
 WITHOUT = {
@@ -38,7 +40,9 @@ WITHOUT = {
     "embedding with max_norm",
 }
 WITHOUT |= {"optimizer_step past Lightning", "training_step(dataloader_iter)", "transfer_batch_to_device", "state_dict"}
-NAMES = sorted(name for name, trick in TRICKS.items() if trick is not SWEEP and name not in IMAGES)
+NAMES = [name for name, trick in TRICKS.items() if trick is not SWEEP]
+PARTS = 5
+Case = tuple[str, ...]  # tricks at their limits, or one at work and "at work"
 
 
 @st.composite
@@ -58,48 +62,47 @@ def specs(draw: st.DrawFn) -> Spec:
     )
 
 
-def drawn(part: int, number: int) -> list[tuple[Spec, str]]:
-    """The same modules and tricks for all ranks."""
-    found: list[tuple[Spec, str]] = []
-
-    @seed(part)
-    @cases(number, print_blob=False)
-    @given(spec=specs(), name=st.sampled_from(NAMES))
-    def draw(spec: Spec, name: str) -> None:
-        found.append((spec, name))
-
-    draw()
-    return found
+def cases(part: int) -> list[tuple[Case, Spec]]:
+    """Some of the tricks: each in the simplest module and in others, at work, and beside three other tricks."""
+    numbers, simplest, found = random.Random(part), list[Case](), list[Case]()
+    for name in NAMES[part::PARTS]:
+        simplest += [(name,)]
+        found += [(name,), (name,), *((name, other) for other in numbers.sample([o for o in NAMES if o != name], 3))]
+    for name in list(AT_WORK)[part::PARTS]:
+        simplest += [(name, "at work")]
+        found += [(name, "at work")]
+    return [*((case, Spec()) for case in simplest), *zip(found, drawn(specs(), len(found), part), strict=True)]
 
 
-def ended(spec: Spec, trick: Trick, strategy: str) -> Outcome:
+def run(strategy: str, spec: Spec, trick: Trick, folder: Path, state: str) -> Outcome:
+    """A fit on the ranks; of what is sharded, the whole."""
     more = {"precision": "32-true", **TRAINERS[spec.trainer]}
     settings = {**STRATEGIES[strategy](more.pop("precision")), **more, "max_epochs": 2, "devices": 2}
-    with TemporaryDirectory() as folder:
-        outcome = fitted(spec, trick, settings, Path(folder), None, "off")
-    local = {name: w.to_local() if isinstance(w, DTensor) else w for name, w in outcome.weights.items()}
-    return replace(outcome, weights=local)
+    outcome = fitted(spec, trick, settings, folder, None, state)
+    whole = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in outcome.weights.items()}
+    return replace(outcome, weights=whole)
 
 
-def problems(strategy: str, given: list[tuple[Spec, str]]) -> list[str]:
-    """What is wrong with each of the tricks, on this rank."""
-    said = []
-    for spec, name in given:
-        plain = ended(spec, Trick(), strategy)
-        assert plain.refused is None, f"{spec} does not train: {plain.refused}"
+def trained(strategy: str, given: list[tuple[Case, Spec]]) -> list[bool | str]:
+    """Whether each case was accepted, or what is wrong with it, on this rank."""
+    fits, ends = partial(run, strategy), list[bool | str]()
+    for names, spec in given:
         try:
-            other = ended(spec, TRICKS[name], strategy)
-            problem = refusal_problem(name, other.refused) if other.refused else difference(plain, other)
+            at_work = names[1:] == ("at work",)
+            ends.append(repeated(spec, names[0], run=fits) if at_work else accepted(spec, *names, run=fits))
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            said.append(f"{name} with {spec}: {problem}")
-    return said
+            ends.append(f"{type(error).__name__}: {error}")
+    return ends
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_train_as_without_a_trick_or_refuse_it_in_time(strategy: str, part: int) -> None:
-    given = [(spec, name) for spec, name in drawn(part, 40) if not known(spec, name)]
-    assert run_ranks(problems, strategy, given, timeout=1200) == [[], []]
+    given = cases(part)
+    first, second = run_ranks(trained, strategy, given, timeout=1200)
+    assert [end for end in first + second if isinstance(end, str)] == []
+    assert first == second
+    never = {case for case, _ in given} - {case for (case, _), end in zip(given, first, strict=True) if end}
+    alone = {case for case in never if case[1:] in ((), ("at work",))}  # which others may refuse
+    assert {case for case in alone if strategy not in SETTINGS[kind(case[0])].refused} == set()

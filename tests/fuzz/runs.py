@@ -1,0 +1,207 @@
+"""Fits of random modules: all that a trick could have changed, how they ended, and what two of them differ in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import lightning_tricks as lt
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
+from tests.conformance.trick import Trick
+from tests.fuzz.modules import CALLBACKS, TRAINERS, Planned, Spec, loader, module_of
+from tests.fuzz.states import number
+from tests.fuzz.tricks import AT_WORK, LIKE, SWEEP, TOLERANCES, TRICKS, kind, known, suited_to, together
+from tests.nets import trainer
+
+
+@dataclass
+class Outcome:
+    """What came of a fit: all that a trick could have changed, and how the fit ended."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: list[Any] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    beside: list[Any] = field(default_factory=list)  # of the user's callbacks, what each has seen
+    random: tuple[float, ...] = ()
+    error: str = ""
+    refused: BaseException | None = None
+
+
+Run = Callable[[Spec, Trick, Path, str], Outcome]
+
+
+def run(spec: Spec, trick: Trick, folder: Path, state: str) -> Outcome:
+    """A fit with a trick at its no-op limit, or at work; for one that resumes, two."""
+    first = TRAINERS[spec.trainer]
+    if spec.trainer != "resumes":
+        return fitted(spec, trick, {"max_epochs": 2, **first}, folder, None, state)
+    outcome = fitted(spec, trick, {"max_epochs": 1}, folder, None, state)
+    if outcome.refused or outcome.error:
+        return outcome
+    return fitted(spec, trick, {"max_epochs": 2}, folder, folder / "first.ckpt", state)
+
+
+def fitted(
+    spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, checkpoint: Path | None, state: str
+) -> Outcome:
+    outcome, made = Outcome(), 0
+
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal made
+        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        made += any(id(weight) in stepped for weight in module.parameters())  # else it is a trial on other weights
+
+    pl.seed_everything(spec.seed, verbose=False)
+    # The description has all that the trick needs but its mixin.
+    bare = replace(trick, images=False, grows=False, convolutions=False, experts=False, wide=False, chunk=None)
+    mixed = bare.module(module_of(spec), state)
+    if trick.chunk:
+        mixed = type("Net", (lt.GradCacheMixin, mixed), {"chunk": trick.chunk[state]})
+    module = mixed()
+    before = {name: weight.detach().clone() for name, weight in module.named_parameters() if not is_lazy(weight)}
+    users = [CALLBACKS[name]() for name in spec.callbacks]
+    settings = {"enable_checkpointing": "checkpoint" in spec.callbacks, **settings}
+    fit = trainer(callbacks=[*users, *trick.make_callbacks(state)], default_root_dir=folder, **settings)
+    try:
+        if trick is SWEEP:
+            lt.find_lr(trainer(), module, loader(spec), steps=10)
+    except MisconfigurationException as error:
+        outcome.refused = error
+        return outcome
+    counting = register_optimizer_step_post_hook(count)
+    try:
+        fit.fit(module, loader(spec), ckpt_path=checkpoint, weights_only=False)
+        if settings["max_epochs"] == 1:
+            fit.save_checkpoint(folder / "first.ckpt")
+    except Planned as error:
+        outcome.error = str(error)
+    except (MisconfigurationException, UnknownTotalSteps) as error:
+        outcome.refused = error
+    finally:
+        counting.remove()
+    if outcome.refused is not None:
+        now = dict(module.named_parameters())
+        names = before.keys() & now.keys() - {"words.weight"}  # which its own forward pass writes
+        whole = [name for name in names if not isinstance(now[name], DTensor)]
+        off = [name for name in whole if not torch.equal(before[name], now[name])]
+        assert not made, f"refused after {made} steps: {outcome.refused}"
+        assert checkpoint or not off, f"refused, but changed {off}: {outcome.refused}"
+        return outcome
+    if dist.is_initialized():
+        copies: list[Any] = [None] * dist.get_world_size()
+        whole = {name: number(w) for name, w in module.named_parameters() if not isinstance(w, DTensor)}
+        dist.all_gather_object(copies, whole)
+        assert all(copy == whole for copy in copies), f"the ranks have different weights, {copies}"
+    outcome.random = (torch.rand(1).item(), random.random(), float(np.random.rand()))
+    adapted = hasattr(module, "lightning_tricks_lora")
+    state_dict = lt.merge_adapters(module) if adapted else module.state_dict()
+    outcome.weights = {name: weight.detach().clone() for name, weight in state_dict.items()}
+    outcome.weights |= {f"buffer {name}": each.clone() for name, each in module.named_buffers()}
+    outcome.weights |= {f"outside {i}": each.detach() for i, each in enumerate(getattr(module, "outside", ()))}
+    outcome.memory = [*module.memory(), getattr(module, "saved", 0)]
+    outcome.logged = {name: float(value) for name, value in fit.callback_metrics.items()}
+    mine = [each for each in fit.callbacks if any(each is user for user in users)]
+    assert len(mine) == len(users), "callbacks of the user are gone"
+    outcome.beside = [(type(each).__name__, getattr(each, "seen", None)) for each in fit.callbacks if counts(each)]
+    return outcome
+
+
+def counts(each: Any) -> bool:
+    return hasattr(each, "seen")
+
+
+def difference(plain: Outcome, other: Outcome, tolerance: float = 0.0) -> str:
+    """What is not the same, in words; "" if all is, but for the last digits of numbers."""
+    if plain.error != other.error:
+        return f"the user's error {plain.error!r} became {other.error!r}"
+    if plain.weights.keys() != other.weights.keys():
+        return f"weights {plain.weights.keys() ^ other.weights.keys()} are there in one only"
+    off = [name for name, weight in plain.weights.items() if not same(weight, other.weights[name], tolerance)]
+    if off:
+        return f"weights {off} differ, {[plain.weights[off[0]], other.weights[off[0]]]}"
+    if plain.memory != other.memory:
+        return f"memory {plain.memory} became {other.memory}"
+    if changed := [n for n, v in plain.logged.items() if not same(v, other.logged.get(n), tolerance)]:
+        return f"logged {changed} of {plain.logged} became {other.logged}"
+    if not same(plain.beside, other.beside, tolerance):
+        return f"callbacks have seen {plain.beside}, then {other.beside}"
+    if plain.random != other.random:
+        return "the random numbers afterwards differ"
+    return ""
+
+
+def same(a: Any, b: Any, tolerance: float) -> bool:
+    """Whether values are the same; numbers may differ by the tolerance, and what is undefined is so in both."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(*pair, tolerance) for pair in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return repr(a) == repr(b) or abs(a - b) <= tolerance * (1 + abs(a))
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    exact = torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    return exact or (tolerance > 0 and torch.allclose(a, b, tolerance, tolerance, equal_nan=True))
+
+
+def refusal_problem(names: tuple[str, ...], error: BaseException) -> str:
+    """What a user who has these tricks is not told by the error; "" if all is."""
+    text = str(error)
+    named = [kind(name).removesuffix("Mixin").removesuffix("Callback") for name in names]
+    if not any(name in text for name in [*named, "Net"]):
+        return f"the refusal names neither {' nor '.join(named)} nor the module: {text}"
+    return "" if text.endswith(".") else f"the refusal is no sentence: {text}"
+
+
+def accepted(spec: Spec, *names: str, run: Run = run) -> bool:
+    """Whether a module trains with tricks at their no-op limits as without them; else it is refused in time."""
+    spec = suited_to(spec, *names)
+    if any(known(spec, name) for name in names):
+        return False
+    with TemporaryDirectory() as folder, named(names, spec):
+        plain = run(spec, together(*(LIKE.get(name, Trick()) for name in names)), Path(folder), "off")
+        assert plain.refused is None, f"it does not train: {plain.refused}"
+        return compared(names, plain, run(spec, together(*(TRICKS[name] for name in names)), Path(folder), "off"))
+
+
+def repeated(spec: Spec, name: str, run: Run = run) -> bool:
+    """Whether a module trains twice the same with a trick at work; else it is refused in time."""
+    spec, ends = suited_to(spec, name), list[Outcome]()
+    with named((name, "at work"), spec):
+        for _ in range(2):
+            with TemporaryDirectory() as folder:
+                ends.append(run(spec, AT_WORK[name], Path(folder), "on"))
+        return compared((name,), *ends)
+
+
+def compared(names: tuple[str, ...], plain: Outcome, other: Outcome) -> bool:
+    """Whether a fit was accepted; what it has trained, or what its refusal says, is right."""
+    tolerance = max(TOLERANCES.get(name, 0.0) for name in names)
+    problem = refusal_problem(names, other.refused) if other.refused else difference(plain, other, tolerance)
+    assert not problem, problem
+    return not other.refused
+
+
+@contextmanager
+def named(names: tuple[str, ...], spec: Spec) -> Iterator[None]:
+    """Say with every error which tricks and module it comes from."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{names} with {spec}: {type(error).__name__}: {error}") from error

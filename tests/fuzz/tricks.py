@@ -1,0 +1,185 @@
+"""The tricks that random modules train with: at their no-op limits, at work, and what each needs of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch.nn.parameter import is_lazy
+
+import lightning_tricks as lt
+from tests.callbacks.test_float8 import NaiveFloat8
+from tests.callbacks.test_moe_balance import Experts
+from tests.conformance.settings import SETTINGS
+from tests.conformance.trick import Trick
+from tests.fuzz.modules import Spec, suited
+
+# -- what stays of a trick of which nothing comes, done by hand -------------------------------------------------------
+
+
+class Freezes(Callback):
+    """Leaves to train what LoRA leaves beside its adapters."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if (parameter.is_floating_point() or parameter.is_complex()) and not is_lazy(parameter):
+                parameter.requires_grad_(name.startswith("layers.") and not name.startswith("layers.0."))
+
+
+class Seeded(Callback):
+    """Draws anew from here on: LoRA has drawn its adapters."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl.seed_everything(1, verbose=False)
+
+
+class Converts(Callback):
+    """Puts torchao's own layers where Float8 computes."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        NaiveFloat8().begin(pl_module, None)
+
+
+class Unscheduled(Callback):
+    """Leaves the module's schedules out."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.lr_scheduler_configs = []
+
+
+class Uncounted(Callback):
+    """Sets the counts of the experts to zero, as MoEBalance does, but after each batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for layer in pl_module.layers:
+            if isinstance(layer, Experts):
+                layer.tokens_per_expert.zero_()
+
+
+# -- tricks -----------------------------------------------------------------------------------------------------------
+
+
+def limit(*callbacks: Callable[[], Callback]) -> Trick:
+    """Callbacks of which nothing comes."""
+    return Trick(callbacks={"off": lambda: [make() for make in callbacks]})
+
+
+def work(callback: Callable[[], Callback]) -> Trick:
+    """A callback of which something comes."""
+    return Trick(callbacks={"on": lambda: [callback()]})
+
+
+SWEEP = Trick()  # find_lr before the fit
+# At their no-op limits. Not here: schedules, which users write into configure_optimizers; Compile, which takes seconds.
+TRICKS = {
+    **{name: trick for name, trick in SETTINGS.items() if not trick.schedule and name != "Compile"},
+    # Limits in which the whole machinery runs and nothing comes of it.
+    "Float8": limit(lambda: lt.Float8(emulate=True)),
+    "HardExampleFilter(0.999)": limit(lambda: lt.HardExampleFilter(0.999)),
+    "HardExampleFilter(start=1.0)": limit(lambda: lt.HardExampleFilter(start=1.0)),
+    'HardExampleFilter(start=1.0, mode="loss")': limit(lambda: lt.HardExampleFilter(start=1.0, mode="loss")),
+    "LoRA": limit(lambda: lt.LoRA(r"^layers\.0", r=2, alpha=1e-30, train=r"^layers\.[1-9]"), Seeded),
+    "LRSchedule(replace=True)": limit(lambda: lt.LRSchedule("cosine", floor=1.0, replace=True)),
+    "MoEBalance": limit(lambda: lt.MoEBalance(0.0), Uncounted),
+    "Mixup(prob=1e-9)": limit(lambda: lt.Mixup(prob=1e-9)),
+    "CutMix(prob=1e-9)": limit(lambda: lt.CutMix(prob=1e-9)),
+    "HiddenMixup(prob=1e-9)": limit(lambda: lt.HiddenMixup("layers.1", prob=1e-9)),
+    "ProgressiveResizing": limit(lambda: lt.ProgressiveResizing(0.999, multiple_of=1)),
+    "SAMMixin(adaptive=True)": Trick(sam={"off": lt.SAM(0.0, adaptive=True)}),
+    "SequenceLengthWarmup": limit(lambda: lt.SequenceLengthWarmup(0.999, multiple_of=1)),
+    "find_lr": SWEEP,
+}
+# Where they change what is trained. Not here: guards, which wait for a bad batch; schedules but for ScheduleFree.
+AT_WORK = {
+    **{
+        name: trick
+        for name, trick in SETTINGS.items()
+        if (trick.callbacks or trick.sam) and not (trick.neutral or trick.spoiled or trick.stops or trick.grows)
+    },
+    "GradCacheMixin(chunk=2)": Trick(chunk={"on": 2}),
+    "LRSchedule(replace=True)": work(lambda: lt.LRSchedule("cosine", warmup=2, replace=True)),
+    "ProgressiveResizing(0.5)": work(lambda: lt.ProgressiveResizing(0.5, stop=4, multiple_of=1)),
+    "SAMMixin(adaptive=True)": Trick(sam={"on": lt.SAM(0.5, adaptive=True)}),
+    "SequenceLengthWarmup(0.5)": work(lambda: lt.SequenceLengthWarmup(0.5, stop=4, multiple_of=2)),
+}
+# What a module trains like with a trick at its limit, where that is not without it.
+LIKE = {
+    "Float8": limit(Converts),
+    "LoRA": limit(Freezes, Seeded),
+    "LRSchedule(replace=True)": limit(Unscheduled),
+    "MoEBalance": limit(Uncounted),
+}
+EXPERTS = {"net": "experts"}  # with a convolution and a wide layer, too
+# The features that a description must have for a trick to do something.
+NEEDS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(["BatchTransform", "ChannelsLast", "CutMix", "ProgressiveResizing"], EXPERTS),
+    **dict.fromkeys(["Float8", "MoEBalance"], EXPERTS),
+    "ScheduleFree": {"optimizer": "SGD"},  # whose place its own takes
+    "SequenceLengthWarmup(0.5)": {"net": "recurrent"},
+}
+# The features that a description is without, beside a trick that rightly trains such a module otherwise.
+WITHOUT: dict[str, set[str]] = {
+    # Pruning holds the layers whose place torchao's take.
+    "Float8": {"pruning"},
+    # The mixin has the training step, and that its loss is None is known at the batch.
+    "GradCacheMixin": {"training_step(batch)", "training_step(dataloader_iter)", "sometimes None"},
+    # Its scoring run draws the weights of lazy layers and scales the rows of an embedding, and a step may never come.
+    "HardExampleFilter(0.999)": {"lazy", "embedding with max_norm"},
+    "HardExampleFilter(start=1.0)": {"lazy"},
+    # Its optimizer has adapters, too, which norms sum over and noise is drawn for; frozen weights must not change.
+    "LoRA": {"noise on gradients", "LBFGS", "clip", "two optimizers", "embedding with max_norm", "pruning"},
+    # Of layers and batches that take eight features.
+    "ProgressiveResizing(0.5)": {"frozen", "shared submodule", "tied", "one tensor"},
+    "SequenceLengthWarmup(0.5)": {"frozen", "shared submodule", "one tensor"},
+    "ScheduleFree": {"two optimizers"},  # one is what takes their place
+    # Its start is a share of a training that is made longer; that steps go past Lightning is known after the first one.
+    "SWA": {"resumes", "past Lightning"},
+    "Throughput": {"training_step(dataloader_iter)"},  # whose batches are known at their end
+}
+# Where sums have another order; the tricks that are compared so.
+TOLERANCES = {"ChannelsLast": 1e-4}
+
+
+def together(*tricks: Trick) -> Trick:
+    """Several tricks as one."""
+    if len(tricks) == 1:
+        return tricks[0]
+    return Trick(
+        callbacks={"off": lambda: [each for trick in tricks for each in trick.make_callbacks("off")]},
+        sam=next((trick.sam for trick in tricks if trick.sam), None),
+        chunk=next((trick.chunk for trick in tricks if trick.chunk), None),
+    )
+
+
+def kind(name: str) -> str:
+    """The name of a trick without its settings."""
+    return name.split("(")[0]
+
+
+def found(table: dict[str, Any], name: str) -> Any:
+    """What a table has for a trick with its settings, or for all settings."""
+    return table.get(name) or table.get(kind(name)) or {}
+
+
+def suited_to(spec: Spec, *names: str) -> Spec:
+    """The description with what tricks need of a module, and without what they train otherwise."""
+    for name in names:
+        spec, unfit = replace(spec, **found(NEEDS, name)), found(WITHOUT, name)
+        for field in fields(Spec):
+            value = getattr(spec, field.name)
+            if isinstance(value, tuple):
+                spec = replace(spec, **{field.name: tuple(each for each in value if each not in unfit)})
+            elif value in unfit:
+                spec = replace(spec, **{field.name: field.default})
+    return suited(spec)
+
+
+def known(spec: Spec, name: str) -> str:
+    """Why a trick does something else with such a module, where that is known; "" if it should not."""
+    by_targets = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", 'HardExampleFilter(start=1.0, mode="loss")')
+    if name.startswith(by_targets) and spec.manual == "two optimizers" and spec.loss == "without targets":
+        return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
+    return ""
