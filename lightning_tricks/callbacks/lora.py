@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -124,7 +125,7 @@ class LoRA(Trick):
         check_patterns("modules", modules)
         check_count("r", r)
         check_type("alpha", alpha, int, float, NoneType)
-        if alpha is not None and not 0 < alpha < float("inf"):
+        if alpha is not None and not 0 < alpha <= sys.float_info.max:
             raise ValueError(f"alpha must be above 0, got {alpha!r}: it is the numerator of the scale, alpha / r.")
         check_range("dropout", dropout, 0.0, 1.0, below=True)
         if not isinstance(train, tuple | list) or train:  # jsonargparse makes a list of the default

@@ -450,6 +450,7 @@ def test_arguments_are_checked() -> None:
         ({"modules": ()}, ValueError),
         ({"r": 0}, ValueError),
         ({"alpha": 0}, ValueError),
+        ({"alpha": 10**400}, ValueError),
         ({"alpha": "2"}, TypeError),
         ({"dropout": 1.0}, ValueError),
         ({"variant": "qlora"}, ValueError),
