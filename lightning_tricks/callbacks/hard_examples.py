@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, final
 
 import lightning.pytorch as pl
@@ -12,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
-from lightning_tricks.core.batches.cutting import Samples, select_samples
+from lightning_tricks.core.batches.cutting import Samples, naming_single_samples, select_samples
 from lightning_tricks.core.batches.paths import Names, other_samples, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.batches.scoring import per_sample_losses, shrunk
@@ -169,6 +172,17 @@ class HardExampleFilter(BatchCallback):
                 f'HardExampleFilter(mode="prune") runs training_step twice, which would step the optimizers twice, got'
                 f' {type(pl_module).__name__}.automatic_optimization=False: use mode="loss".'
             )
+        if self.mode == "prune":
+            self._wrap(trainer.strategy, "training_step", partial(self._step, type(pl_module).__name__))
+
+    def _step(self, module: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a training step; name this trick where BatchNorm cannot train on what it has kept."""
+        rule, remedy = (
+            f"HardExampleFilter(keep={self.keep}) leaves {module} one sample",
+            'keep more, or use mode="loss"',
+        )
+        with nullcontext() if self._kept is None or self._kept[0] == 1 else naming_single_samples(rule, remedy):
+            return original(*args, **kwargs)
 
     @override
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:

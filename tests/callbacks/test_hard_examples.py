@@ -370,6 +370,12 @@ def test_two_ranks_equal_one_process_on_what_both_keep() -> None:
         assert_close({key: torch.from_numpy(first[n][key]) for key in first[n]}, alone(*case, name == "across"))
 
 
+def test_one_sample_that_batchnorm_cannot_train_on_is_named() -> None:
+    message = r"HardExampleFilter\(keep=0\.1\) leaves NormNet one sample, .* keep more, or use mode="
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(build(NormNet), callbacks=[lt.HardExampleFilter(0.1)])
+
+
 def statistics(keeps: list[float]) -> dict[str, Any]:
     module, callbacks = build(NormNet), [lt.HardExampleFilter(keep) for keep in keeps]
     fit(module, callbacks=callbacks, strategy="ddp", devices=2, max_epochs=1, limit_val_batches=0)

@@ -11,7 +11,8 @@ matrix over pairs of samples (B, B); any other cannot be told from B features of
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +94,22 @@ def is_pairwise(x: Tensor, size: int) -> bool:
 
 _BITS = 24.0  # of the entropy of a symmetric matrix, from which on its symmetry is no chance: 6e-8
 _FEWEST = 5  # samples of which different pairs have so much
+
+
+@contextmanager
+def naming_single_samples(rule: str, remedy: str) -> Iterator[None]:
+    """A context in which the error of BatchNorm, which cannot train on one sample, says where that comes from.
+
+    Args:
+        rule: What leaves one sample.
+        remedy: What to do about it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise MisconfigurationException(f"{rule}, on which its BatchNorm cannot train: {remedy}.") from error
 
 
 class _Cut:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_tricks.core.batches.cutting import count_samples, select_samples
+from lightning_tricks.core.batches.cutting import count_samples, naming_single_samples, select_samples
 from lightning_tricks.core.batches.paths import described
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.engine import Engine, engine_of
@@ -115,15 +115,9 @@ class GradCache:
         return returned
 
     def _embed(self, chunk: Any, place: slice) -> tuple[Tensor, ...]:
-        try:
+        rule = f"{self.name} gives {type(self.module).__name__} a chunk of one sample"
+        with naming_single_samples(rule, "choose a larger chunk"):
             embeddings = self.module.embed(copy_containers(chunk))
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise MisconfigurationException(
-                f"{self.name} gives {type(self.module).__name__} a chunk of one sample, on which its BatchNorm cannot"
-                " train: choose a larger chunk."
-            ) from error
         return check_embeddings(self.module, embeddings, place.stop - place.start)
 
     def check_loss(self, loss: Any, embeddings: list[Tensor]) -> None:

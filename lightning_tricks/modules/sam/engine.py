@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_tricks.core.batches.cutting import count_samples, select_samples
+from lightning_tricks.core.batches.cutting import count_samples, naming_single_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.trainer import scaled, step_schedules, unsynced
 from lightning_tricks.core.replay.module_state import ModuleState
@@ -96,18 +96,9 @@ class SAMEngine:
             after.restore()
         self.norm = torch.stack(norms).sum()
 
-    @contextmanager
-    def _naming(self, size: int) -> Iterator[None]:
-        """Name the size of micro-batches where BatchNorm cannot train on one of them."""
-        try:
-            yield
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise MisconfigurationException(
-                f"SAM(micro_batch_size={size}) gives {type(self.module).__name__} a micro-batch of one sample, on which"
-                " its BatchNorm cannot train: choose a size above 1 that divides the size of the batch."
-            ) from error
+    def _naming(self, size: int) -> AbstractContextManager[None]:
+        rule = f"SAM(micro_batch_size={size}) gives {type(self.module).__name__} a micro-batch of one sample"
+        return naming_single_samples(rule, "choose a size above 1 that divides the size of the batch")
 
     def _descend_by(self, share: float, descend: Callable[[Tensor], None], loss: Tensor) -> None:
         descend(scaled(self.module.trainer, loss * share if share < 1 else loss))
