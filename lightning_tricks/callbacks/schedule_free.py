@@ -78,7 +78,8 @@ class ScheduleFree(AveragingCallback):
                 f"ScheduleFree() needs a beta above 0, without which y tells nothing of x: {type(pl_module).__name__}"
                 " has betas=(0, ...) or momentum=0. Leave that out."
             )
-        require_recalibration(pl_module, "ScheduleFree", "use a norm without statistics, as GroupNorm")
+        remedy = "use a norm without statistics, as GroupNorm"
+        self._undo.callback(require_recalibration(trainer, pl_module, "ScheduleFree", remedy))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -89,7 +89,7 @@ class SWA(AveragingCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.recalibrate_batchnorm:
-            require_recalibration(pl_module, "SWA", "pass recalibrate_batchnorm=False")
+            self._undo.callback(require_recalibration(trainer, pl_module, "SWA", "pass recalibrate_batchnorm=False"))
 
     @override
     def on_train_batch_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from typing import Any
 
@@ -540,20 +541,54 @@ class Pulling(Net):
         return F.cross_entropy(self(x), y)
 
 
+class Files(Net):
+    """Has a file and a tensor in a list, into which it writes in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file, self.counts = io.BytesIO(), [torch.zeros(1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.file.write(b"line")
+        self.counts[0] += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Iterates(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = iter(range(99))
+
+
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (Files, r"SWA.*Files.file \(BytesIO\) has changed in a step .* pass recalibrate_batchnorm=False"),
+        (Iterates, r"SWA.*Iterates.source is an iterator.* pass recalibrate_batchnorm=False"),
         (Manual, r"SWA.*got Manual.automatic_optimization=False: pass recalibrate_batchnorm=False"),
         (Pulling, r"SWA.*got Pulling.training_step\(dataloader_iter\).*recalibrate_batchnorm=False"),
     ],
 )
 def test_a_step_that_cannot_be_run_for_its_statistics_is_refused_with_the_remedy(kind: Any, message: str) -> None:
+    module = build(kind)
+    before = weights(module)["layers.0.weight"]
     with pytest.raises(MisconfigurationException, match=message):
-        fit(build(kind), callbacks=[SWA(0)])
+        fit(module, callbacks=[SWA(0)])
+    assert torch.equal(weights(module)["layers.0.weight"], before)
     naive, module = NaiveSWA(), build(kind)
     fit(module, callbacks=[SWA(0, recalibrate_batchnorm=False), naive])
     naive.assert_equals(module.state_dict())
+
+
+def test_tensors_in_containers_are_restored_behind_the_run_for_its_statistics() -> None:
+    class Counts(Files):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.counts[0] += 1
+            return Net.training_step(self, batch, batch_idx)
+
+    run = fit(module := build(Counts), callbacks=[SWA(0)])
+    assert module.counts[0] == run.global_step
 
 
 # ---- two processes

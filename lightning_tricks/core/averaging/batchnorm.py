@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
+from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
+from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.trial import trial_steps
 from lightning_tricks.core.weights.tensors import copies, copy_
 
@@ -27,10 +29,18 @@ def batchnorm_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def require_recalibration(pl_module: pl.LightningModule, trick: str, remedy: str) -> None:
-    """Raise if the module has BatchNorm statistics, and a ``training_step`` that cannot be run to recalculate them."""
+def require_recalibration(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, trick: str, remedy: str
+) -> Callable[[], None]:
+    """Raise if the module has BatchNorm statistics, and a ``training_step`` that cannot be run to recalculate them.
+
+    Whether what a step changes can be restored is seen at the first one.
+
+    Returns:
+        A function that stops looking at it.
+    """
     if not batchnorm_layers(pl_module):
-        return
+        return lambda: None
     name = type(pl_module).__name__
     rule = f"{trick} runs training_step for the BatchNorm statistics of the averaged weights"
     if not pl_module.automatic_optimization:
@@ -41,6 +51,28 @@ def require_recalibration(pl_module: pl.LightningModule, trick: str, remedy: str
         raise MisconfigurationException(
             f"{rule} on batches, got {name}.training_step(dataloader_iter): take the batch, or {remedy}."
         )
+    first = iter([True])
+
+    def look(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not next(first, False):
+            return original(*args, **kwargs)
+        with _naming(rule, remedy):
+            state = ModuleState(pl_module, deep=True)
+        output = original(*args, **kwargs)
+        with _naming(rule, remedy):
+            state.refuse_counts()
+        return output
+
+    return wrap_method(trainer.strategy, "training_step", look)
+
+
+@contextmanager
+def _naming(rule: str, remedy: str) -> Iterator[None]:
+    """Say in the error for what cannot be restored why it must be."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise MisconfigurationException(f"{rule}. {error} Or {remedy}.") from error
 
 
 def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor]:
@@ -114,7 +146,7 @@ def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None
     try:
         for parameter, _, _ in parameters:
             parameter.grad = None
-        with trial_steps(trainer, pl_module), loaders_untouched(trainer):
+        with trial_steps(trainer, pl_module, deep=True), loaders_untouched(trainer):
             yield
     finally:
         copy_(frozen, kept)

@@ -70,7 +70,7 @@ WRAPPED = (
         _STRATEGY,
         "training_step",
         "args, kwargs",
-        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, find_non_finite",
+        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, SWA, ScheduleFree, find_non_finite",
         "the step with the module's batch, under autocast and DDP; its loss, before anything is computed from it",
     ),
     WrappedMethod(

@@ -16,9 +16,15 @@ from lightning_tricks.core.replay.random_numbers import random_numbers_of, rando
 
 
 @contextmanager
-def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-    """Run steps without gradients inside the block, with the random numbers that the next step will draw."""
-    device, loggers, state = pl_module.device, trainer.loggers, ModuleState(pl_module)
+def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule, *, deep: bool = False) -> Iterator[None]:
+    """Run steps without gradients inside the block, with the random numbers that the next step will draw.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its module.
+        deep: Whether steps may write into tensors inside containers, which are copied before.
+    """
+    device, loggers, state = pl_module.device, trainer.loggers, ModuleState(pl_module, deep=deep)
     ddp: Any = trainer.strategy.model
     exchanges = getattr(ddp, "require_forward_param_sync", None)  # DDP stops it after a forward pass without gradients
     try:
