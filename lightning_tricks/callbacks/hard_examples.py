@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, final
 
@@ -177,11 +176,10 @@ class HardExampleFilter(BatchCallback):
 
     def _step(self, module: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step; name this trick where BatchNorm cannot train on what it has kept."""
-        rule, remedy = (
-            f"HardExampleFilter(keep={self.keep}) leaves {module} one sample",
-            'keep more, or use mode="loss"',
-        )
-        with nullcontext() if self._kept is None or self._kept[0] == 1 else naming_single_samples(rule, remedy):
+        if self._kept is None or self._kept[0] == 1:
+            return original(*args, **kwargs)
+        rule = f"HardExampleFilter(keep={self.keep}) leaves {module} one sample"
+        with naming_single_samples(rule, 'keep more, or use mode="loss"'):
             return original(*args, **kwargs)
 
     @override

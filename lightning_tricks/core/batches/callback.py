@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -109,6 +110,11 @@ class BatchCallback(Trick):
             raise MisconfigurationException(
                 f"{type(self).__name__} changes entries of the batch, got a read-only {type(closed[0][1]).__name__} at"
                 f" {spelled(closed[0][0])}: have the collate function return a dict."
+            )
+        if any(get(batch, path).layout not in (torch.strided, torch.jagged) for path in paths):
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs dense inputs and targets, got a batch with {described(batch)}: make them"
+                " dense by to_dense() in on_after_batch_transfer."
             )
         return paths
 

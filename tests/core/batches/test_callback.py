@@ -52,6 +52,13 @@ def test_evaluation_sees_the_data_itself_before_between_and_after() -> None:
     assert all(watch.drawn)
 
 
+@pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix, lambda alpha: lt.ProgressiveResizing(0.5, multiple_of=1)])
+def test_sparse_inputs_are_refused_by_name(kind: Any) -> None:
+    batch = {"x": torch.ones(4, 1, 8, 8).to_sparse(), "y": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(MisconfigurationException, match=r"(Mixup|CutMix|Resizing) needs dense inputs .*to_dense\(\)"):
+        fit(build(PlainNet), train=feed(batch), callbacks=[kind(1.0)], **ONCE)
+
+
 @pytest.mark.parametrize("kind", [lt.Mixup, lt.CutMix])
 def test_the_data_sets_memory_is_bit_unchanged(kind: Any) -> None:
     batches = list(images())
