@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks.core.checks import check_bool, check_range, compile_pattern, examples
 from lightning_tricks.core.selection import select_parameters
@@ -218,7 +219,7 @@ def no_weight_decay_groups(
 
     Raises:
         TypeError: If ``embeddings`` is not a bool.
-        ValueError: If ``weight_decay`` is negative.
+        ValueError: If ``weight_decay`` is negative, or a layer is lazy and has no weights yet.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
@@ -235,6 +236,10 @@ def no_weight_decay_groups(
     tables = {part.weight for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
 
     def assign(name: str, parameter: nn.Parameter, _: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        if is_lazy(parameter):
+            raise ValueError(
+                f"weight decay goes by shapes, and {name} has none yet: run a batch through the model first."
+            )
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty vector where a weight was
         bare = len(shape) <= 1 or name.endswith("bias") or (embeddings and parameter in tables)
         if bare or any(fnmatch(name, pattern) for pattern in exempt):

@@ -328,6 +328,11 @@ def test_a_model_without_anything_to_train_is_refused():
         no_weight_decay_groups(blocks().requires_grad_(False), 0.1)
 
 
+def test_lazy_layers_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"weight decay goes by shapes, and 0\.weight has none yet"):
+        no_weight_decay_groups(torch.nn.Sequential(torch.nn.LazyLinear(2)), 0.1)
+
+
 @pytest.mark.parametrize("groups", [[], 0, [{"lr": 0.1}], ["params"]])
 def test_what_are_no_groups_is_refused(groups):
     with pytest.raises(TypeError, match=r"groups must be a list of parameter groups, dictionaries with 'params', got"):
