@@ -89,8 +89,8 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "ActivationCheckpointing": {"modules": lambda: "layers"},
     "BatchTransform": {"transform": nn.Identity},
     "Float8": {"emulate": lambda: True},
-    "LayerFreezing": {"parameters": lambda: "0"},
-    "LeanLoss": {"module": lambda: "layers"},
+    "LayerFreezing": {"parameters": lambda: ["0"]},
+    "LeanLoss": {"module": lambda: "layers.4"},
     "ProgressiveResizing": {"multiple_of": lambda: 1},
     "InspectTraining": {"folder": lambda: "pictures"},
     "inspect_training": TRAINED,
@@ -230,7 +230,7 @@ NAMES = [name for name in PUBLIC if name not in LEFT_OUT]
 # What is done so often, or takes so long; larger numbers are tried as these.
 LIMITS = {
     **dict.fromkeys(["steps", "max_size", "effective", "iterations", "points"], 12),
-    **{"seeds": 3, "rounds": 3, "most": 2, "seconds": 0.01, "step_seconds": 0.01, "radius": 1.0, "model": 10**9},
+    **{"seeds": 3, "rounds": 3, "most": 2, "seconds": 0.01, "step_seconds": 0.01, "radius": 1.0, "model": 10**8},
 }
 # Objects that are tried, too, besides numbers, names, flags, and collections of those.
 OBJECTS = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +23,7 @@ from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from tests.conformance.trick import Trick
 from tests.fuzz.modules import CALLBACKS, TRAINERS, Planned, Spec, loader, module_of
 from tests.fuzz.states import number
-from tests.fuzz.tricks import AT_WORK, LIKE, SWEEP, TOLERANCES, TRICKS, kind, known, suited_to, together
+from tests.fuzz.tricks import AT_WORK, LIKE, TOLERANCES, TRICKS, Sweeps, kind, known, suited_to, together
 from tests.nets import trainer
 
 
@@ -41,23 +40,21 @@ class Outcome:
     refused: BaseException | None = None
 
 
-Run = Callable[[Spec, Trick, Path, str], Outcome]
+Run = Callable[[Spec, Trick, Path], Outcome]
 
 
-def run(spec: Spec, trick: Trick, folder: Path, state: str) -> Outcome:
-    """A fit with a trick at its no-op limit, or at work; for one that resumes, two."""
+def run(spec: Spec, trick: Trick, folder: Path) -> Outcome:
+    """A fit with a trick as it is "off"; for one that resumes, two."""
     first = TRAINERS[spec.trainer]
     if spec.trainer != "resumes":
-        return fitted(spec, trick, {"max_epochs": 2, **first}, folder, None, state)
-    outcome = fitted(spec, trick, {"max_epochs": 1}, folder, None, state)
+        return fitted(spec, trick, {"max_epochs": 2, **first}, folder)
+    outcome = fitted(spec, trick, {"max_epochs": 1}, folder)
     if outcome.refused or outcome.error:
         return outcome
-    return fitted(spec, trick, {"max_epochs": 2}, folder, folder / "first.ckpt", state)
+    return fitted(spec, trick, {"max_epochs": 2}, folder, folder / "first.ckpt")
 
 
-def fitted(
-    spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, checkpoint: Path | None, state: str
-) -> Outcome:
+def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, checkpoint: Path | None = None) -> Outcome:
     outcome, made = Outcome(), 0
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -66,18 +63,17 @@ def fitted(
         made += any(id(weight) in stepped for weight in module.parameters())  # else it is a trial on other weights
 
     pl.seed_everything(spec.seed, verbose=False)
-    # The description has all that the trick needs but its mixin.
-    bare = replace(trick, images=False, grows=False, convolutions=False, experts=False, wide=False, chunk=None)
-    mixed = bare.module(module_of(spec), state)
+    mixed = replace(trick, chunk=None).module(module_of(spec), "off")
     if trick.chunk:
-        mixed = type("Net", (lt.GradCacheMixin, mixed), {"chunk": trick.chunk[state]})
+        mixed = type("Net", (lt.GradCacheMixin, mixed), {"chunk": trick.chunk["off"]})
     module = mixed()
     before = {name: weight.detach().clone() for name, weight in module.named_parameters() if not is_lazy(weight)}
     users = [CALLBACKS[name]() for name in spec.callbacks]
     settings = {"enable_checkpointing": "checkpoint" in spec.callbacks, **settings}
-    fit = trainer(callbacks=[*users, *trick.make_callbacks(state)], default_root_dir=folder, **settings)
+    callbacks = trick.make_callbacks("off")
+    fit = trainer(callbacks=[*users, *callbacks], default_root_dir=folder, **settings)
     try:
-        if trick is SWEEP:
+        if any(isinstance(callback, Sweeps) for callback in callbacks):
             lt.find_lr(trainer(), module, loader(spec), steps=10)
     except MisconfigurationException as error:
         outcome.refused = error
@@ -171,37 +167,39 @@ def refusal_problem(names: tuple[str, ...], error: BaseException) -> str:
 
 def accepted(spec: Spec, *names: str, run: Run = run) -> bool:
     """Whether a module trains with tricks at their no-op limits as without them; else it is refused in time."""
-    spec = suited_to(spec, *names)
-    if any(known(spec, name) for name in names):
-        return False
-    with TemporaryDirectory() as folder, named(names, spec):
-        plain = run(spec, together(*(LIKE.get(name, Trick()) for name in names)), Path(folder), "off")
-        assert plain.refused is None, f"it does not train: {plain.refused}"
-        return compared(names, plain, run(spec, together(*(TRICKS[name] for name in names)), Path(folder), "off"))
+    return compared(spec, names, [(LIKE.get(name, Trick()), "off") for name in names], off(names), run)
+
+
+def beside(spec: Spec, name: str, other: str) -> bool:
+    """Whether a module trains with a trick at work and another one at its limit as with the first alone."""
+    work = (AT_WORK[name], "on")
+    return compared(spec, (name, other), [work, (LIKE.get(other, Trick()), "off")], [work, *off([other])], run)
 
 
 def repeated(spec: Spec, name: str, run: Run = run) -> bool:
     """Whether a module trains twice the same with a trick at work; else it is refused in time."""
-    spec, ends = suited_to(spec, name), list[Outcome]()
-    with named((name, "at work"), spec):
-        for _ in range(2):
-            with TemporaryDirectory() as folder:
-                ends.append(run(spec, AT_WORK[name], Path(folder), "on"))
-        return compared((name,), *ends)
+    return compared(spec, (name,), [(AT_WORK[name], "on")], [(AT_WORK[name], "on")], run)
 
 
-def compared(names: tuple[str, ...], plain: Outcome, other: Outcome) -> bool:
-    """Whether a fit was accepted; what it has trained, or what its refusal says, is right."""
-    tolerance = max(TOLERANCES.get(name, 0.0) for name in names)
-    problem = refusal_problem(names, other.refused) if other.refused else difference(plain, other, tolerance)
-    assert not problem, problem
-    return not other.refused
+def off(names: Iterable[str]) -> list[tuple[Trick, str]]:
+    return [(TRICKS[name], "off") for name in names]
 
 
-@contextmanager
-def named(names: tuple[str, ...], spec: Spec) -> Iterator[None]:
-    """Say with every error which tricks and module it comes from."""
+def compared(
+    spec: Spec, names: tuple[str, ...], first: list[tuple[Trick, str]], second: list[tuple[Trick, str]], run: Run
+) -> bool:
+    """Whether tricks are accepted; what they train is what others do, or what their refusal says is right."""
+    spec = suited_to(spec, *names)
+    if any(known(spec, name) for name in names):
+        return False
+    at_work = any(state == "on" for _, state in first)
     try:
-        yield
+        with TemporaryDirectory() as folder, TemporaryDirectory() as another:
+            plain, other = run(spec, together(*first), Path(folder)), run(spec, together(*second), Path(another))
+        assert plain.refused is None or (at_work and other.refused), f"refused without the other: {plain.refused}"
+        tolerance = max(TOLERANCES.get(name, 0.0) for name in names)
+        problem = refusal_problem(names, other.refused) if other.refused else difference(plain, other, tolerance)
+        assert not problem, problem
     except Exception as error:
         raise AssertionError(f"{names} with {spec}: {type(error).__name__}: {error}") from error
+    return not other.refused

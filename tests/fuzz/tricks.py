@@ -59,6 +59,10 @@ class Uncounted(Callback):
                 layer.tokens_per_expert.zero_()
 
 
+class Sweeps(Callback):
+    """Stands for find_lr before the fit."""
+
+
 # -- tricks -----------------------------------------------------------------------------------------------------------
 
 
@@ -72,7 +76,6 @@ def work(callback: Callable[[], Callback]) -> Trick:
     return Trick(callbacks={"on": lambda: [callback()]})
 
 
-SWEEP = Trick()  # find_lr before the fit
 # At their no-op limits. Not here: schedules, which users write into configure_optimizers; Compile, which takes seconds.
 TRICKS = {
     **{name: trick for name, trick in SETTINGS.items() if not trick.schedule and name != "Compile"},
@@ -90,7 +93,7 @@ TRICKS = {
     "ProgressiveResizing": limit(lambda: lt.ProgressiveResizing(0.999, multiple_of=1)),
     "SAMMixin(adaptive=True)": Trick(sam={"off": lt.SAM(0.0, adaptive=True)}),
     "SequenceLengthWarmup": limit(lambda: lt.SequenceLengthWarmup(0.999, multiple_of=1)),
-    "find_lr": SWEEP,
+    "find_lr": limit(Sweeps),
 }
 # Where they change what is trained. Not here: guards, which wait for a bad batch; schedules but for ScheduleFree.
 AT_WORK = {
@@ -134,7 +137,7 @@ WITHOUT: dict[str, set[str]] = {
     # Of layers and batches that take eight features.
     "ProgressiveResizing(0.5)": {"frozen", "shared submodule", "tied", "one tensor"},
     "SequenceLengthWarmup(0.5)": {"frozen", "shared submodule", "one tensor"},
-    "ScheduleFree": {"two optimizers"},  # one is what takes their place
+    "ScheduleFree": {"two optimizers", "lazy"},  # one takes their place, whose groups need weights that exist
     # Its start is a share of a training that is made longer; that steps go past Lightning is known after the first one.
     "SWA": {"resumes", "past Lightning"},
     "Throughput": {"training_step(dataloader_iter)"},  # whose batches are known at their end
@@ -143,14 +146,15 @@ WITHOUT: dict[str, set[str]] = {
 TOLERANCES = {"ChannelsLast": 1e-4}
 
 
-def together(*tricks: Trick) -> Trick:
-    """Several tricks as one."""
-    if len(tricks) == 1:
-        return tricks[0]
+def together(*parts: tuple[Trick, str]) -> Trick:
+    """Several tricks as one, each at work ("on") or at its limit ("off")."""
+    first = {
+        part: next((getattr(trick, part)[state] for trick, state in parts if getattr(trick, part)), None)
+        for part in ("sam", "chunk", "schedule")
+    }
     return Trick(
-        callbacks={"off": lambda: [each for trick in tricks for each in trick.make_callbacks("off")]},
-        sam=next((trick.sam for trick in tricks if trick.sam), None),
-        chunk=next((trick.chunk for trick in tricks if trick.chunk), None),
+        callbacks={"off": lambda: [each for trick, state in parts for each in trick.make_callbacks(state)]},
+        **{part: {"off": value} for part, value in first.items() if value is not None},
     )
 
 
