@@ -76,9 +76,13 @@ def work(callback: Callable[[], Callback]) -> Trick:
     return Trick(callbacks={"on": lambda: [callback()]})
 
 
-# At their no-op limits. Not here: schedules, which users write into configure_optimizers; Compile, which takes seconds.
+# At their no-op limits. Not here: what users write into a module, e.g. schedules; Compile, which takes seconds; masks.
 TRICKS = {
-    **{name: trick for name, trick in SETTINGS.items() if not trick.schedule and name != "Compile"},
+    **{
+        name: trick
+        for name, trick in SETTINGS.items()
+        if trick.has_limit and not (trick.schedule or trick.lean or trick.masks or name == "Compile")
+    },
     # Limits in which the whole machinery runs and nothing comes of it.
     "Float8": limit(lambda: lt.Float8(emulate=True)),
     "HardExampleFilter(0.999)": limit(lambda: lt.HardExampleFilter(0.999)),
@@ -90,8 +94,6 @@ TRICKS = {
     "Mixup(prob=1e-9)": limit(lambda: lt.Mixup(prob=1e-9)),
     "CutMix(prob=1e-9)": limit(lambda: lt.CutMix(prob=1e-9)),
     "HiddenMixup(prob=1e-9)": limit(lambda: lt.HiddenMixup("layers.1", prob=1e-9)),
-    "ProgressiveResizing": limit(lambda: lt.ProgressiveResizing(0.999, multiple_of=1)),
-    "SAMMixin(adaptive=True)": Trick(sam={"off": lt.SAM(0.0, adaptive=True)}),
     "SequenceLengthWarmup": limit(lambda: lt.SequenceLengthWarmup(0.999, multiple_of=1)),
     "find_lr": limit(Sweeps),
 }
@@ -100,12 +102,12 @@ AT_WORK = {
     **{
         name: trick
         for name, trick in SETTINGS.items()
-        if (trick.callbacks or trick.sam) and not (trick.neutral or trick.spoiled or trick.stops or trick.grows)
+        if (trick.callbacks or trick.sam)
+        and not (trick.neutral or trick.spoiled or trick.stops or trick.grows or trick.masks)
     },
     "GradCacheMixin(chunk=2)": Trick(chunk={"on": 2}),
     "LRSchedule(replace=True)": work(lambda: lt.LRSchedule("cosine", warmup=2, replace=True)),
     "ProgressiveResizing(0.5)": work(lambda: lt.ProgressiveResizing(0.5, stop=4, multiple_of=1)),
-    "SAMMixin(adaptive=True)": Trick(sam={"on": lt.SAM(0.5, adaptive=True)}),
     "SequenceLengthWarmup(0.5)": work(lambda: lt.SequenceLengthWarmup(0.5, stop=4, multiple_of=2)),
 }
 # What a module trains like with a trick at its limit, where that is not without it.
@@ -144,14 +146,13 @@ WITHOUT: dict[str, set[str]] = {
 }
 # Where sums have another order; the tricks that are compared so.
 TOLERANCES = {"ChannelsLast": 1e-4}
+MIXED_IN = ("sam", "chunk", "schedule")  # the parts of a trick that are not callbacks
 
 
 def together(*parts: tuple[Trick, str]) -> Trick:
     """Several tricks as one, each at work ("on") or at its limit ("off")."""
-    first = {
-        part: next((getattr(trick, part)[state] for trick, state in parts if getattr(trick, part)), None)
-        for part in ("sam", "chunk", "schedule")
-    }
+    found = {part: [(getattr(trick, part) or {}).get(state) for trick, state in parts] for part in MIXED_IN}
+    first = {part: next((each for each in values if each is not None), None) for part, values in found.items()}
     return Trick(
         callbacks={"off": lambda: [each for trick, state in parts for each in trick.make_callbacks(state)]},
         **{part: {"off": value} for part, value in first.items() if value is not None},
@@ -186,4 +187,7 @@ def known(spec: Spec, name: str) -> str:
     by_targets = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", 'HardExampleFilter(start=1.0, mode="loss")')
     if name.startswith(by_targets) and spec.manual == "two optimizers" and spec.loss == "without targets":
         return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
+    skips = "optimizer_step that steps every other time" in spec.hooks
+    if name == "EMA" and skips and "embedding with max_norm" in spec.extras:
+        return "the average is one of weights after steps, and a forward pass that no step follows scales the embedding"
     return ""
