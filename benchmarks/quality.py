@@ -2,7 +2,7 @@
 
 ``nice python benchmarks/quality.py`` (about three hours of one core; ``--reduced`` runs all for two batches). The fits
 are those of ``lightning_tricks.compare``: interrupted, the command goes on where it was. It writes the figures to
-``benchmarks/results/quality.json``, the heat map ``quality.png`` beside it, and a part of ``benchmarks/README.md``.
+``benchmarks/results/quality.json``, the heat map ``quality.svg`` beside it, and a part of ``benchmarks/README.md``.
 
 Three tasks are those of ``configs/``: digits (images, a perceptron), textures (images, a small CNN with BatchNorm) and
 glosses (definitions, a transformer block); text (``quality_text.py``) is a language model of characters. A regime
@@ -412,7 +412,7 @@ def main() -> None:
     """Run, write after every cell; a full run renews its part of the README, a reduced one prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="two batches and two seeds, into results/scratch")
-    parser.add_argument("--output", type=Path, help="another folder for quality.json and quality.png")
+    parser.add_argument("--output", type=Path, help="another folder for quality.json and quality.svg")
     args = parser.parse_args()
     folder = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
@@ -422,7 +422,7 @@ def main() -> None:
     for task, regime in CELLS:
         found.append(measure(task, regime, scale, runs))
         (folder / "quality.json").write_text(written(made := result(found, scale)))
-    quality_report.draw(made, folder / "quality.png")
+    quality_report.draw(folder / "quality.svg", made)
     if folder == RESULTS:
         quality_report.renew(made)
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from tables import README, grid, placed
+from tables import README, RESULTS, grid, placed
 
 from lightning_tricks.evaluation.statistics import paired_difference
 
@@ -25,6 +25,7 @@ GROUPS = {
 KINDS = (("points over plain", "gain", "mean"), ("calibration error, points below plain", "ece_gain", "ece"))
 NAMED = 5  # tricks that a sentence names, those of the most columns
 PANELS = (("digits", "textures"), ("glosses", "text"))  # the tasks in each half of the picture
+PICTURE = RESULTS / "quality.svg"
 STRONGEST = 10.0  # points from which on a cell of the picture has the full colour
 
 Run = dict[str, Any]
@@ -163,24 +164,26 @@ def told(found: dict[Column, dict[str, Row]], gain: str, better: int) -> str:
     return ", ".join(parts[:NAMED] + more) or "none"
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(path: Path, result: dict[str, Any]) -> None:
     """The heat map: blue is better, red is worse, and grey is not told apart from plain training."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     found, tricks = columns(result), result["settings"]["tricks"]
     halves = ({column: mine for column, mine in found.items() if column[0] in tasks} for tasks in PANELS)
     parts = [half for half in halves if half]
     shown = [[trick for trick in tricks if any(trick in mine for mine in part.values())] for part in parts]
-    figure = Figure(figsize=(9, 2.6 + 0.2 * sum(map(len, shown))), layout="constrained")
+    figure = Figure(figsize=(12, 2.6 + 0.28 * sum(map(len, shown))), layout="constrained")
     axes = figure.subplots(len(parts), height_ratios=[len(names) + 4 for names in shown], squeeze=False)[:, 0]
     for axis, part, names in zip(axes, parts, shown, strict=True):
         _panel(axis, part, names)
     axes[-1].set_xlabel(
-        "points over plain training, whose score is in the first row (text: 0.01 nats per character);"
-        " grey: not told apart",
+        "points over plain training and their 95% intervals; the first row is the score of plain training"
+        " (text: 0.01 nats per character); grey: not told apart",
         fontsize=8,
     )
-    figure.savefig(path, dpi=160)
+    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
 
 
 def _panel(axis: Any, found: dict[Column, dict[str, Row]], tricks: list[str]) -> None:
@@ -195,15 +198,16 @@ def _panel(axis: Any, found: dict[Column, dict[str, Row]], tricks: list[str]) ->
             if trick not in mine:
                 continue
             gain, told_apart = mine[trick]["gain"], sign(mine[trick]["gain"])
-            words, ink = f"{gain['points']:+.1f}", "#666666"
+            words, limits, ink = f"{gain['points']:+.1f}", f"{gain['low']:+.1f} to {gain['high']:+.1f}", "#666666"
             look: dict[str, Any] = {"facecolor": "#eeeeee"}
             if trick == PLAIN:
-                words, look = f"{mine[trick]['mean']:.1f}", {"facecolor": "white"}
+                words, limits, look = f"{mine[trick]['mean']:.1f}", "", {"facecolor": "white"}
             elif told_apart:
                 look = {"facecolor": colormaps["RdBu"](colour(gain["points"]))}
                 ink = "white" if abs(gain["points"]) > 0.7 * STRONGEST else "black"
             axis.add_patch(Rectangle((x, y), 1, 1, edgecolor="white", **look))
-            axis.text(x + 0.5, y + 0.5, words, color=ink, fontsize=7, ha="center", va="center")
+            axis.text(x + 0.5, y + 0.35, words, color=ink, fontsize=8, ha="center", va="center")
+            axis.text(x + 0.5, y + 0.78, limits, color=ink, fontsize=4.5, ha="center", va="center")
     heads = [f"{task}, {regime}" for task, regime in found]
     axis.set_xticks([x + 0.5 for x in range(len(found))], heads, rotation=40, ha="left", fontsize=7)
     axis.set_yticks([y + 0.5 for y in range(len(tricks))], tricks, fontsize=7)

@@ -61,6 +61,7 @@ if __name__ == "__main__":
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
+    quality_report.draw(quality_report.PICTURE, evidence.result("quality"))
     forest.draw(forest.PICTURE, evidence.result("quality"))
     curves.draw(curves.PICTURE)
     for name in illustrations.PICTURES:

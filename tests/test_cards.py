@@ -188,15 +188,16 @@ def words(picture: Path) -> list[str]:
 
 def test_what_make_tables_writes_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    evidence, readme, forest, curves, illustrations = (
-        importlib.import_module(name) for name in ("evidence", "readme", "forest", "curves", "illustrations")
+    evidence, readme, quality_report, forest, curves, illustrations = (
+        importlib.import_module(name)
+        for name in ("evidence", "readme", "quality_report", "forest", "curves", "illustrations")
     )
     assert evidence.FILE.read_text() == evidence.text(), "run make tables"
     pages = readme.pages()
     assert {path: path.read_text() for path in readme.FOLDER.glob("*.md")} == pages, "run make tables"
     assert all(len(row.what) <= 74 and row.what.endswith(".") for row in CATALOGUE)
     for picture, draw in (
-        (forest.PICTURE, partial(forest.draw, result=evidence.result("quality"))),
+        *((each.PICTURE, partial(each.draw, result=evidence.result("quality"))) for each in (quality_report, forest)),
         (curves.PICTURE, curves.draw),
         *((illustrations.FOLDER / f"{name}.svg", illustrations.draw) for name in illustrations.PICTURES),
     ):
