@@ -15,14 +15,26 @@ TASKS = {
     "glosses": "glosses (text)",
     "text": "characters",
 }
-COLOURS = {"40% wrong labels": "#c2410c", "clean": "#2563eb"}
-SHIFT = dict(zip(COLOURS, (-0.16, 0.16), strict=True))
-
-
-TRICKS = (
-    *("EMA", "SWA", "flat_cos", "one_cycle", "SAM", "SAM + EMA + flat_cos", "ScheduleFree", "Muon", "Mixup", "CutMix"),
-    *("HiddenMixup", "label smoothing 0.1", "HardExampleFilter"),
-)
+REGIMES = {"40% wrong labels": ("40% wrong labels", "#c2410c", -0.16), "clean": ("clean labels", "#2563eb", 0.16)}
+TRICKS = [
+    "plain, twice the epochs",
+    "EMA",
+    "SWA",
+    "flat_cos",
+    "EMA + flat_cos",
+    "one_cycle",
+    "SAM",
+    "SAM, rho 0.3",
+    "ScheduleFree",
+    "Lion",
+    "Muon",
+    "Mixup",
+    "CutMix",
+    "HiddenMixup",
+    "label smoothing 0.1",
+    "AdaptiveClip",
+    "HardExampleFilter",
+]
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
@@ -34,7 +46,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 
     found = columns(result)
     with matplotlib.rc_context({"svg.hashsalt": "gains", "svg.fonttype": "none", "font.size": 9}):
-        figure, axes = pyplot.subplots(1, 4, figsize=(9.5, 4.4), sharey=True, layout="constrained")
+        figure, axes = pyplot.subplots(1, 4, figsize=(9.5, 5.2), sharey=True, layout="constrained")
         for axis, task in zip(axes, TASKS, strict=True):
             _panel(axis, task, found)
         axes[0].set_yticks(range(len(TRICKS)), TRICKS)
@@ -50,13 +62,13 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 
 def _panel(axis: Any, task: str, found: dict[Column, dict[str, Row]]) -> None:
     axis.axvline(0, color="#999999", linewidth=1)
-    for regime, colour in COLOURS.items():
+    for regime, (label, colour, shift) in REGIMES.items():
         tricks = found.get((task, regime), {})
-        rows = [(height + SHIFT[regime], tricks[name]["gain"]) for height, name in enumerate(TRICKS) if name in tricks]
+        rows = [(height + shift, tricks[name]["gain"]) for height, name in enumerate(TRICKS) if name in tricks]
         for height, row in rows:
             axis.plot([row["low"], row["high"]], [height, height], color=colour, linewidth=1.6)
         points, heights = [row["points"] for _, row in rows], [height for height, _ in rows]
-        axis.plot(points, heights, "o", color=colour, label=f"{regime} labels".replace("labels labels", "labels"), ms=4)
+        axis.plot(points, heights, "o", color=colour, label=label, ms=4)
     axis.set_title(TASKS[task], fontsize=10)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)

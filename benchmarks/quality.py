@@ -12,10 +12,10 @@ task train on as many samples in total, so that smaller data have more epochs. A
 classes (balanced accuracy), and beside it stands the expected calibration error (15 bins). Shifted test data (noise;
 of images blur and rotation, too) are seen by the models of the clean regime, without further training.
 
-Tricks have the defaults of their documentation, and where there is none the value in ``TRICKS``. The learning rate of
+Tricks have the starting values that their cards give, or those in ``TRICKS``. The learning rate of
 plain training, a constant one, is tuned for each task and regime by validation, with two seeds that are not used again:
-from the one in ``TASKS`` up and down a ladder of factors of about three, until both neighbours of the best are worse.
-Tricks keep it. Other optimizers have other learning rates, tuned likewise.
+from the one in ``TASKS`` up and down a ladder of factors of about three, until neither neighbour of the best is better.
+Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise.
 
 Equal compute: SAM takes twice the compute of an epoch, so it comes with half of the epochs as well, and plain training
 with twice the epochs; ProgressiveResizing takes two thirds of the pixels, and comes with 1.5 times the epochs as well.
@@ -53,8 +53,7 @@ from lightning_tricks.examples.tasks import QUIET, Classifier, Split, TaskData, 
 from lightning_tricks_cli.runs.demo import small_runs
 
 RESULTS = Path(__file__).parent / "results"
-SEEDS, SWEEP_SEEDS, MORE_SEEDS = tuple(range(5)), (100, 101), tuple(range(5, 15))
-MORE = ("digits", "EMA")  # the task and the trick that get MORE_SEEDS as well
+SWEEP_SEEDS = (100, 101)  # the learning rate is chosen with these alone
 
 
 class Task(NamedTuple):
@@ -67,6 +66,7 @@ class Task(NamedTuple):
     optimizer: str
     weight_decay: float
     lr: float  # where tuning begins
+    seeds: int = 5
 
 
 def digit_pictures(noise: float) -> Split:
@@ -76,17 +76,47 @@ def digit_pictures(noise: float) -> Split:
 
 TASKS = {
     "digits": Task(
-        *(digit_pictures, lambda: nn.Sequential(nn.Flatten(), *digits.network())),
-        *(15, 64, "sgd", 5e-4, 0.1),
+        digit_pictures,
+        lambda: nn.Sequential(nn.Flatten(), digits.network()),
+        epochs=15,
+        batch=64,
+        optimizer="sgd",
+        weight_decay=5e-4,
+        lr=0.1,
+        seeds=15,
     ),
-    "textures": Task(textures.load_textures, textures.network, 20, 32, "sgd", 5e-4, 0.03),
-    "glosses": Task(glosses.load_glosses, glosses.GlossTransformer, 5, 64, "adamw", 0.01, 0.01),
-    "text": Task(lambda _: load_text(), CharacterTransformer, 4, 16, "adamw", 0.01, 0.01),
+    "textures": Task(
+        textures.load_textures,
+        textures.network,
+        epochs=20,
+        batch=32,
+        optimizer="sgd",
+        weight_decay=5e-4,
+        lr=0.03,
+    ),
+    "glosses": Task(
+        glosses.load_glosses,
+        glosses.GlossTransformer,
+        epochs=5,
+        batch=64,
+        optimizer="adamw",
+        weight_decay=0.01,
+        lr=0.01,
+    ),
+    "text": Task(
+        lambda _: load_text(),
+        CharacterTransformer,
+        epochs=4,
+        batch=16,
+        optimizer="adamw",
+        weight_decay=0.01,
+        lr=0.01,
+    ),
 }
 LADDER = [float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 3)]  # of learning rates
-DIVERGED = 99.0  # nats that a loss which is not finite counts for
+DIVERGED = {"loss": 99.0, "accuracy": 0.0, "ece": 1.0}  # what counts where a metric is not finite
 CLASSES = {"digits": 10, "textures": 3, "glosses": 5, "text": len(CHARACTERS)}
-PICTURES, LABELLED = ("digits", "textures"), ("digits", "textures", "glosses")
+PICTURES, LABELLED, LINEAR = ("digits", "textures"), ("digits", "textures", "glosses"), ("digits", "glosses", "text")
 NOISE = {"digits": 0.5, "textures": 0.15}  # in the test images, in standard deviations of theirs
 REPLACED = 0.2  # share of the words or characters that other ones replace in noisy test data
 
@@ -126,9 +156,20 @@ class Trick(NamedTuple):
     recipe: Callable[[], Recipe]
     tasks: tuple[str, ...] = tuple(TASKS)
     lr: float | None = None  # where tuning of its own begins; None: that of plain training
+    factor: float = 1.0  # by which that is multiplied
+
+
+class Rounded(Callback):
+    """Rounds the trained weights to 4 bits."""
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Test what an export has."""
+        lt.quantize(pl_module, "int4")
 
 
 BRANCHES = r"block(s\.\d)?\.dropout[12]$"
+HEADS = r"network\.(head|1\.4|13)\."  # of texts, digits and textures
+LAYERS = r"network\.(?:1\.)?(\d+)"  # of digits and textures
 TRICKS = {
     PLAIN: Trick(Recipe),
     "plain, half the epochs": Trick(lambda: Recipe(epochs=0.5)),
@@ -140,20 +181,22 @@ TRICKS = {
     "SAM, half the epochs": Trick(lambda: Recipe(sam=lt.SAM(), epochs=0.5)),
     "flat_cos": Trick(lambda: Recipe((lt.LRSchedule("flat_cos"),))),
     "one_cycle": Trick(lambda: Recipe((lt.LRSchedule("one_cycle"),))),
+    "EMA + flat_cos": Trick(lambda: Recipe((lt.EMA(), lt.LRSchedule("flat_cos")))),
     "SAM + EMA + flat_cos": Trick(lambda: Recipe((lt.EMA(), lt.LRSchedule("flat_cos")), lt.SAM())),
     "Mixup": Trick(lambda: Recipe((lt.Mixup(),)), PICTURES),
     "CutMix": Trick(lambda: Recipe((lt.CutMix(),)), PICTURES),
     "HiddenMixup": Trick(lambda: Recipe((lt.HiddenMixup("network.head"),)), ("glosses",)),
     "label smoothing 0.1": Trick(lambda: Recipe(smoothing=0.1)),
     "AutoClip": Trick(lambda: Recipe((lt.AutoClip(),))),
-    "AdaptiveClip": Trick(lambda: Recipe((lt.AdaptiveClip(),))),
-    "HardExampleFilter": Trick(lambda: Recipe((lt.HardExampleFilter(),)), LABELLED),
-    'HardExampleFilter, mode="loss"': Trick(lambda: Recipe((lt.HardExampleFilter(mode="loss"),)), LABELLED),
+    "AdaptiveClip": Trick(lambda: Recipe((lt.AdaptiveClip(0.1, exclude=HEADS),))),
+    "HardExampleFilter": Trick(lambda: Recipe((lt.HardExampleFilter(),)), LABELLED, factor=0.5),
+    'HardExampleFilter, mode="loss"': Trick(lambda: Recipe((lt.HardExampleFilter(mode="loss"),)), LABELLED, factor=0.5),
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=0.01),
     "Lion": Trick(lambda: Recipe(optimizer="lion"), lr=0.001),
     "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=0.01),
-    "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=r"network\.(\d+)"),)), PICTURES),
-    "QAT int8": Trick(lambda: Recipe((lt.QAT(),)), ("digits", "glosses", "text")),
+    "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),)), PICTURES),
+    "rounded to int4": Trick(lambda: Recipe((Rounded(),)), LINEAR),
+    "QAT int4": Trick(lambda: Recipe((lt.QAT("int4", start=0.5),)), LINEAR),
     "stochastic depth 0.2": Trick(
         lambda: Recipe(change=partial(lt.add_stochastic_depth, rate=0.2, modules=BRANCHES)), ("glosses", "text")
     ),
@@ -172,15 +215,13 @@ def resized(epochs: float) -> Recipe:
 class Scale(NamedTuple):
     """How much is run."""
 
-    seeds: tuple[int, ...] = SEEDS
-    sweep_seeds: tuple[int, ...] = SWEEP_SEEDS
-    more_seeds: tuple[int, ...] = MORE_SEEDS
+    seeds: int | None = None  # None: the task's
     epochs: int | None = None  # None: the task's
     batches: int | None = None  # of an epoch; None: all
     tunes: bool = True  # False: the learning rates are those where tuning begins
 
 
-REDUCED = Scale((0, 1), (100, 101), (2, 3), epochs=1, batches=2, tunes=False)
+REDUCED = Scale(2, epochs=1, batches=2, tunes=False)
 
 
 class Measured(Classifier):
@@ -294,7 +335,9 @@ def shifted(task: str, inputs: Tensor, shift: str) -> Tensor:
     if task not in PICTURES:
         others = inputs.flatten()[torch.randperm(inputs.numel(), generator=generator)].reshape(inputs.shape)
         replaced = torch.rand(inputs.shape, generator=generator) < REPLACED
-        return torch.where(replaced & (inputs > 0) & (others > 0), others, inputs)  # 0 is the padding
+        return torch.where(
+            replaced & (inputs > 0) & (others > 0), others, inputs
+        )  # 0: padding of glosses, end of a line
     if shift == "noise":
         return inputs + NOISE[task] * inputs.std() * torch.randn(inputs.shape, generator=generator)
     if shift == "blur":
@@ -352,14 +395,14 @@ def measure(task: str, regime: str, scale: Scale, folder: Path) -> dict[str, lis
         wanted = [*chosen.items()]
         while wanted:
             tried = [(name, lr) for name, of_name in means.items() for lr in of_name]
-            for (name, lr), runs in made([*tried, *wanted], scale.sweep_seeds, SWEEP).items():
+            for (name, lr), runs in made([*tried, *wanted], SWEEP_SEEDS, SWEEP).items():
                 means[name][lr] = round(fmean(run[metric] for run in runs), 4)
             chosen = {name: better(of_name, key=of_name.__getitem__) for name, of_name in means.items()}
             near = [(name, each) for name, lr in chosen.items() for each in neighbours(lr)]
             wanted = [(name, lr) for name, lr in near if lr not in means[name]] if scale.tunes else []
-        made([(name, chosen.get(name, chosen[PLAIN])) for name in tricks], scale.seeds, "finals")
-        if task == MORE[0] and MORE[1] in tricks:
-            made([(name, chosen[PLAIN]) for name in (PLAIN, MORE[1])], scale.more_seeds, "more seeds")
+        seeds = range(scale.seeds or TASKS[task].seeds)
+        finals = [(name, chosen.get(name, trick.factor * chosen[PLAIN])) for name, trick in tricks.items()]
+        made(finals, seeds, "finals")
     what = {"task": task, "regime": regime}
     sweep = [
         {**what, "trick": name, "lr": chosen[name], metric: {str(lr): tried[lr] for lr in sorted(tried)}}
@@ -379,7 +422,9 @@ def run_of(run: Mapping[str, Any], kept: Sequence[str]) -> dict[str, float]:
     if "error" in run:
         raise RuntimeError(run["error"])
     metrics = {name: run["metrics"][name] for name in kept}
-    found = {name: round(value, 4) if isfinite(value) else DIVERGED for name, value in metrics.items()}
+    found = {
+        name: round(value, 4) if isfinite(value) else DIVERGED[name.split("_")[1]] for name, value in metrics.items()
+    }
     return {**found, "seconds": round(run["seconds"], 2)}
 
 
@@ -387,7 +432,7 @@ def result(found: Sequence[dict[str, list[Any]]], scale: Scale) -> dict[str, Any
     """The figures of the cells that were measured."""
     sweep, runs = ([line for cell in found for line in cell[part]] for part in ("sweep", "runs"))
     settings = {"regimes": {name: regime._asdict() for name, regime in REGIMES.items()}, **scale._asdict()}
-    settings |= {"shifts": SHIFTS, "tricks": [*TRICKS]}
+    settings |= {"sweep_seeds": SWEEP_SEEDS, "shifts": SHIFTS, "tricks": [*TRICKS]}
     return {
         "benchmark": "quality",
         "machine": machine("lightning-tricks", "scikit-learn", "scikit-image", "timm", "schedulefree", "torchao"),

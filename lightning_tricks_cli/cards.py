@@ -137,10 +137,9 @@ def _gains(row: Row) -> str:
     for setting in dict.fromkeys(each["setting"] for rows in gains.values() for each in rows):
         found = ([gain(each) for each in rows if each["setting"] == setting] for rows in gains.values())
         lines.append(f"| {setting} | {' | '.join(''.join(cell) for cell in found)} |")
-    seeds = "five seeds (15 for `EMA` on digits)" if "EMA" in gains else "five seeds"
     note = (
-        f"Points of test accuracy over plain training: the mean of {seeds} and its 95% interval, bold where that leaves"
-        " out 0. [How it was measured](../../benchmarks/README.md#how-it-was-measured)."
+        "Points of test accuracy over plain training: the mean of five seeds (digits: 15) and its 95% interval, bold"
+        " where that leaves out 0. [How it was measured](../../benchmarks/README.md#how-it-was-measured)."
     )
     summary = "\n".join(_bullet(_summary(trick, rows)) for trick, rows in gains.items())
     return "\n\n".join(

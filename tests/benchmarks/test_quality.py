@@ -41,13 +41,13 @@ def test_a_cell_is_measured_for_real_and_goes_on_where_it_was(
     some = (quality.PLAIN, "EMA", "Lion")
     monkeypatch.setattr(quality, "TRICKS", {name: quality.TRICKS[name] for name in some})
     monkeypatch.setattr(quality, "CELLS", [("digits", "clean")])
-    scale = quality.Scale((0, 1), (100, 101), (2, 3), epochs=1, batches=3)
+    scale = quality.Scale(2, epochs=1, batches=3)
     cell = quality.measure("digits", "clean", scale, tmp_path / "runs")
     made = quality.result([cell], scale)
     assert {(each["regime"], each["trick"]) for each in made["rows"]} == {
         (regime, trick) for regime in ("clean", *quality.SHIFTS) for trick in some
     }
-    assert {each["trick"]: each["seeds"] for each in made["rows"]} == {"plain": 4, "EMA": 4, "Lion": 2}
+    assert {each["trick"]: each["seeds"] for each in made["rows"]} == {"plain": 2, "EMA": 2, "Lion": 2}
     results = {(run.get("val_accuracy"), run.get("test_ece")) for run in made["runs"]}
     assert len(results) > len(made["runs"]) - 4  # learning rates, tricks and seeds differ
     text = report.section(made)
@@ -99,7 +99,7 @@ def test_shifted_images_are_those_of_scipy_and_scikit_image(quality: ModuleType)
         assert blurred[0, 1:-1, 1:-1].numpy() == pytest.approx(mean[1:-1, 1:-1], abs=1e-5)
         rotated = transform.rotate(image[0].numpy(), 20, order=1, mode="edge")
         assert turned[0].numpy() == pytest.approx(rotated, abs=1e-4)
-    assert (noisy - images).std() / images.std() == pytest.approx(quality.NOISE["digits"], abs=0.1)
+    assert (noisy - images).std() / images.std() == pytest.approx(quality.NOISE["digits"], rel=0.05)
 
 
 @pytest.mark.parametrize("task", ["glosses", "text"])
@@ -147,13 +147,11 @@ def test_the_figures_have_every_cell(quality: ModuleType, committed: dict[str, A
         if task in trick.tasks
     ]
     assert list(found) == wanted
-    for (task, _, name), each in found.items():
-        more = task == quality.MORE[0] and name in (quality.PLAIN, quality.MORE[1])
-        assert each["seeds"] == (15 if more else 5)
+    assert all(each["seeds"] == quality.TASKS[task].seeds for (task, _, _), each in found.items())
     settings = committed["settings"]
     assert settings["tricks"] == [*quality.TRICKS]
-    assert settings["epochs"] is settings["batches"] is None
-    assert not {*settings["seeds"], *settings["more_seeds"]} & {*settings["sweep_seeds"]}
+    assert settings["seeds"] is settings["epochs"] is settings["batches"] is None
+    assert min(settings["sweep_seeds"]) > max(task.seeds for task in quality.TASKS.values())
     for name, task in quality.TASKS.items():
         assert (settings["tasks"][name]["epochs"], settings["tasks"][name]["lr"]) == (task.epochs, task.lr)
 
@@ -195,7 +193,18 @@ def test_a_learning_rate_is_the_one_that_validates_best_on_other_seeds(
             lr: round(fmean(each), 4) for lr, each in means.items()
         }
         assert lrs[cell] == sweep["lr"] == best(means, key=lambda lr, means=means: round(fmean(means[lr]), 4))
-        assert {*quality.neighbours(sweep["lr"])} <= means.keys()  # both are worse, or as good and tried later
+        assert {*quality.neighbours(sweep["lr"])} <= means.keys()  # neither is better
+
+
+COLUMNS = {
+    "With wrong labels": lambda task, regime: task != "text" and "wrong" in regime,
+    "With clean, few or long-tailed training data": lambda task, regime: (
+        task != "text" and regime in ("clean", "10% of the samples", "long tail")
+    ),
+    "On shifted test data": lambda task, regime: task != "text" and regime in ("noise", "blur", "rotation"),
+    "For the language model": lambda task, _: task == "text",
+    "By calibration error, in all columns": lambda *_: True,
+}
 
 
 def test_the_readme_says_what_the_figures_say(report: ModuleType, committed: dict[str, Any]) -> None:
@@ -204,19 +213,17 @@ def test_the_readme_says_what_the_figures_say(report: ModuleType, committed: dic
     rows = {(each["trick"], each["task"], each["regime"]): each for each in committed["rows"]}
     named = 0
     for line in sentences.splitlines():
-        gain = "ece_gain" if "calibration" in line else "gain"
+        gain, belongs = "ece_gain" if "calibration" in line else "gain", COLUMNS[line.split("**")[1]]
         for words, better in zip(
             line.split("better than plain training: ")[1].split("; worse: "), (1, -1), strict=True
         ):
             found = re.findall(r"(?:^|, )([^()]+) in (\d+) of \d+ \(([+-][\d.]+) on (\w+), ([^)]+)\)", words)
             for trick, count, points, task, regime in found:
                 assert f"{rows[trick, task, regime][gain]['points']:+.1f}" == points
-                limits = [each[gain] for (name, _, _), each in rows.items() if name == trick]
+                limits = [each[gain] for (name, *where), each in rows.items() if name == trick and belongs(*where)]
                 told = [each for each in limits if better * each["low"] > 0 < better * each["high"]]
-                assert len(told) >= int(count) > 0
-                if gain == "ece_gain":  # of all columns
-                    assert len(told) == int(count)
-                    assert max(better * each["points"] for each in told) == pytest.approx(abs(float(points)), abs=0.06)
+                assert len(told) == int(count)
+                assert max(better * each["points"] for each in told) == pytest.approx(abs(float(points)), abs=0.06)
                 named += 1
     assert named > 10
     told = [each["gain"]["low"] * each["gain"]["high"] > 0 for (name, _, _), each in rows.items() if name != "plain"]

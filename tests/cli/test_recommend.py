@@ -125,13 +125,12 @@ def test_its_advice_on_labels_is_what_was_measured() -> None:
     gains = {name: [tricks.get(name, 0) for tricks in noisy.values()] for name in ("EMA", "SAM", "flat_cos")}
     fewer = [tricks.get("EMA", 0) for tricks in told("20% wrong labels").values()]
     assert (len(noisy), max(fewer.count(1), gains["EMA"].count(1))) == (4, 3)  # of EMA, "on three of our four tasks"
-    assert gains["flat_cos"].count(1) == 2
-    assert gains["SAM"].count(1) < min(gains["EMA"].count(1), gains["flat_cos"].count(1))  # "gains on fewer tasks"
+    assert gains["flat_cos"].count(1) == 3
     assert -1 not in [*gains["EMA"], *gains["flat_cos"], *fewer]
     assert not [advice for advice in ADVICE.values() if "HardExampleFilter" in advice.yaml]
     assert [tricks.get("HardExampleFilter") for task, tricks in noisy.items() if task != "text"] == [-1, -1, -1]
     plain = configuration(Case("image"))
-    assert plain.startswith("# Clean labels, much data: a schedule is enough.")
+    assert plain.startswith("# Clean labels: a schedule is a good start.")
     assert re.findall("class_path: ([A-Z][A-Za-z]+)", plain) == ["LRSchedule"]
 
 
