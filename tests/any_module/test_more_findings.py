@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import io
 import itertools
@@ -199,6 +200,33 @@ class WritingBackward(PlainNet):
 @pytest.mark.parametrize("kind", [OwnBackward, WritingBackward])
 def test_state_that_backward_changes_is_refused_under_sam(kind: type[PlainNet]) -> None:
     refused(kind, rf"{kind.__name__}\.backwards is changed in the backward pass", [lt.SAMCallback()])
+
+
+HELD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "bytearray": (bytearray(1), lambda held: held.append(1)),
+    "array": (array.array("d", [0.0]), lambda held: held.append(1.0)),
+    "NumPy": (numpy.zeros(1), lambda held: held.__iadd__(1)),
+    "random.Random": (random.Random(0), lambda held: held.random()),
+    "torch.Generator": (torch.Generator(), lambda held: torch.rand(1, generator=held)),
+    "NumPy generator": (numpy.random.default_rng(0), lambda held: held.random()),
+    "RandomState": (numpy.random.RandomState(0), lambda held: held.rand()),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_arrays_and_generators_that_backward_changes_are_refused_under_sam(name: str) -> None:
+    held, change = HELD[name]
+
+    class Holding(PlainNet):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__(lr)
+            self.held = [held]
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            super().backward(loss, *args, **kwargs)
+            change(held)
+
+    refused(Holding, r"Holding\.held\[0\] is changed in the backward pass", [lt.SAMCallback()])
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import dataclasses
 import logging
+import pickle
 import random
 import re
 import sys
@@ -45,6 +46,21 @@ def generator_restorer(value: Any) -> Callable[[], Any] | None:
     if numpy is not None and isinstance(value, numpy.random.RandomState):
         return partial(value.set_state, value.get_state())
     return None
+
+
+def bytes_in(value: Any) -> bytes | None:
+    """The numbers of an array, or the state of a random generator, in bytes; None for other objects."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return pickle.dumps(value.getstate())
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return pickle.dumps(value.get_state())
+    is_array = isinstance(value, array.array) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return value.tobytes() if is_array else bytes(value) if isinstance(value, bytearray) else None
 
 
 def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None] | None:

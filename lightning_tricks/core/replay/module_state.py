@@ -15,7 +15,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks.core.replay.containers import SIMPLE, Contents, contents_of, is_of_library, is_plain, restorer
+from lightning_tricks.core.replay.containers import (
+    SIMPLE,
+    Contents,
+    bytes_in,
+    contents_of,
+    is_of_library,
+    is_plain,
+    restorer,
+)
 from lightning_tricks.core.replay.rerun import versions
 
 _STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
@@ -34,19 +42,21 @@ class ModuleState:
     Args:
         module: The module.
         deep: Whether to copy tensors inside containers, too.
+        compared: Whether ``changed`` will be called, for which arrays and random generators are copied once more.
 
     Raises:
         MisconfigurationException: For a container that cannot be restored exactly, with its path.
     """
 
-    def __init__(self, module: nn.Module, *, deep: bool = False) -> None:
-        self._deep = deep
+    def __init__(self, module: nn.Module, *, deep: bool = False, compared: bool = False) -> None:
+        self._deep, self._compared = deep, compared
         self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
         self._copied: list[tuple[Tensor, Any, Tensor, str]] = []  # tensors, their versions, contents and paths
         self._written: list[tuple[Tensor, Any, str]] = []  # tensors inside containers, their versions and paths
         self._counted: list[tuple[Any, Any, str]] = []  # objects, the numbers in them, and their paths
         self._containers: list[tuple[Any, list[Contents], str]] = []  # containers, what is in them, and their paths
+        self._bytes: list[tuple[Any, bytes, str]] = []  # arrays and random generators, what they hold, and their paths
         self._seen: set[int] = set()
         self._root = type(module).__name__
         self._note_modules(module, self._root)
@@ -89,6 +99,8 @@ class ModuleState:
         elif (restore := restorer(value, path)) is not None:
             self._restore.append(restore)
             self._note_contents(value, path)
+            if self._compared and (held := bytes_in(value)) is not None:
+                self._bytes.append((value, held, path))
         elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             raise MisconfigurationException(
                 f"{path} is an iterator ({type(value).__name__}), which cannot be set back for a second run of the"
@@ -155,7 +167,7 @@ class ModuleState:
         return all(number is None for _, numbers, _ in self._counted for number in numbers)
 
     def changed(self) -> str | None:
-        """The path of an attribute, a container or a tensor that is not as it was; None if all are."""
+        """The path of an attribute, container, array, generator or tensor that is not as it was; None if all are."""
         for path, space, before in self._spaces:
             for name in {**space, **before}:
                 if name not in _STRUCTURE and not _same(space.get(name, _GONE), before.get(name, _GONE)):
@@ -170,7 +182,7 @@ class ModuleState:
         for tensor, version, contents, path in self._copied:
             if versions([tensor]) != version and not torch.equal(tensor, contents):
                 return path
-        return None
+        return next((path for value, held, path in self._bytes if bytes_in(value) != held), None)
 
 
 _GONE = object()

@@ -214,7 +214,7 @@ class SAMEngine:
     def _descend(self, descend: Callable[[Tensor], None], loss: Tensor) -> None:
         """Run the backward pass at the perturbed weights; what it changes besides gradients would be undone."""
         looks = not self._has_descended and _acts_in_backward(self.module)  # looking once is enough, and costs time
-        state = ModuleState(self.module) if looks else None
+        state = ModuleState(self.module, compared=True) if looks else None
         descend(loss)
         if state is not None and (path := state.changed()) is not None:
             raise MisconfigurationException(
