@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import cache, partial
 from itertools import count
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -107,11 +108,13 @@ class _Start:
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self.block, self.inner = block, inner
         self.device = next(block.parameters(), torch.empty(0)).device
-        self.state = ModuleState(block)
+        with _naming():
+            self.state = ModuleState(block)
         self.numbers = random_state(self.device)
 
     def __enter__(self) -> None:  # called more than once with retain_graph
-        self.state.refuse_writes()
+        with _naming():
+            self.state.refuse_writes()
         after = ModuleState(self.block)
         with ExitStack() as stack:
             stack.callback(after.restore)
@@ -124,7 +127,18 @@ class _Start:
         self._leave.__exit__(kind, error, trace)
         # torch may end a recomputation by an exception of its own; that of a user must not be hidden by ours.
         if error is None or type(error).__module__ == checkpoint.__module__:
-            self._after.refuse_counts()
+            with _naming():
+                self._after.refuse_counts()
+
+
+@contextmanager
+def _naming() -> Iterator[None]:
+    """Say in an error about the state of a block who runs it a second time."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        message = f"ActivationCheckpointing (or activation_checkpointing of a preset) runs a block twice: {error}"
+        raise MisconfigurationException(message) from None
 
 
 def _contexts(block: nn.Module, contexts: Callable[[], Contexts]) -> Contexts:
