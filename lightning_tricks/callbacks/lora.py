@@ -32,7 +32,7 @@ from lightning_tricks.core.adapters.inject import (
     select,
     transposed,
 )
-from lightning_tricks.core.adapters.record import Record, found_in, record_in
+from lightning_tricks.core.adapters.record import Record, found_in, record_in, without_parametrization
 from lightning_tricks.core.checks import check_choice, check_count, check_range, check_type, some
 from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, engine_of, require_engine
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
@@ -344,7 +344,9 @@ class LoRA(Trick):
         comparable = record.base == "keep" and engine_of(trainer) in UNSHARDED
         if not comparable or trainer.precision not in ("32-true", "16-mixed", "bf16-mixed"):
             return
-        if weights_checksum({original_name(name, record.layers): w for name, w in frozen.items()}) != record.checksum:
+        named = {original_name(name, record.layers): weight for name, weight in frozen.items()}
+        renamed = {without_parametrization(name): weight for name, weight in named.items()}
+        if record.checksum not in (weights_checksum(named), weights_checksum(renamed)):
             raise MisconfigurationException(
                 "LoRA: frozen weights have changed since the adapters were made, and a checkpoint leaves them out: load"
                 " weights before the first run, name in LoRA(train=...) what else changes, or pass save='all'."

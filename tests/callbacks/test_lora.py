@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessRaisedException
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
@@ -285,6 +285,20 @@ def test_a_checkpoint_without_the_frozen_weights_that_it_needs_is_not_saved(tmp_
     with pytest.raises(MisconfigurationException, match="frozen weights have changed since"):
         run.save_checkpoint(tmp_path / "a.ckpt")
     fit(build(NormNet), callbacks=[lora(save="all"), Moves()]).save_checkpoint(tmp_path / "b.ckpt")
+
+
+def test_layers_that_are_parametrized_in_the_fit_are_saved_as_others(tmp_path: Path) -> None:
+    class Renames(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                for number in (1, 3):  # one that is frozen, and one that trains
+                    parametrize.register_parametrization(module.layers[number], "weight", nn.Identity())
+
+    run = fit(build(NormNet), callbacks=[lora(), Renames()], max_epochs=2)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert "layers.3.parametrizations.weight.original" in state
+    assert "layers.1.parametrizations.weight.original" not in state
 
 
 @pytest.mark.parametrize("save", ["adapter", "all"])

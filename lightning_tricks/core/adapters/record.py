@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -49,8 +50,9 @@ class Record:
         return bool(found) and owner in self._names
 
     def is_trained(self, name: str) -> bool:
-        """Whether a parameter trains."""
-        return self.is_adapter(name) or original_name(name, self._names) in self.trained
+        """Whether a parameter trains, also under the name that a parametrization of its layer has given it since."""
+        names = {original_name(each, self._names) for each in (name, without_parametrization(name))}
+        return self.is_adapter(name) or not names.isdisjoint(self.trained)
 
     def without_adapters(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The other entries of a state, under the names that they had before the injection."""
@@ -83,6 +85,16 @@ class Record:
     @property
     def _names(self) -> frozenset[str]:
         return frozenset(self.layers)
+
+
+def without_parametrization(name: str) -> str:
+    """The name that a parameter had before torch.nn.utils.parametrize gave it another.
+
+    Example:
+        >>> without_parametrization("head.parametrizations.weight.original"), without_parametrization("head.bias")
+        ('head.weight', 'head.bias')
+    """
+    return re.sub(r"(^|\.)parametrizations\.(\w+)\.original\d*$", r"\1\2", name)
 
 
 def found_in(value: Any) -> Record | None:
