@@ -194,6 +194,10 @@ def test_layers_whose_sizes_fit_are_taken_by_default_and_named_ones_must_fit() -
         trained(emulated(), kind=PlainNet)
     with pytest.raises(MisconfigurationException, match=r"Float8\(.*'nothing' is neither"):
         trained(emulated("nothing"))
+    module = build(Wide)
+    module.layers[0] = nn.LazyLinear(32)
+    with pytest.raises(MisconfigurationException, match=r"Float8\(.*layers\.0 is a lazy layer"):
+        fit(module, callbacks=[emulated()])
 
 
 def test_mistakes_are_named() -> None:

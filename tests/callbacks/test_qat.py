@@ -155,6 +155,10 @@ def test_mistakes_are_named() -> None:
         MisconfigurationException, match=r"QAT\(.*layers\.0\.weight .* got torch\.float64: .*precision="
     ):
         fit(build(PlainNet), callbacks=[lt.QAT()], precision="64-true")
+    module = build(PlainNet)
+    module.layers[0] = nn.LazyLinear(16)
+    with pytest.raises(MisconfigurationException, match=r"QAT\(.*layers\.0 is a lazy layer"):
+        fit(module, callbacks=[lt.QAT()])
 
 
 def test_layers_that_something_else_has_changed_are_refused() -> None:

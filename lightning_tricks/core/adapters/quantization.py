@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks.core.adapters.base import is_quantized
 from lightning_tricks.core.adapters.inject import adapted_layers
@@ -30,7 +31,8 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
     weight past its layer.
 
     Raises:
-        ValueError: If a pattern selects none, the module has adapters, or the weight of a layer is not a plain one.
+        ValueError: If a pattern selects none, the module has adapters, or the weight of a layer is not a plain one or
+            has no sizes yet.
 
     Example:
         >>> list(linear_layers(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), None))
@@ -63,6 +65,11 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
             raise ValueError(
                 f"{name}.weight is computed from others (a parametrization): remove that, or leave the layer out by"
                 " modules=."
+            )
+        if is_lazy(layer.weight):
+            raise ValueError(
+                f"{name} is a lazy layer, whose weight has no sizes yet: run a batch through the module before, or"
+                " leave the layer out by modules=."
             )
         if is_quantized(layer):
             raise ValueError(
