@@ -190,7 +190,7 @@ def compared(
 ) -> bool:
     """Whether tricks are accepted; what they train is what others do, or what their refusal says is right."""
     spec = suited_to(spec, *names)
-    if any(known(spec, name) for name in names):
+    if any(known(spec, name, state) for name, (_, state) in zip(names, second, strict=True)):
         return False
     at_work = any(state == "on" for _, state in first)
     try:

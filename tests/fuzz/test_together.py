@@ -14,6 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch, abo
 # These change batches, by numbers that they draw one after the other.
 OF_BATCHES = ("BatchTransform", "CutMix", "HiddenMixup", "Mixup", "ProgressiveResizing", "SequenceLengthWarmup")
 
+APART = {("LayerFreezing", "LoRA")}  # the layer that it freezes is frozen beside LoRA, but for its adapters
+
 
 @pytest.mark.parametrize("name", AT_WORK)
 def test_a_trick_at_work_trains_the_same_again_or_is_refused_in_time(name: str) -> None:
@@ -46,6 +48,7 @@ def test_a_trick_at_its_limit_beside_each_other_one_changes_nothing_or_is_refuse
 def test_a_trick_at_work_beside_each_other_one_trains_as_alone_or_is_refused_in_time(name: str) -> None:
     others = [other for other in TRICKS if kind(other) != kind(name) and not (TRICKS[other].sam and AT_WORK[name].sam)]
     others = [other for other in others if kind(name) not in OF_BATCHES or kind(other) not in OF_BATCHES]
+    others = [other for other in others if (kind(name), kind(other)) not in APART]
     modules = drawn(specs(), len(others), [*AT_WORK].index(name))
     found = [beside(spec, name, other) for spec, other in zip(modules, others, strict=True)]
     assert sum(found) >= len(found) / 20, f"{name} was accepted beside {sum(found)} of {len(found)} tricks"

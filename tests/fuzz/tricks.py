@@ -182,11 +182,16 @@ def suited_to(spec: Spec, *names: str) -> Spec:
     return suited(spec)
 
 
-def known(spec: Spec, name: str) -> str:
+def known(spec: Spec, name: str, state: str) -> str:
     """Why a trick does something else with such a module, where that is known; "" if it should not."""
     by_targets = ("Mixup(prob", "CutMix(prob", "HiddenMixup(prob", 'HardExampleFilter(start=1.0, mode="loss")')
-    if name.startswith(by_targets) and spec.manual == "two optimizers" and spec.loss == "without targets":
+    if state == "on":
+        by_targets = ("Mixup", "CutMix", "HiddenMixup", 'HardExampleFilter(mode="loss")')
+    two = spec.manual == "two optimizers"
+    if name.startswith(by_targets) and two and spec.loss in ("without targets", "NumPy"):
         return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
+    if name in ("GradualUnfreeze", "LayerFreezing") and two and state == "on":
+        return "the loss of an optimizer has no gradient while all of its weights are frozen, as backward says then"
     skips = "optimizer_step that steps every other time" in spec.hooks
     if name == "EMA" and skips and "embedding with max_norm" in spec.extras:
         return "the average is one of weights after steps, and a forward pass that no step follows scales the embedding"
