@@ -79,6 +79,7 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.GRU(2, 6, batch_first=True)
+        self.own = list(self.cell.parameters())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cell(x.unflatten(1, (-1, 2)))[0][:, -1]

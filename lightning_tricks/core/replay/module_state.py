@@ -6,7 +6,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -49,7 +49,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, *, deep: bool = False, compared: bool = False) -> None:
-        self._deep, self._compared = deep, compared
+        self._module, self._deep, self._compared = module, deep, compared
         self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
         self._copied: list[tuple[Tensor, Any, Tensor, str]] = []  # tensors, their versions, contents and paths
@@ -60,6 +60,11 @@ class ModuleState:
         self._seen: set[int] = set()
         self._root = type(module).__name__
         self._note_modules(module, self._root)
+
+    @cached_property
+    def _weights(self) -> set[int]:
+        """The ids of the registered parameters, which others restore; an RNN of torch holds them in a list, too."""
+        return {id(weight) for weight in self._module.parameters()}
 
     def _note_modules(self, module: nn.Module, path: str) -> None:
         for name, child in module.named_modules():
@@ -87,6 +92,8 @@ class ModuleState:
 
     def _note(self, value: Any, path: str) -> None:
         """Remember how to restore a value that is not immutable."""
+        if isinstance(value, nn.Parameter) and id(value) in self._weights:
+            return
         if isinstance(value, Tensor):
             if self._deep:
                 self._note_tensor(value, path)

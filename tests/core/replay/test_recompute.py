@@ -130,6 +130,30 @@ def test_a_write_into_a_tensor_of_a_container_is_refused_before_the_second_run()
     assert block.counts[0] == 1
 
 
+class Listed(nn.Module):
+    """Holds weights of its own in lists: by itself, and as every RNN of torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.cell = nn.Linear(4, 4), nn.GRU(4, 4, batch_first=True)
+        self.own = list(self.linear.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(self.linear(x))[0]
+
+
+def test_own_weights_in_a_list_may_move_between_the_runs_as_zero3_moves_them() -> None:
+    block, x = Listed(), torch.randn(2, 3, 4)
+    block(x).sum().backward()
+    gradients = {name: weight.grad.clone() for name, weight in block.named_parameters()}
+    block.zero_grad()
+    output = recompute(block, "full", block.forward, x)
+    for weight in block.parameters():
+        weight.data = weight.data.clone()
+    output.sum().backward()
+    assert_equal({name: weight.grad for name, weight in block.named_parameters()}, gradients)
+
+
 def twice(model: nn.Module, x: Tensor) -> Tensor:
     """A gradient penalty, after a backward pass of its own through the same graph."""
     x = x.clone().requires_grad_()

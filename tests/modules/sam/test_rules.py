@@ -404,6 +404,20 @@ def test_each_micro_batch_sees_the_same_random_numbers_twice_and_no_two_the_same
     assert len({draw for _, draw in parts}) == 2
 
 
+def test_micro_batches_train_modules_that_hold_their_weights_in_lists() -> None:
+    class Listed(SAMPlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.own = nn.LSTM(8, 8), list(self.layers.parameters())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step((self.cell(batch[0][None])[0][0], batch[1]), batch_idx)
+
+    parts, whole = with_sam(Listed, lt.SAM(0.1, micro_batch_size=4)), with_sam(Listed, lt.SAM(0.1, micro_batch_size=8))
+    fit(parts, max_steps=1), fit(whole, max_steps=1)
+    assert not torch.equal(parts.cell.weight_ih_l0, whole.cell.weight_ih_l0)  # each part perturbs for itself
+
+
 # ---- micro-batches of batches of other kinds
 
 
