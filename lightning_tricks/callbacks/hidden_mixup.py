@@ -110,12 +110,23 @@ class HiddenMixup(MixingCallback):
         self._context = None
 
     @override
+    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        super()._change(trainer, context)
+        if self.alpha:
+            self._context, self._called = context, False
+
+    @override
+    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+        super()._check(trainer, context)
+        if self.alpha and self.prob:
+            self._context, self._called = context, False
+
+    @override
     def _require_parts(self, context: BatchContext, size: int) -> None:
-        self._context, self._called = context, False
+        """The inputs are not mixed."""
 
     @override
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
-        self._require_parts(context, size)
         target = get(context.batch, self._paths(context, "target")[0])
         return Drawn(max(lam, 1 - lam), permutation(context.numbers, target))
 

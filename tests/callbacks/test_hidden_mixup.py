@@ -410,3 +410,13 @@ def test_a_layer_that_is_never_called_raises_after_the_first_batch() -> None:
         run.fit(module, loader(), loader())
     assert run.global_step <= 1
     assert (hooks(module.layers), hooks(module.spare)) == before
+
+
+def test_a_second_fit_finds_in_its_first_batch_that_the_layer_is_not_called() -> None:
+    callback, other = lt.HiddenMixup("layers.2", start=6), build(PlainNet)
+    fit(build(PlainNet), train=loader(4), callbacks=[callback])
+    other.forward = lambda x: other.layers[0](x)[:, :2]  # type: ignore[method-assign]
+    run = trainer(callbacks=[callback])
+    with pytest.raises(MisconfigurationException, match=r"did not call the layer 'layers\.2'"):
+        run.fit(other, loader(4), loader())
+    assert run.global_step <= 1

@@ -51,13 +51,19 @@ class MixingCallback(BatchCallback):
         check_range("prob", self.prob, 0.0, 1.0)
         super().__init__()
         self.drawn: Drawn | None = None  # the random numbers of the last batch; None if it was not mixed
-        self._layout: tuple[Any, ...] | None = None  # that of the last batch; None if the next one must be checked
+        # The layout of the last batch; None if the next batch must be checked.
+        self._layout: tuple[Any, ...] | None = None
         self._size = 0  # number of samples of the last batch
         self._known: dict[str, list[Path]] = {}  # paths of the last batch's inputs and targets
 
     @abstractmethod
     def _mix(self, context: BatchContext, lam: float, size: int) -> Drawn:
         """Mix the samples of a checked batch, with ``lam`` from ``Beta(alpha, alpha)``."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._layout = None  # The first batch of a fit is checked.
 
     @override
     def _begin(self) -> None:

@@ -339,3 +339,11 @@ def test_a_batch_like_the_last_one_is_not_checked_again(monkeypatch: pytest.Monk
     for size in (8, 8, 5, 5, 8):
         callback._checked(BatchContext(batch(size), 0, random.Random(0)))
     assert checked == [8, 5, 8]
+
+
+def test_the_first_batch_of_every_fit_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, checked = lt.Mixup(start=100), []
+    monkeypatch.setattr(callback, "_require_parts", lambda context, size: checked.append(size))
+    for _ in range(2):
+        fit(build(PlainNet), train=loader(4), callbacks=[callback], max_steps=2)
+    assert checked == [4, 4]
