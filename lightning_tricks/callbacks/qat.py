@@ -140,7 +140,7 @@ class QAT(Trick):
         self._rounds = rounds
         require_torchao()
         try:
-            layers = rounded_layers(pl_module, self.modules)
+            layers = rounded_layers(pl_module, self.modules, lazy=True)
         except ValueError as error:
             raise MisconfigurationException(f"{self.written()}: {error}") from None
         for name, layer in layers.items():

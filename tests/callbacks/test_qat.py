@@ -155,10 +155,19 @@ def test_mistakes_are_named() -> None:
         MisconfigurationException, match=r"QAT\(.*layers\.0\.weight .* got torch\.float64: .*precision="
     ):
         fit(build(PlainNet), callbacks=[lt.QAT()], precision="64-true")
-    module = build(PlainNet)
-    module.layers[0] = nn.LazyLinear(16)
-    with pytest.raises(MisconfigurationException, match=r"QAT\(.*layers\.0 is a lazy layer"):
-        fit(module, callbacks=[lt.QAT()])
+
+
+def test_a_lazy_layer_is_rounded_once_it_has_sizes() -> None:
+    module, plain = build(PlainNet), build(PlainNet)
+    module.layers[0], start = nn.LazyLinear(16), copy.deepcopy(plain.layers[0].state_dict())
+
+    def begin(layer: nn.Module, _: Any) -> None:
+        layer.load_state_dict(start)
+        hook.remove()
+
+    hook = module.layers[0].register_forward_pre_hook(begin)
+    fit(module, callbacks=[lt.QAT()]), fit(plain, callbacks=[lt.QAT()])
+    assert_equal(weights_of(module), weights_of(plain))
 
 
 def test_layers_that_something_else_has_changed_are_refused() -> None:

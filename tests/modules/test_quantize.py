@@ -111,6 +111,8 @@ def test_mistakes_are_named() -> None:
         lt.quantize(lt.quantize(network()))
     with pytest.raises(ValueError, match=r"0\.weight .* 16 or 32 bits .* got torch\.float64: .*module\.float\(\)"):
         lt.quantize(network().double())
+    with pytest.raises(ValueError, match="0 is a lazy layer, whose weight has no sizes yet: run a batch"):
+        lt.quantize(nn.Sequential(nn.LazyLinear(4)))
     nn.utils.parametrizations.weight_norm((module := network())[3])
     with pytest.raises(ValueError, match=r"3\.weight is computed from others"):
         lt.quantize(module)

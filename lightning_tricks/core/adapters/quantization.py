@@ -24,11 +24,16 @@ def check_precision(precision: str) -> None:
     check_choice("precision", precision, get_args(Precision))
 
 
-def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.Linear]:
+def linear_layers(module: nn.Module, modules: Patterns | None, *, lazy: bool = False) -> dict[str, nn.Linear]:
     """The linear layers that are selected or inside of selected modules, by name; all of them for None.
 
     A class with a forward pass of its own is not one, and nor is the output of nn.MultiheadAttention, which reads that
     weight past its layer.
+
+    Args:
+        module: The module that holds the layers.
+        modules: Patterns of the layers, or of modules that hold some.
+        lazy: Whether a lazy layer, whose weight has no sizes yet, may be one of them.
 
     Raises:
         ValueError: If a pattern selects none, the module has adapters, or the weight of a layer is not a plain one or
@@ -66,7 +71,7 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
                 f"{name}.weight is computed from others (a parametrization): remove that, or leave the layer out by"
                 " modules=."
             )
-        if is_lazy(layer.weight):
+        if is_lazy(layer.weight) and not lazy:
             raise ValueError(
                 f"{name} is a lazy layer, whose weight has no sizes yet: run a batch through the module before, or"
                 " leave the layer out by modules=."
@@ -79,8 +84,13 @@ def linear_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.L
     return linear
 
 
-def rounded_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.Linear]:
+def rounded_layers(module: nn.Module, modules: Patterns | None, *, lazy: bool = False) -> dict[str, nn.Linear]:
     """The selected linear layers that are rounded: not those with one input, each of whose weights would have a scale.
+
+    Args:
+        module: The module that holds the layers.
+        modules: Patterns of the layers, or of modules that hold some.
+        lazy: Whether a lazy layer may be one of them, whatever number of inputs it will get.
 
     Raises:
         ValueError: As ``linear_layers``, or if weights have 64 bits.
@@ -89,8 +99,8 @@ def rounded_layers(module: nn.Module, modules: Patterns | None) -> dict[str, nn.
         >>> list(rounded_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "^1"))
         ['1']
     """
-    linear = linear_layers(module, modules)
-    layers = {name: layer for name, layer in linear.items() if layer.weight.shape[1] > 1}
+    linear = linear_layers(module, modules, lazy=lazy)
+    layers = {name: layer for name, layer in linear.items() if is_lazy(layer.weight) or layer.weight.shape[1] > 1}
     if not layers:
         sizes = some([f"{name} ({layer.in_features} -> {layer.out_features})" for name, layer in linear.items()])
         raise ValueError(
