@@ -20,5 +20,5 @@ def lookahead(kind: Any, inside: Optimizer, **settings: Any) -> Optimizer:
     """
     state = property(lambda self: self._base_optimizer.state, lambda self, _: None)
     made: Optimizer = type(kind.__name__, (kind,), {"__module__": kind.__module__, "state": state})(inside, **settings)
-    made.zero_grad()  # by which torch makes the class call hooks; else Lightning's first call is within the first step
+    made.__setstate__({})  # by which torch prepares the hooks of a copied optimizer, else within the first step
     return made

@@ -27,6 +27,7 @@ from lightning_tricks.schedules.scheduler import (
     base_lr,
     check_state,
     has_hooks,
+    prepare_hooks,
     set_lr,
     warn_of_other_settings,
 )
@@ -68,6 +69,7 @@ class PlateauLR(ReduceLROnPlateau):
                 f"warmup must be 0 for {type(optimizer).__name__}, which does not call Optimizer.__init__ and has no"
                 f" step hooks to follow, got {warmup}."
             )
+        prepare_hooks(optimizer)
         super().__init__(optimizer, min_lr=0.0, **settings)
         self.warmup, self.floor, self.steps = warmup, floor, 0
         self._begun = False

@@ -84,6 +84,7 @@ class CurveLR(LRScheduler):
         self.momentum = momentum
         self.settings = _plain(curve) | ({} if momentum is None else {"momentum": _plain(momentum)})
         self.replaced = False  # whether another scheduler follows its curve in its place
+        prepare_hooks(optimizer)
         super().__init__(optimizer, last_epoch)
         self._follow_the_optimizer()
 
@@ -131,8 +132,18 @@ class CurveLR(LRScheduler):
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer calls step hooks; wrappers that do not call ``Optimizer.__init__`` have none at first."""
-    return hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(type(optimizer).step, "hooked")
+    """Whether an optimizer calls step hooks; wrappers that do not call ``Optimizer.__init__`` have none."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def prepare_hooks(optimizer: Optimizer) -> None:
+    """Have an optimizer call its step hooks from the first step on.
+
+    torch would begin to call those of timm's Lookahead, which does not call ``Optimizer.__init__``, within that step.
+    A schedule does this before torch puts a counter around the step.
+    """
+    if isinstance(optimizer, Optimizer) and has_hooks(optimizer):
+        Optimizer.__setstate__(optimizer, {})  # by which torch prepares the hooks of a copied optimizer
 
 
 def base_lr(group: dict[str, Any]) -> float | Tensor:

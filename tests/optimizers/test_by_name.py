@@ -573,7 +573,11 @@ def test_compiled_steps_resume_exactly_too(tmp_path: Path) -> None:
 
 
 def test_torch_calls_the_hooks_of_lookahead_from_the_first_step_on() -> None:
-    made, seen = lt.optimizer("lookahead_sgd", build(Three), 0.1), []
+    module, seen = build(Three), []
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    made = lt.optimizer("lookahead_sgd", module, 0.1)
+    assert all(weight.grad is not None for weight in module.parameters())
     made.register_step_pre_hook(lambda *_: seen.append("before"))
     made.register_step_post_hook(lambda *_: seen.append("after"))
     for _ in range(2):

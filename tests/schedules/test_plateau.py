@@ -100,20 +100,41 @@ def test_the_warmup_counts_optimizer_steps_under_accumulation():
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As timm's Lookahead, it takes hooks, and calls none in its first step."""
+    """As timm's Lookahead, it takes hooks, and without further ado calls none in its first step."""
+
+    def __init__(self, inside):
+        self.inside, self.param_groups, self.defaults = inside, inside.param_groups, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure=None):
+        self.inside.step()
+
+
+class Closed(torch.optim.Optimizer):
+    """Takes no hooks."""
 
     def __init__(self, inside):
         self.param_groups, self.defaults = inside.param_groups, {}
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
     def step(self, closure=None):
         pass
 
 
-def test_a_warmup_needs_an_optimizer_that_calls_its_hooks_in_every_step():
+def test_a_warmup_counts_the_first_step_of_a_wrapper_and_leaves_gradients_alone():
+    made = Wrapper(optimizer())
+    (weight,) = made.param_groups[0]["params"]
+    weight.grad = torch.ones_like(weight)
+    scheduler = scheduler_of(reduce_on_plateau(made, warmup=3))
+    assert weight.grad is not None
+    for done in (1, 2, 3):
+        made.step()
+        assert scheduler.steps == done
+
+
+def test_a_warmup_needs_an_optimizer_that_takes_hooks():
     with pytest.raises(ValueError, match=r"does not call Optimizer\.__init__ and has no step hooks to follow, got 3"):
-        reduce_on_plateau(Wrapper(optimizer()), warmup=3)
-    assert scheduler_of(reduce_on_plateau(Wrapper(optimizer()))).warmup == 0
+        reduce_on_plateau(Closed(optimizer()), warmup=3)
+    assert scheduler_of(reduce_on_plateau(Closed(optimizer()))).warmup == 0
 
 
 def test_a_warmup_of_a_fraction_of_a_step_reaches_the_base():

@@ -294,6 +294,21 @@ def test_a_group_that_joins_takes_part_from_its_first_step_under_the_outer_curve
         assert [float(group["lr"]) for group in scheduler.optimizer.param_groups] == [0.25, 0.5]
 
 
+class Around(timm.optim.Lookahead):
+    """A class of its own, since torch prepares the hooks of a class for all of its optimizers."""
+
+    def step(self, closure: Any = None) -> Any:
+        return self._base_optimizer.step(closure)
+
+
+def test_a_group_that_joins_a_wrapper_takes_part_from_the_first_step_of_all():
+    around = Around(optimizer(1.0))
+    scheduler_of(schedules.linear(around, total_steps=8, warmup=4))
+    around.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 2.0})
+    around.step()
+    assert [group["lr"] for group in around.param_groups] == [0.25, 0.5]
+
+
 def test_a_scheduler_continues_from_a_given_step():
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "initial_lr": 0.1}], lr=0.1)
     assert advance(CurveLR(optimizer, FLAT_COS, last_epoch=4), 3) == [0.1 * FLAT_COS(t) for t in (5, 6, 7)]
