@@ -158,7 +158,8 @@ class HardExampleFilter(BatchCallback):
         self.start, self.stop, self.inputs, self.target = start, stop, inputs, target
         super().__init__()
         self.order = int(mode == "loss")  # runs after a filter in "prune" mode
-        self._kept: tuple[float, Tensor] | None = None  # share and threshold of the last batch
+        self._kept: tuple[float, Tensor] | None = None  # share and threshold of the last batch that was filtered
+        self._filtered = False  # whether this batch was
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -176,11 +177,15 @@ class HardExampleFilter(BatchCallback):
 
     def _step(self, module: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step; name this trick where BatchNorm cannot train on what it has kept."""
-        if self._kept is None or self._kept[0] == 1:
+        if not self._filtered:
             return original(*args, **kwargs)
         rule = f"HardExampleFilter(keep={self.keep}) leaves {module} one sample"
         with naming_single_samples(rule, 'keep more, or use mode="loss"'):
             return original(*args, **kwargs)
+
+    @override
+    def _begin(self) -> None:
+        self._filtered = False
 
     @override
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
@@ -231,7 +236,7 @@ class HardExampleFilter(BatchCallback):
 
     def _keep(self, losses: Tensor, count: int) -> Tensor:
         kept = hardest(losses, count)
-        self._kept = count / len(losses), losses[kept].min()
+        self._kept, self._filtered = (count / len(losses), losses[kept].min()), count < len(losses)
         return kept
 
     def _keep_of_all(self, trainer: pl.Trainer, losses: Tensor, count: int, largest: int) -> tuple[Tensor, float]:

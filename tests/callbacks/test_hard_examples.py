@@ -376,6 +376,11 @@ def test_one_sample_that_batchnorm_cannot_train_on_is_named() -> None:
         fit(build(NormNet), callbacks=[lt.HardExampleFilter(0.1)])
 
 
+def test_a_batch_of_one_sample_that_was_not_filtered_is_nobodys_fault() -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        fit(build(NormNet), train=loader(9), callbacks=[lt.HardExampleFilter(0.5, every_n_batches=2)])
+
+
 def statistics(keeps: list[float]) -> dict[str, Any]:
     module, callbacks = build(NormNet), [lt.HardExampleFilter(keep) for keep in keeps]
     fit(module, callbacks=callbacks, strategy="ddp", devices=2, max_epochs=1, limit_val_batches=0)
