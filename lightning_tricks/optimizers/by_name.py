@@ -65,8 +65,8 @@ def optimizer(
         The optimizer, to be returned from ``configure_optimizers`` or passed to a schedule.
 
     Raises:
-        ValueError: If the name is unknown, a number is out of range, or torch refuses a flag such as ``fused=True``
-            for the weights' device or dtype.
+        ValueError: If the name is unknown, a number is out of range, the library refuses a setting, or torch a flag
+            such as ``fused=True`` for the weights' device or dtype.
         TypeError: If the optimizer does not have one of the settings.
         ModuleNotFoundError: If the library is missing, with the extra to install.
         MisconfigurationException: If the strategy shards weights and the optimizer does not train right then.
@@ -149,7 +149,7 @@ def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, set
     try:
         return kind(groups, lr=lr, **settings)
     except Exception as error:  # whatever a library raises
-        if not settings:
+        if not settings or isinstance(error, ImportError | torch.OutOfMemoryError):
             raise
         given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
         raise ValueError(f"optimizer({row.name!r}) does not take {given}: {error}") from error

@@ -403,6 +403,16 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         lt.optimizer("elsewhere", module, 0.1)
 
 
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'triton'"), torch.OutOfMemoryError("full")])
+def test_what_no_setting_is_to_blame_for_is_raised_as_it_is(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.optim.NAdam, "add_param_group", fail)
+    with pytest.raises(type(error), match=str(error)):
+        lt.optimizer("nadam", build(Three), 0.1, eps=1e-6)
+
+
 @pytest.mark.parametrize("name", [*LEFT_OUT, "KRON", "lookahead_kron"])
 def test_what_is_left_out_is_named_with_what_to_take(name: str) -> None:
     with pytest.raises(ValueError, match=r"is not one of lightning_tricks.optimizers\(\): .*\. Take ") as caught:
