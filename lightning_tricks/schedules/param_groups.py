@@ -131,7 +131,9 @@ def layer_decay_groups(
         parameter is in one of them, a shared one by its first name.
 
     Raises:
-        ValueError: If a number is out of range, or neither the model nor ``pattern`` tells the layers.
+        TypeError: If ``groups`` is not a list or tuple of parameter groups.
+        ValueError: If a number is out of range, neither the model nor ``pattern`` tells the layers, or ``groups`` hold
+            a parameter of another model.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
@@ -166,7 +168,9 @@ def discriminative_groups(
         groups: Groups to split. A parameter that no pattern selects keeps the learning rate of its group.
 
     Raises:
-        ValueError: If a trainable parameter gets no learning rate, a pattern gives none, or one is negative.
+        TypeError: If ``groups`` is not a list or tuple of parameter groups.
+        ValueError: If a trainable parameter gets no learning rate, a pattern gives none, one is negative, or ``groups``
+            hold a parameter of another model.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
@@ -218,8 +222,9 @@ def no_weight_decay_groups(
         groups: Groups to split in two, which keep their names and settings; several unnamed ones are numbered.
 
     Raises:
-        TypeError: If ``embeddings`` is not a bool.
-        ValueError: If ``weight_decay`` is negative, or a layer is lazy and has no weights yet.
+        TypeError: If ``embeddings`` is not a bool, or ``groups`` is not a list or tuple of parameter groups.
+        ValueError: If ``weight_decay`` is negative, a layer is lazy and has no weights yet, or ``groups`` hold a
+            parameter of another model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
@@ -256,7 +261,7 @@ def _split(model: nn.Module, groups: Groups | None, assign: _Assign, weight_deca
     names = {parameter: name for name, parameter in model.named_parameters()}
     parts: dict[tuple[int, str], dict[str, Any]] = {}
     given = [{"params": list(names)}] if groups is None else groups
-    if not isinstance(given, list) or not given or not all(isinstance(g, dict) and "params" in g for g in given):
+    if not (isinstance(given, list | tuple) and given and all(isinstance(g, dict) and "params" in g for g in given)):
         raise TypeError(f"groups must be a list of parameter groups, dictionaries with 'params', got {given!r:.80}.")
     unnamed = sum(not group.get("name") for group in given)
     for position, group in enumerate(given):

@@ -333,7 +333,13 @@ def test_lazy_layers_are_refused_by_name():
         no_weight_decay_groups(torch.nn.Sequential(torch.nn.LazyLinear(2)), 0.1)
 
 
-@pytest.mark.parametrize("groups", [[], 0, [{"lr": 0.1}], ["params"]])
+def test_groups_may_be_a_tuple():
+    model = blocks()
+    given = discriminative_groups(model, {"": 0.1})
+    assert no_weight_decay_groups(model, 0.1, groups=tuple(given)) == no_weight_decay_groups(model, 0.1, groups=given)
+
+
+@pytest.mark.parametrize("groups", [[], (), 0, [{"lr": 0.1}], ["params"]])
 def test_what_are_no_groups_is_refused(groups):
     with pytest.raises(TypeError, match=r"groups must be a list of parameter groups, dictionaries with 'params', got"):
         no_weight_decay_groups(blocks(), 0.1, groups=groups)
