@@ -193,7 +193,7 @@ class StepInBackward(Trick):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         while self._postponed:
-            self._postponed.pop()()
+            self._postponed.pop(0)()
 
     def _save(self, trainer: pl.Trainer, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, after the batch if a signal handler asks while weights are stepped and not yet counted."""

@@ -259,11 +259,15 @@ class Signalled(Callback):
         self.path, self.comes_in, self.sent = path, comes_in, False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        signal.signal(signal.SIGUSR1, lambda *_: trainer.save_checkpoint(self.path))
+        signal.signal(signal.SIGUSR1, lambda *_: self.save(trainer))
         if self.comes_in == "backward":
             next(pl_module.parameters()).register_hook(partial(self.send, trainer))  # of the others there are gradients
         else:
             trainer.optimizers[0].register_step_post_hook(partial(self.send, trainer))
+
+    def save(self, trainer: Any) -> None:
+        trainer.save_checkpoint(self.path, weights_only=True)
+        trainer.save_checkpoint(self.path)  # replaces the first
 
     def send(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 2 and not self.sent:

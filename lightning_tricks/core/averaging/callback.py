@@ -352,7 +352,7 @@ class AveragingCallback(Trick, ABC):
 
     def _save_postponed(self) -> None:
         while self._postponed:
-            self._postponed.pop()()
+            self._postponed.pop(0)()
 
     def _owns(self, trainer: pl.Trainer) -> bool:
         """Whether the averages belong to the Trainer's module, whose weights have not changed since the fit."""
