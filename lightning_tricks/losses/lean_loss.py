@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -153,7 +154,8 @@ class Logits(Tensor):
         logits = args[0] if args and isinstance(args[0], Logits) else None
         with torch._C.DisableTorchFunctionSubclass():
             name = _name(func)
-            if name == "_base":  # which FSDP2 asks of whatever leaves its modules
+            # FSDP2 asks for the base of whatever leaves its modules.
+            if name == "_base" and logits is not None and _is_under_fsdp2(logits.head.head):
                 raise _cut("FSDP2")
             if name in _FACTS or name.startswith("new_"):
                 return func(*args, **kwargs)
@@ -185,6 +187,13 @@ _FACTS = (
 )
 _FREE = ("argmax", "__repr__")  # of gradients
 _ROWS = ("view", "reshape", "flatten")
+
+
+def _is_under_fsdp2(head: nn.Module) -> bool:
+    from torch.distributed._composable_state import _module_state_mapping
+
+    holders = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+    return any(part is head for holder in holders for part in holder.modules())
 
 
 def _cast(x: Tensor, low: torch.dtype) -> Tensor:

@@ -360,6 +360,12 @@ def test_a_function_that_torch_does_not_tell_of_raises_in_the_backward_pass() ->
         loss.backward()
 
 
+def test_who_asks_for_the_base_on_one_device_is_not_told_of_shards() -> None:
+    logits = lt.lean_loss(nn.Linear(8, 11))(torch.randn(4, 8))
+    with pytest.raises(MisconfigurationException, match=r"they are needed for _base\(Logits\)"):
+        logits._base  # noqa: B018
+
+
 def test_logits_are_not_written() -> None:
     logits = lt.lean_loss(nn.Linear(8, 11))(torch.randn(4, 8))
     for write in (lambda: logits.mul_(2), lambda: logits.__setitem__(0, 0.0)):

@@ -446,7 +446,12 @@ PRIVATE = (
     PrivateName("torch.Tensor", "_backward_hooks", "SAM", "whether hooks run in the backward pass"),
     PrivateName("torch.Tensor", "_post_accumulate_grad_hooks", "SAM", "whether hooks run in the backward pass"),
     PrivateName("torch.Tensor", "_version", "SAM, offloading", "whether something wrote into a tensor"),
-    PrivateName("torch.Tensor", "_base", "mixed targets", "a property that torch.compile reads of every input"),
+    PrivateName(
+        "torch.Tensor",
+        "_base",
+        "mixed targets, LeanLoss",
+        "a property that torch.compile reads of every input, and FSDP2 of every output",
+    ),
     PrivateName("torch.Tensor", "_is_view", "mixed targets", "whether a tensor shares memory with a larger one"),
     PrivateName("torch.Tensor", "_values", "guards", "the values of a sparse tensor that is not coalesced"),
     PrivateName("torch.nn.Module", "_buffers", "guards, replay, averages", "buffers by name, to replace the tensors"),
@@ -526,8 +531,8 @@ PRIVATE = (
     PrivateName(
         "torch.distributed._composable_state",
         "_module_state_mapping",
-        "find_lr",
-        "lets fully_shard shard a module again after a trial",
+        "find_lr, LeanLoss",
+        "lets fully_shard shard a module again after a trial; whether FSDP2 shards a head",
     ),
     PrivateName(
         "torch.nn.parallel.DistributedDataParallel",
