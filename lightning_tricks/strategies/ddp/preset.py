@@ -94,10 +94,12 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         **settings: Any,
     ) -> None:
         check_bool("gradient_as_bucket_view", gradient_as_bucket_view)
-        known = {**signature(DDPStrategy).parameters, **signature(DistributedDataParallel).parameters}
+        taken = {**signature(DDPStrategy).parameters, **signature(DistributedDataParallel).parameters}
+        known = taken.keys() - {"module", "kwargs"}
         if unknown := [name for name in settings if name not in known]:
-            given, taken = some(unknown), some(sorted(known.keys() - {"module", "kwargs"}), len(known))
-            raise TypeError(f"DDPPreset has no argument {given}; DDPStrategy has {taken}.")
+            raise TypeError(
+                f"DDPPreset has no argument {some(unknown)}; DDPStrategy has {some(sorted(known), len(known))}."
+            )
         self.compression = compression
         self._compressor = make_compressor(
             compression,

@@ -460,6 +460,9 @@ def test_what_is_no_number_of_steps_and_what_nothing_takes_is_refused() -> None:
         lt.preset("ddp_compressed_bf16", compression="powersgd", compression_start=0.5)
     with pytest.raises(TypeError, match=r"DDPPreset has no argument bucket; DDPStrategy has .* bucket_cap_mb, .*"):
         DDPPreset(bucket=25)
+    for name in ("kwargs", "module"):
+        with pytest.raises(TypeError, match=f"DDPPreset has no argument {name}"):
+            DDPPreset(**{name: 3})
 
 
 def test_an_unknown_compression_is_refused_beneath_the_preset() -> None:
