@@ -187,7 +187,7 @@ class ModuleState:
             ):
                 return path
         for tensor, version, contents, path in self._copied:
-            if versions([tensor]) != version and not torch.equal(tensor, contents):
+            if versions([tensor]) != version and not _equal(tensor, contents):
                 return path
         return next((path for value, held, path in self._bytes if bytes_in(value) != held), None)
 
@@ -203,6 +203,15 @@ def _is_constant(value: Any) -> bool:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN included; nested ones, which torch cannot compare, never do."""
+    if a.is_nested or a.shape != b.shape:
+        return False
+    if a.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -121,6 +121,17 @@ def test_buffers_are_restored_after_an_exception() -> None:
         assert same(dict(module.named_buffers())[name], value)
 
 
+@pytest.mark.parametrize("layout", ["strided", "sparse"])
+def test_a_buffer_that_is_written_counts_as_changed_if_its_values_are(layout: str) -> None:
+    module, values = nn.Module(), torch.tensor([[float("nan"), 0.0, 1.0]])
+    module.register_buffer("held", values.clone() if layout == "strided" else values.to_sparse())
+    state = ModuleState(module, compared=True)
+    module.held.copy_(module.held.clone())
+    assert state.changed() is None
+    module.held.mul_(2)
+    assert state.changed() == "Module.held"
+
+
 METRICS: dict[str, Callable[[], Metric | MetricCollection]] = {
     "tensor state": lambda: MulticlassAccuracy(3),
     "list state": lambda: CatMetric(),
