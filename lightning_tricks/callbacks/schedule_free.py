@@ -78,8 +78,7 @@ class ScheduleFree(AveragingCallback):
                 f"ScheduleFree() needs a beta above 0, without which y tells nothing of x: {type(pl_module).__name__}"
                 " has betas=(0, ...) or momentum=0. Leave that out."
             )
-        remedy = "use a norm without statistics, as GroupNorm"
-        self._undo.callback(require_recalibration(trainer, pl_module, "ScheduleFree", remedy))
+        require_recalibration(self, trainer, pl_module, "use a norm without statistics, as GroupNorm")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

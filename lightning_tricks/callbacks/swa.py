@@ -90,7 +90,7 @@ class SWA(AveragingCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.recalibrate_batchnorm:
-            self._undo.callback(require_recalibration(trainer, pl_module, "SWA", "pass recalibrate_batchnorm=False"))
+            require_recalibration(self, trainer, pl_module, "pass recalibrate_batchnorm=False")
 
     @override
     def on_train_batch_end(

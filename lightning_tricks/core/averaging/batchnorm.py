@@ -17,6 +17,7 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.trial import trial_steps
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.tensors import copies, copy_
 
 
@@ -29,20 +30,15 @@ def batchnorm_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def require_recalibration(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, trick: str, remedy: str
-) -> Callable[[], None]:
+def require_recalibration(trick: Trick, trainer: pl.Trainer, pl_module: pl.LightningModule, remedy: str) -> None:
     """Raise if the module has BatchNorm statistics, and a ``training_step`` that cannot be run to recalculate them.
 
     Whether what a step changes can be restored is seen at the first one.
-
-    Returns:
-        A function that stops looking at it.
     """
     if not batchnorm_layers(pl_module):
-        return lambda: None
+        return
     name = type(pl_module).__name__
-    rule = f"{trick} runs training_step for the BatchNorm statistics of the averaged weights"
+    rule = f"{type(trick).__name__} runs training_step for the BatchNorm statistics of the averaged weights"
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
             f"{rule}, which must not step the optimizers, got {name}.automatic_optimization=False: {remedy}."
@@ -51,11 +47,9 @@ def require_recalibration(
         raise MisconfigurationException(
             f"{rule} on batches, got {name}.training_step(dataloader_iter): take the batch, or {remedy}."
         )
-    first = iter([True])
 
     def look(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not next(first, False):
-            return original(*args, **kwargs)
+        undo()
         with _naming(rule, remedy):
             state = ModuleState(pl_module, deep=True)
         output = original(*args, **kwargs)
@@ -63,7 +57,8 @@ def require_recalibration(
             state.refuse_counts()
         return output
 
-    return wrap_method(trainer.strategy, "training_step", look)
+    undo = wrap_method(trainer.strategy, "training_step", look)
+    trick._undo.callback(undo)
 
 
 @contextmanager

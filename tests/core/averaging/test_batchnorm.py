@@ -481,3 +481,19 @@ def test_a_batch_that_is_not_finite_does_not_count() -> None:
     mean, variance = naive_statistics(module.layers, 1, inputs)
     torch.testing.assert_close(take.found[MEAN].double(), mean, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(take.found[VARIANCE].double(), variance, atol=1e-5, rtol=1e-5)
+
+
+class Wrapped(Callback):
+    """Notes after each batch whether the strategy's training step is wrapped."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append("training_step" in vars(trainer.strategy))
+
+
+def test_steps_are_looked_at_in_the_first_one_alone() -> None:
+    wrapped = Wrapped()
+    fit(build(NormNet), callbacks=[lt.SWA(0.5), wrapped], max_steps=3)
+    assert wrapped.seen == [False] * 3
