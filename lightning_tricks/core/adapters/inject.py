@@ -251,9 +251,8 @@ def _places(module: nn.Module) -> Counter[int]:
     """How many attributes hold each parameter and each submodule; one module may hold it under several names."""
     found = Counter[int]()
     for owner in module.modules():
-        found.update(id(p) for _, p in owner.named_parameters(recurse=False, remove_duplicate=False))
-        named = owner.named_modules(remove_duplicate=False)
-        found.update(id(child) for path, child in named if path and "." not in path)
+        held = (*owner._parameters.values(), *owner._modules.values())
+        found.update(id(part) for part in held if part is not None)
     return found
 
 
