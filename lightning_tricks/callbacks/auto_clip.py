@@ -76,11 +76,13 @@ class NormHistory:
         """Add the norm of a step, in place of the oldest one if there are enough."""
         if len(self.norms) == self.norms.maxlen and (oldest := self.norms[0]) == oldest:
             del self._ordered[bisect_left(self._ordered, oldest)]
-        self.norms.append(norm if math.isfinite(norm) else math.nan)
-        if math.isfinite(norm):
-            insort(self._ordered, norm)
+        if not math.isfinite(norm):
+            self.norms.append(math.nan)
+            return
+        self.norms.append(norm)
+        insort(self._ordered, norm)
 
-    def percentile(self, percentile: float) -> float:
+    def value(self, percentile: float) -> float:
         """``clip_value`` of the norms."""
         if not self._ordered:
             return math.nan
@@ -140,21 +142,30 @@ class AutoClip(GradientCallback):
         gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
         parts = [part for gradient in gradients if (part := weights.local(gradient)) is not None]
         norm = weights.norm(parts, of=gradients)
-        known = self._norms.get(number)
         if norm.is_cpu:
-            if not isinstance(known, NormHistory):
-                known = self._norms[number] = NormHistory([] if known is None else known.tolist(), self.history)
-            known.add(size := norm.item())
-            self._last[number] = size, (limit := known.percentile(self.percentile))
-            if limit < size < math.inf:
-                torch._foreach_mul_(parts, limit / size)
-            return
+            self._clip_by_numbers(number, parts, norm.item())
+        else:
+            self._clip_on_device(number, parts, norm)
+
+    def _clip_by_numbers(self, number: int, parts: list[Tensor], norm: float) -> None:
+        known = self._norms.get(number)
+        if not isinstance(known, NormHistory):
+            known = self._norms[number] = NormHistory([] if known is None else known.tolist(), self.history)
+        known.add(norm)
+        limit = known.value(self.percentile)
+        self._last[number] = norm, limit
+        if limit < norm < math.inf:
+            torch._foreach_mul_(parts, limit / norm)
+
+    def _clip_on_device(self, number: int, parts: list[Tensor], norm: Tensor) -> None:
+        known = self._norms.get(number)
         assert not isinstance(known, NormHistory), "the weights of an optimizer stay on their device"
         counted = (norm - norm + norm).reshape(1)  # inf - inf is NaN
         known = counted if known is None else torch.cat([known.to(norm), counted])
         self._norms[number] = known = known if self.history is None else known[-self.history :]
-        self._last[number] = norm, (largest := clip_value(known, self.percentile))
-        scale_down_(parts, norm, largest)
+        limit = clip_value(known, self.percentile)
+        self._last[number] = norm, limit
+        scale_down_(parts, norm, limit)
 
     @override
     def on_train_batch_end(

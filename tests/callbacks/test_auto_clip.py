@@ -40,7 +40,7 @@ def test_a_history_of_numbers_has_numpys_percentile_of_its_last_norms(percentile
         last = np.array(norms[:step][-length:] if length else norms[:step])
         counted = last[np.isfinite(last)]
         expected = np.percentile(counted, percentile) if len(counted) else np.nan
-        np.testing.assert_allclose(history.percentile(percentile), expected, rtol=1e-12)
+        np.testing.assert_allclose(history.value(percentile), expected, rtol=1e-12)
         if step < len(norms):
             history.add(norms[step])
 
