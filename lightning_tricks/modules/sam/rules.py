@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ def asam_perturb_(
         raise ValueError(f"adapts must have a flag for each of {len(weights)} weights, got {len(adapts)}.")
     if not gradients:
         return norm(gradients)
-    own = [weight for weight, adapt in zip(weights, adapts, strict=True) if adapt]
+    own = list(compress(weights, adapts))
     if not own:
         return sam_perturb_(weights, gradients, rho, norm=norm)
     sizes = torch._foreach_abs(own)
@@ -162,7 +163,7 @@ def asam_perturb_(
     scaled = [g * next(adapted) if adapt else g for g, adapt in zip(gradients, adapts, strict=True)]
     length = norm(scaled)
     moves = torch._foreach_mul(scaled, rho / (length + 1e-12))
-    torch._foreach_mul_([move for move, adapt in zip(moves, adapts, strict=True) if adapt], sizes)
+    torch._foreach_mul_(list(compress(moves, adapts)), sizes)
     torch._foreach_add_(list(weights), moves)
     return length
 
