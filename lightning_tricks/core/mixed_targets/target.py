@@ -102,19 +102,21 @@ def returned_loss(loss: Any) -> Any:
     """
     if not isinstance(loss, MixedTarget) or not loss.plan.open or not loss.is_loss or loss.branches[0].ndim:
         return loss
-    plain = plain_tensor(loss)
     with torch._C.DisableTorchFunctionSubclass():
-        by_ddp = type(loss.grad_fn).__name__ == "_DDPSinkBackward"  # which hands on outputs to find unused parameters
+        # DDP hands on the outputs of a forward pass in its autograd.Function _DDPSink, to find unused parameters.
+        by_ddp = type(loss.grad_fn).__name__ == "_DDPSinkBackward"
     if not by_ddp:
-        _require_branches(loss, plain)
+        _require_branches(loss)
     if loss.unclear:
         raise loss.plan.unclear_loss(loss.unclear)
-    return plain
+    return plain_tensor(loss)
 
 
-def _require_branches(target: MixedTarget, plain: Tensor) -> None:
+def _require_branches(target: MixedTarget) -> None:
     """Raise for a target whose graph is not that of its branches."""
-    if plain.requires_grad and not target.branches[0].requires_grad:
+    with torch._C.DisableTorchFunctionSubclass():
+        follows = target.branches[0].requires_grad or not target.requires_grad
+    if not follows:
         raise target.plan.refusal(
             "the target went through an autograd.Function, which sees only one of its two labels: compute the loss with"
             " operations of torch."
@@ -129,9 +131,8 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     of_losses = all([target.is_loss and not target.branches[0].ndim for target in targets])
     if of_losses and reads_value(func):  # a loss that is only logged
         return _plain_call(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        for target in targets:
-            _require_branches(target, target)
+    for target in targets:
+        _require_branches(target)
     if kwargs.get("out") is not None:
         raise targets[0].plan.refusal(f"{func.__name__}(out=...) of a target with two labels: leave out= out.")
     if differentiates(func):
