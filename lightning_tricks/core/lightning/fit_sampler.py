@@ -76,7 +76,7 @@ def _reader(trainer: pl.Trainer, passed: list[object]) -> Reader:
     batches: Any = loop.epoch_loop.batch_progress
     epochs: Any = loop.epoch_progress.current
     between_epochs = epochs.started == epochs.processed or batches.is_last_batch
-    resumed = loop.epoch_loop.restarting  # otherwise of an earlier fit that has failed
+    resumed = loop.epoch_loop.restarting  # Otherwise the counts may be those of a fit that failed.
     first = batches.current.processed if resumed and not between_epochs else 0
     if loop._data_fetcher is None or not any(owner is loop._data_fetcher for owner in passed):
         # The length, a validation, or another pass over the training samples.
@@ -142,25 +142,35 @@ class FitSampler(DistributedSampler[Any]):
 
     def _keep_order(self, reader: Reader) -> None:
         """Have checkpoints hold all that the order of the epoch depends on, and compare it in an epoch that goes on."""
-        order = {
+        order = self._order_settings(reader)
+        place = str([number for number, loader in enumerate(reader.loaders) if self._is_in(loader)])
+        counts = vars(reader.progress.current)
+        orders = counts.get("orders", {})
+        if reader.batch:
+            self._require_same_order(orders.get(place, {}), order)
+        if reader.epoch is not None:
+            reader.progress.current = _Orders(**{**counts, "orders": {**orders, place: order}})
+
+    def _order_settings(self, reader: Reader) -> dict[str, Any]:
+        """All that the order of an epoch depends on, by the names that an error gives them."""
+        return {
             "sampler": type(self).__name__,
             **{name: getattr(self, name) for name in (*self.settings, "shuffle", "seed", "drop_last")},
             "ranks": reader.world,
             "checksum of the lengths": self._checksum,
         }
-        place = str([number for number, loader in enumerate(reader.loaders) if self._is_in(loader)])
-        counts = vars(reader.progress.current)
-        before = counts.get("orders", {}).get(place, {})
-        if reader.batch and before != order:
-            names = [name for name in {**before, **order} if before.get(name) != order.get(name)]
-            differ = "; ".join(f"{name} was {before.get(name)!r}, now {order.get(name)!r}" for name in names)
-            raise MisconfigurationException(
-                f"{type(self).__name__} resumes within an epoch that"
-                f" {f'began with other settings, {differ}' if before else 'another sampler began'}: some samples would"
-                " come twice and others never. Resume with those settings, or from a checkpoint of an epoch's end."
-            )
-        if reader.epoch is not None:
-            reader.progress.current = _Orders(**{**counts, "orders": {**counts.get("orders", {}), place: order}})
+
+    def _require_same_order(self, before: dict[str, Any], order: dict[str, Any]) -> None:
+        """Raise if an epoch that goes on began in another order; ``before`` is empty if another sampler gave it."""
+        if before == order:
+            return
+        names = [name for name in {**before, **order} if before.get(name) != order.get(name)]
+        differ = "; ".join(f"{name} was {before.get(name)!r}, now {order.get(name)!r}" for name in names)
+        began = f"began with other settings, {differ}" if before else "another sampler began"
+        raise MisconfigurationException(
+            f"{type(self).__name__} resumes within an epoch that {began}: some samples would come twice and others"
+            " never. Resume with those settings, or from a checkpoint of an epoch's end."
+        )
 
     @cached_property
     def _checksum(self) -> str:
