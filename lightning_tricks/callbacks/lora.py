@@ -296,7 +296,7 @@ class LoRA(Trick):
         super().on_train_start(trainer, pl_module)
         record = self._running
         staged = callbacks_of(trainer, StagedCallback)  # type: ignore[type-abstract]
-        stopped = {name for each in staged for name in each.state_dict()["frozen"]}
+        stopped = {name for callback in staged for name in callback.state_dict()["frozen"]}
         trains = {name: record.is_trained(name) and name not in stopped for name, _ in pl_module.named_parameters()}
         changed = [name for name, p in pl_module.named_parameters() if p.requires_grad != trains[name]]
         if changed:

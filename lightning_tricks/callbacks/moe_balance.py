@@ -113,7 +113,8 @@ class MoEBalance(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._observer.start(trainer)
-        self._undo.callback(_forget_counts, pl_module)  # of a batch that an exception cut short
+        # An exception may leave the counts of an unfinished batch.
+        self._undo.callback(_forget_counts, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

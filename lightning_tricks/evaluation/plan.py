@@ -18,7 +18,8 @@ from lightning_tricks.core.safe_load.atomic_file import atomic_write
 
 def this_rank() -> int:
     """The rank of this process, also before a Trainer has started the others."""
-    rank = getattr(rank_zero_only, "rank", 0)  # of when Lightning was imported, until there is a Trainer
+    # Lightning sets the rank when it is imported, and again in a Trainer.
+    rank = getattr(rank_zero_only, "rank", 0)
     return rank or int(os.environ.get("RANK", 0))
 
 
@@ -37,7 +38,8 @@ def locked(folder: Path) -> Iterator[None]:
     if this_rank():
         yield
         return
-    with (folder / ".lock").open("a+") as file:  # "w" would empty that of another process
+    # Mode "w" would empty the file that another process has locked.
+    with (folder / ".lock").open("a+") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers of loaders, which outlive it, would keep a flock
         except BlockingIOError as error:

@@ -57,7 +57,8 @@ class BatchTransform(BatchCallback):
         TypeError: For a transform that cannot be called, or a value of the wrong type.
         ValueError: For a value out of range.
         MisconfigurationException: At the first batch, if there are no inputs, or for a part that would have to follow
-            and cannot; at a batch that the transform refuses, or whose samples get several shapes.
+            and cannot; at a batch whose samples get several shapes, or on which the transform raises a TypeError or
+            ValueError, also one of a mistake in its own code, which is shown as the cause.
 
     Example:
         >>> import lightning.pytorch as pl

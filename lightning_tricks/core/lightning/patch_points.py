@@ -458,10 +458,12 @@ PRIVATE = (
     PrivateName(
         "torch.nn.Module",
         "_parameters",
-        "averages, replay, FSDP2Preset",
+        "averages, replay, FSDP2Preset, LoRA",
         "parameters by name, where they are registered",
     ),
-    PrivateName("torch.nn.Module", "_modules", "guards, replay, Doctor", "children, including those that appear twice"),
+    PrivateName(
+        "torch.nn.Module", "_modules", "guards, replay, Doctor, LoRA", "children, also those that are there twice"
+    ),
     PrivateName(
         "torch.nn.Module",
         "_forward_hooks",
@@ -487,6 +489,12 @@ PRIVATE = (
     PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "SWA, freeze", "the base class of all BatchNorm layers"),
     PrivateName(
         "torch.optim.Optimizer", "_optimizer_step_post_hooks", "EMA, SWA, schedules", "whether it calls step hooks"
+    ),
+    PrivateName(
+        "torch.optim.Optimizer",
+        "hooked",
+        "StepInBackward",
+        "an attribute of its step: whether that is one with hooks around the optimizer's own",
     ),
     PrivateName(
         "torch.optim.Adam",
@@ -533,6 +541,18 @@ PRIVATE = (
         "_module_state_mapping",
         "find_lr, LeanLoss",
         "lets fully_shard shard a module again after a trial; whether FSDP2 shards a head",
+    ),
+    PrivateName(
+        "torch.nn.parallel.distributed",
+        "_DDPSink",
+        "mixed targets",
+        "a node in the graph of an output that is no function of the user's, though it is an autograd.Function",
+    ),
+    PrivateName(
+        "torch.nn.parallel.DistributedDataParallel",
+        "require_forward_param_sync",
+        "SWA, HardExampleFilter",
+        "buffers are exchanged before each forward pass, which DDP stops behind one without gradients",
     ),
     PrivateName(
         "torch.nn.parallel.DistributedDataParallel",
