@@ -54,6 +54,7 @@ SUMS: dict[str, Callbacks] = {
     MIXING: partial(made, [*ONE.values(), lambda: lt.Mixup(prob=0.5), lambda: lt.CutMix(prob=0.5)]),
 }
 HOOKS = {name: f"empty hooks for {name}" for name in SUMS}
+LIMITS = {EVERYDAY: 120, ALL: 350, MIXING: 600}  # microseconds over empty hooks; a mixed batch alone may take 250
 TINY: dict[str, Callbacks] = {
     PLAIN: empty,
     **SUMS,
@@ -88,14 +89,17 @@ def run(settings: Settings) -> list[Row]:
         batch = drawn(settings.pick("batch", (16, 3, 224, 224), (4, 3, 224, 224), ()), 4, settings.device)
         real = {PLAIN: empty, **SUMS}
         contenders = {key: partial(step, partial(architecture, name), batch, 5, 1, each) for key, each in real.items()}
-        measured = in_turns(fits(contenders), settings.pick("fits of the real one", 5, 1, 1), warm_up=0)
+        measured = in_turns(fits(contenders), settings.pick("fits of the real one", 15, 1, 1), warm_up=0)
         found += rows_of(REAL, measured, PLAIN, "ms")
     return found
 
 
 def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Microseconds added to the tiny step besides what empty hooks take, and the share of the real one."""
-    found = [target(f"us added to a tiny step by {name}, {OVER}", figure(rows, OVER, name), "<=", 120) for name in SUMS]
+    found = [
+        target(f"us added to a tiny step by {name}, {OVER}", figure(rows, OVER, name), "<=", limit)
+        for name, limit in LIMITS.items()
+    ]
     if any(each.case == REAL for each in rows):
         overs = {name: figure(rows, REAL, name, "over_floor") for name in SUMS}
         found += [
