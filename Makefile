@@ -38,7 +38,7 @@ matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks_cl
 	    --matrix lightning_tricks_cli/matrix.json
 	$(BIN)/python benchmarks/readme.py
 
-bench: $(VENV)/.test ## measure what tricks cost and bring, in three minutes; with FULL=1 renew the committed figures
+bench: $(VENV)/.test ## try every measurement of costs and gains, reduced; with FULL=1 renew the committed figures
 	$(BIN)/python benchmarks/run.py $(if $(FULL),,--reduced)
 	$(BIN)/python benchmarks/quality.py $(if $(FULL),,--reduced)
 

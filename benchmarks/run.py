@@ -64,7 +64,7 @@ def main() -> None:
     benchmarks = discovered()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAMES", help=f"of {', '.join(benchmarks)}; all by default")
-    parser.add_argument("--reduced", action="store_true", help="fewer rounds and sizes, to look: some three minutes")
+    parser.add_argument("--reduced", action="store_true", help="fewer rounds and sizes, to see that it works")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--output", type=Path, help=f"the folder; {RESULTS}, or if reduced scratch/ beside it")
