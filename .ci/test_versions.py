@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +28,9 @@ from typing import Any
 try:
     import tomllib
 except ModuleNotFoundError:  # before Python 3.11; every environment that `make` makes has pip
-    from pip._vendor import tomli as tomllib
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # setuptools warns that it takes the place of distutils
+        from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"

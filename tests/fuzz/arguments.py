@@ -282,7 +282,7 @@ def is_plain(hint: Any) -> bool:
         return all(is_plain(each) for each in inner if each is not Ellipsis)
     if origin in MAPPINGS:
         return is_plain(inner[0]) and (inner[1] is Any or is_plain(inner[1]))
-    path = isinstance(hint, type) and issubclass(hint, os.PathLike)
+    path = origin is None and isinstance(hint, type) and issubclass(hint, os.PathLike)
     return path or origin is typing.Literal or hint in (bool, int, float, str, bytes, timedelta)
 
 
