@@ -22,16 +22,14 @@ from lightning_tricks_cli.catalogue import CATALOGUE
 
 FILE = Path(__file__).parent.parent / "lightning_tricks_cli" / "evidence.json"
 REFERENCE = ("label smoothing 0.1", "EMA + flat_cos", "SAM + EMA + flat_cos")  # no trick of its own
-NAMES = {
-    **{
-        "Lion": "optimizer",
-        "Muon": "optimizer",
-        "QAT int4": "QAT",
-        "rounded to int4": "QAT",
-        "stochastic depth 0.2": "add_stochastic_depth",
-    },
-    **{"BlurPool": "add_blur_pool"},
-}  # of the tricks that the benchmarks call otherwise
+NAMES = {  # of the tricks that the benchmarks call otherwise
+    "Lion": "optimizer",
+    "Muon": "optimizer",
+    "QAT int4": "QAT",
+    "rounded to int4": "QAT",
+    "stochastic depth 0.2": "add_stochastic_depth",
+    "BlurPool": "add_blur_pool",
+}
 REGIMES = {"clean": "clean labels"}
 
 

@@ -53,8 +53,13 @@ def row(task: str, regime: str, part: str, trick: str, mine: dict[int, Run], pla
     score, sign = (f"{part}_loss", -100) if task in LOSS_TASKS else (f"{part}_accuracy", 100)
     scores = [abs(sign) * run[score] for run in mine.values()]
     return {
-        **{"task": task, "regime": regime, "trick": trick, "lr": next(iter(mine.values()))["lr"], "seeds": len(mine)},
-        **{"mean": round(fmean(scores), 2), "std": round(stdev(scores), 2)},
+        "task": task,
+        "regime": regime,
+        "trick": trick,
+        "lr": next(iter(mine.values()))["lr"],
+        "seeds": len(mine),
+        "mean": round(fmean(scores), 2),
+        "std": round(stdev(scores), 2),
         "gain": paired(mine, plain, score, sign),
         "ece": round(100 * fmean(run[f"{part}_ece"] for run in mine.values()), 2),
         "ece_gain": paired(mine, plain, f"{part}_ece", -100),
