@@ -17,20 +17,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # before Python 3.11; every environment that `make` makes has pip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # setuptools warns that it takes the place of distutils
-        from pip._vendor import tomli as tomllib
+# Python has it from 3.11 on. Before, pytest brings tomli; pip has one of its own, but what imports pip loses the
+# distutils of setuptools.
+tomllib = import_module(next(filter(find_spec, ("tomllib", "tomli", "pip._vendor.tomli"))))
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
