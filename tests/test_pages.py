@@ -15,8 +15,7 @@ from tests.test_docs import MARKDOWN, named
 ROOT = Path(__file__).parent.parent
 CARDS = ROOT / "docs" / "tricks"
 SCROLLING = {  # tables of many columns, which do not have to fit
-    "benchmarks/README.md",
-    *(f"docs/{name}.md" for name in ("clients", "coming_from", "compatibility", "optimizers", "versions")),
+    f"docs/{name}.md" for name in ("clients", "coming_from", "compatibility", "optimizers", "versions")
 }
 WIDE = """() => [...document.querySelectorAll("body *")].filter(thing => !thing.matches("pre *, table *")
     && (thing.getBoundingClientRect().right > innerWidth + 1
