@@ -121,6 +121,7 @@ REFUSED_BY = {  # what the error says of a regime
     "accumulate": "accumulate_grad_batches",
     "clip": "gradient_clip_val",
     "fp16": "precision='16-mixed'",
+    "fp64": "torch.float64",
 }
 
 

@@ -360,7 +360,7 @@ SETTINGS: dict[str, Trick] = {
         naive=lambda batches, seen: NaiveQAT(first=1),
         callbacks={"on": lambda: [lt.QAT(modules=r"layers\.[1-9]")], "off": lambda: [lt.QAT(start=1.0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "QAT", "init_args": {"modules": r"layers\.[1-9]"}}]}},
-        refused=("LoRA",),
+        refused=("LoRA", "fp64"),
     ),
     "SAMCallback": Trick(
         callbacks={"on": lambda: [lt.SAMCallback(0.1)], "off": lambda: [lt.SAMCallback(0.0)]},
