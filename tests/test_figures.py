@@ -45,6 +45,21 @@ def lean_loss() -> list[str]:
     ]
 
 
+def data() -> list[str]:
+    found, shuffled = of_cost("length_buckets"), "shuffled"
+
+    def cells(what: str) -> str:
+        times = [found[case, what]["over_floor"] for case in ("epoch", "order")]
+        shown = ["1" if what == shuffled else f"{time:.2f}" for time in times]
+        return f"{found['padding', what]['median']:.0f}% | {' | '.join(shown)}"
+
+    return [
+        f"| shuffled | {cells(shuffled)} |",
+        f"| `LengthBuckets` | {cells('lightning_tricks LengthBuckets')} |",
+        f"| transformers' `LengthGroupedSampler` | {cells('transformers LengthGroupedSampler')} |",
+    ]
+
+
 def diffusion() -> list[str]:
     found = {(row["prediction"], row["min_snr"]): row for row in rows_of("diffusion")}
     lines = []
@@ -81,7 +96,8 @@ def networks() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "rows"), [("losses", lean_loss), ("losses", diffusion), ("inputs", inputs), ("networks", networks)]
+    ("page", "rows"),
+    [("losses", lean_loss), ("losses", diffusion), ("data", data), ("inputs", inputs), ("networks", networks)],
 )
 def test_a_table_has_the_rows_of_the_results(page: str, rows: Callable[[], list[str]]) -> None:
     head, *body = rows()
@@ -117,6 +133,16 @@ def test_all_of_training_took_less_time_but_not_as_much_as_inputs() -> None:
     page = " ".join((DOCS / "inputs.md").read_text().split())
     assert "took {:.2f} of the seconds with {:.2f} of the pixels".format(*resized) in page
     assert "and {:.2f} with {:.2f} of the words".format(*shorter) in page
+
+
+def test_what_a_batch_in_chunks_takes() -> None:
+    found, step = of_cost("grad_cache"), "step, 1024 samples"
+    ours, whole = "lightning_tricks GradCacheMixin", "the whole batch"
+    page = " ".join((DOCS / "contrastive.md").read_text().split())
+    memory = [f"{found['peak memory', what]['median']:.0f} MiB" for what in (ours, whole)]
+    assert f"in chunks of 64 take {memory[0]} instead of {memory[1]}" in page
+    times = [found[step, what]["over_floor"] for what in (ours, "two passes by hand")]
+    assert "takes {:.2f} times as long on a CPU, with two passes written by hand {:.2f} times".format(*times) in page
 
 
 def test_what_faster_settings_of_the_trainer_save() -> None:

@@ -25,7 +25,6 @@ from tests.conformance.engines import cpu_deepspeed
 from tests.losses.towers import Kept, OneWay, Towers, on_ranks, pairs, step
 from tests.nets import assert_close, assert_equal, build, weights
 from tests.ranks import Cases, run_cases
-from tests.test_docs import DOCS
 
 
 class Noisy(Towers):
@@ -261,10 +260,7 @@ class Deep(Towers):
 
 
 def test_the_activations_of_one_chunk_are_in_memory() -> None:
-    whole, alone, chunks = peak(Deep, 4096), peak(Deep, 256), peak(cached(Deep, 256), 4096)
-    assert chunks == pytest.approx(alone, rel=0.01)
-    page = " ".join((DOCS / "contrastive.md").read_text().split())
-    assert f"{chunks / 1e6:.2f} MB instead of {whole / 1e6:.1f} MB are kept" in page
+    assert peak(cached(Deep, 256), 4096) == pytest.approx(peak(Deep, 256), rel=0.01)
 
 
 def test_a_pickled_module_has_no_fit() -> None:
