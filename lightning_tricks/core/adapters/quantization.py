@@ -100,7 +100,7 @@ def rounded_layers(module: nn.Module, modules: Patterns | None, *, lazy: bool = 
         ['1']
     """
     linear = linear_layers(module, modules, lazy=lazy)
-    layers = {name: layer for name, layer in linear.items() if is_lazy(layer.weight) or layer.weight.shape[1] > 1}
+    layers = {name: layer for name, layer in linear.items() if is_lazy(layer.weight) or layer.in_features > 1}
     if not layers:
         sizes = some([f"{name} ({layer.in_features} -> {layer.out_features})" for name, layer in linear.items()])
         raise ValueError(
