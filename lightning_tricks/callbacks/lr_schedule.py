@@ -36,7 +36,8 @@ from lightning_tricks.schedules import (
     swa_tail,
     wsd,
 )
-from lightning_tricks.schedules.factories import Schedule, check_settings, count_steps
+from lightning_tricks.schedules.arguments import check_settings, count_steps
+from lightning_tricks.schedules.factories import Schedule
 from lightning_tricks.schedules.scaling import is_scaled
 from lightning_tricks.schedules.scheduler import CONFLICTS
 

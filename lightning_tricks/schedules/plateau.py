@@ -13,15 +13,8 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
 from lightning_tricks.core.lightning.trainer import trainer_of
-from lightning_tricks.schedules.factories import (
-    Duration,
-    Schedule,
-    announce_schedule,
-    check_arguments,
-    check_settings,
-    count_steps,
-    whole_steps,
-)
+from lightning_tricks.schedules.arguments import Duration, check_arguments, check_settings, count_steps, whole_steps
+from lightning_tricks.schedules.factories import Schedule, announce_schedule
 from lightning_tricks.schedules.scheduler import (
     CONFLICTS,
     base_lr,

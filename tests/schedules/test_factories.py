@@ -34,7 +34,7 @@ from lightning_tricks.schedules import (
     swa_tail,
     wsd,
 )
-from lightning_tricks.schedules.factories import whole_steps
+from lightning_tricks.schedules.arguments import whole_steps
 from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.schedules.recording import (
     FACTORIES,
