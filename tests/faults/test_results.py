@@ -208,7 +208,7 @@ def full_for_folds(root: Path) -> None:
     expected = recipes.run(root / "whole")
     refused(lambda: recipes.run(root / "cv", make_trainer=full_in_fold_1), r"fold1\.pt was not written")
     names = sorted(path.name for path in (root / "cv").iterdir())
-    assert names == ["fold0", "fold0.pt", "fold1", "folds.json"]
+    assert names == [".lock", "fold0", "fold0.pt", "fold1", "folds.json"]
     assert recipes.same(recipes.run(root / "cv"), expected)
 
 
