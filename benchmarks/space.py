@@ -61,6 +61,6 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
     found = {}
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            with suppress(NotImplementedError):  # an undefined tensor, of which the process may hold one, has none
+            with suppress(NotImplementedError, ValueError):  # undefined tensors and lazy weights have none
                 found[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
     return list(found.values())

@@ -140,6 +140,13 @@ def test_what_needs_too_much_memory_is_skipped_by_name(monkeypatch: pytest.Monke
     assert all(row.note.startswith("skipped: memory") for row in found)
 
 
+def test_memory_is_counted_beside_tensors_that_have_none() -> None:
+    lazy = torch.nn.LazyLinear(2)
+    taken, held = part("space").memory(lambda: torch.ones(256), "cpu", 1024)
+    assert (taken, lazy.in_features) == ({"peak": 1.0, "kept": 1.0}, 0)
+    assert isinstance(held, torch.Tensor)
+
+
 def test_a_missing_peer_and_an_unknown_name_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
