@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.advisor.layer_statistics import LayerStatistics, Look
-from lightning_tricks.core.checks import check_count, check_type
+from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.figures import pyplot
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
@@ -309,7 +310,7 @@ class InspectTraining(Inspector):
     """
 
     def __init__(self, folder: str | Path, *, every_n_steps: int = 1000, steps: int = 10) -> None:
-        check_type("folder", folder, str, Path)
+        path_of("folder", folder)
         check_count("every_n_steps", every_n_steps)
         check_count("steps", steps)
         if steps > every_n_steps:

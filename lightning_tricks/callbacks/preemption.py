@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_tricks.checkpoints.files import path_of
 from lightning_tricks.checkpoints.newest import newest_checkpoint
-from lightning_tricks.core.checks import check_type
 from lightning_tricks.core.lightning.resume import begin_epoch
 from lightning_tricks.core.lightning.trainer import extremes, will_step
 from lightning_tricks.core.trick import Conflict, Trick
@@ -73,8 +73,7 @@ class Preemption(Trick):
     )
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        check_type("folder", folder, str, os.PathLike)
-        self.folder = str(folder)
+        self.folder = str(path_of("folder", folder))
         self._wish = 0  # what this process was asked for
         self._validated = False  # after the present batch
         self._compares = False  # in the present validation, which has the same number of batches on all ranks

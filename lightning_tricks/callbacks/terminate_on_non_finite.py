@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from types import NoneType
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_type
+from lightning_tricks.checkpoints.files import path_of
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
@@ -56,7 +54,8 @@ class TerminateOnNonFinite(Trick):
     needs_step_hooks = True
 
     def __init__(self, dirpath: str | None = None) -> None:
-        check_type("dirpath", dirpath, str, os.PathLike, NoneType)
+        if dirpath is not None:
+            path_of("dirpath", dirpath)
         super().__init__()
         self.dirpath = dirpath
         self._watch, self._window = FiniteCheck(), Window()

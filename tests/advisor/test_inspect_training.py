@@ -297,7 +297,7 @@ def test_a_layer_that_stops_in_the_first_of_these_steps_is_left_out(
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"folder": 3}, TypeError, "folder must be str or Path, got 3"),
+        ({"folder": 3}, TypeError, "folder must be str or PathLike, got 3"),
         ({"folder": "x", "every_n_steps": 0}, ValueError, "every_n_steps must be at least 1"),
         ({"folder": "x", "steps": 0}, ValueError, "steps must be at least 1"),
         ({"folder": "x", "every_n_steps": 5}, ValueError, "steps must be at most every_n_steps=5, got 10"),
