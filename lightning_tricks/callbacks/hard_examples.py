@@ -159,7 +159,7 @@ class HardExampleFilter(BatchCallback):
         super().__init__()
         self.order = int(mode == "loss")  # runs after a filter in "prune" mode
         self._kept: tuple[float, Tensor] | None = None  # share and threshold of the last batch that was filtered
-        self._filtered = False  # whether this batch was
+        self._filtered = False  # whether the present batch was filtered
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -110,16 +110,9 @@ class HiddenMixup(MixingCallback):
         self._context = None
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
-        super()._change(trainer, context)
-        if self.alpha:
-            self._context, self._called = context, False
-
-    @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
-        super()._check(trainer, context)
-        if self.alpha and self.prob:
-            self._context, self._called = context, False
+    def _checked(self, context: BatchContext) -> int:
+        self._context, self._called = context, False
+        return super()._checked(context)
 
     @override
     def _require_parts(self, context: BatchContext, size: int) -> None:

@@ -159,6 +159,6 @@ def _no_change(layer: nn.Module, inputs: Any) -> None:
 
 
 def _linear(trick: QAT, layer: nn.Linear, forward: Callable[..., Tensor], input: Tensor) -> Tensor:
-    if not trick._rounds:
+    if not trick._rounds or input.shape[-1] == 1:  # a lazy layer may have got one input
         return forward(input)
     return F.linear(input, rounded(layer.weight, trick.precision), layer.bias)

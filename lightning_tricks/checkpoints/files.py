@@ -30,9 +30,10 @@ def path_of(name: str, value: PathLike) -> Path:
         ValueError: If it has a null character, which no path can have.
     """
     check_type(name, value, str, os.PathLike)
-    if "\0" in os.fsdecode(value):
+    path = os.fsdecode(value)
+    if "\0" in path:
         raise ValueError(f"{name} must be a path, got {value!r}.")
-    return Path(value)
+    return Path(path)
 
 
 def load(path: PathLike) -> dict[str, Any]:

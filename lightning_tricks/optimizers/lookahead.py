@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_tricks.schedules.scheduler import prepare_hooks
+
 
 def lookahead(kind: Any, inside: Optimizer, **settings: Any) -> Optimizer:
     """Put Lookahead around an optimizer.
@@ -20,5 +22,5 @@ def lookahead(kind: Any, inside: Optimizer, **settings: Any) -> Optimizer:
     """
     state = property(lambda self: self._base_optimizer.state, lambda self, _: None)
     made: Optimizer = type(kind.__name__, (kind,), {"__module__": kind.__module__, "state": state})(inside, **settings)
-    made.__setstate__({})  # by which torch prepares the hooks of a copied optimizer, else within the first step
+    prepare_hooks(made)
     return made

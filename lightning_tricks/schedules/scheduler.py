@@ -133,7 +133,7 @@ class CurveLR(LRScheduler):
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether an optimizer calls step hooks; wrappers that do not call ``Optimizer.__init__`` have none."""
-    return hasattr(optimizer, "_optimizer_step_post_hooks")
+    return "_optimizer_step_post_hooks" in vars(optimizer)  # LightningOptimizer shows those of the optimizer inside
 
 
 def prepare_hooks(optimizer: Optimizer) -> None:
@@ -143,7 +143,7 @@ def prepare_hooks(optimizer: Optimizer) -> None:
     A schedule does this before torch puts a counter around the step.
     """
     if isinstance(optimizer, Optimizer) and has_hooks(optimizer):
-        Optimizer.__setstate__(optimizer, {})  # by which torch prepares the hooks of a copied optimizer
+        optimizer._patch_step_function()
 
 
 def base_lr(group: dict[str, Any]) -> float | Tensor:

@@ -170,6 +170,32 @@ def test_a_lazy_layer_is_rounded_once_it_has_sizes() -> None:
     assert_equal(weights_of(module), weights_of(plain))
 
 
+def test_a_lazy_layer_that_has_loaded_its_weights_is_rounded() -> None:
+    module, plain = build(PlainNet), build(PlainNet)
+    module.layers[0] = nn.LazyLinear(16)
+    module.load_state_dict(plain.state_dict())
+    fit(module, callbacks=[lt.QAT()]), fit(plain, callbacks=[lt.QAT()])
+    assert_equal(weights_of(module), weights_of(plain))
+
+
+def test_a_lazy_layer_that_gets_one_input_is_left_alone() -> None:
+    class Narrow(PlainNet):
+        def __init__(self, first: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x[:, :1])
+
+    found = []
+    for first in (nn.LazyLinear, lambda outputs: nn.Linear(1, outputs)):
+        module = build(lambda first=first: Narrow(first(4)))
+        fit(module, callbacks=[lt.QAT("int4")])
+        found.append(module)
+    assert found[0].layers[0].weight.shape == (4, 1)
+    assert all(torch.isfinite(weight).all() for module in found for weight in module.parameters())
+
+
 def test_layers_that_something_else_has_changed_are_refused() -> None:
     twice = [lt.QAT("int8"), lt.QAT("int4", modules=r"layers\.0")]
     with pytest.raises(MisconfigurationException, match=r"QAT\(.*layers\.0\.forward is another one already"):

@@ -581,6 +581,21 @@ def test_a_step_that_cannot_be_run_for_its_statistics_is_refused_with_the_remedy
     naive.assert_equals(module.state_dict())
 
 
+def test_weights_that_the_step_writes_into_are_restored_behind_the_run_for_its_statistics() -> None:
+    class Decays(NormNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                self.layers[0].weight.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    ended = []
+    for recalibrate in (True, False):
+        module = build(Decays)
+        fit(module, callbacks=[lt.SWA(start=0, recalibrate_batchnorm=recalibrate)])
+        ended.append({name: weight.detach() for name, weight in module.named_parameters()})
+    assert_equal(*ended)
+
+
 def test_tensors_in_containers_are_restored_behind_the_run_for_its_statistics() -> None:
     class Counts(Files):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

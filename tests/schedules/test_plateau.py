@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -129,6 +130,20 @@ def test_a_warmup_counts_the_first_step_of_a_wrapper_and_leaves_gradients_alone(
     for done in (1, 2, 3):
         made.step()
         assert scheduler.steps == done
+
+
+def test_a_wrapper_needs_no_defaults():
+    made = Wrapper(optimizer())
+    del made.defaults
+    scheduler = scheduler_of(reduce_on_plateau(made, warmup=3))
+    made.step()
+    assert scheduler.steps == 1
+
+
+def test_a_warmup_needs_the_optimizer_inside_lightnings():
+    inside = optimizer()
+    with pytest.raises(ValueError, match=r"warmup must be 0 for LightningSGD"):
+        PlateauLR(LightningOptimizer(inside), warmup=3)
 
 
 def test_a_warmup_needs_an_optimizer_that_takes_hooks():

@@ -90,7 +90,7 @@ def rounded_layers(module: nn.Module, modules: Patterns | None, *, lazy: bool = 
     Args:
         module: The module that holds the layers.
         modules: Patterns of the layers, or of modules that hold some.
-        lazy: Whether a lazy layer may be one of them, whatever number of inputs it will get.
+        lazy: Whether a lazy layer may be one of them, which may get one input later.
 
     Raises:
         ValueError: As ``linear_layers``, or if weights have 64 bits.
@@ -100,9 +100,9 @@ def rounded_layers(module: nn.Module, modules: Patterns | None, *, lazy: bool = 
         ['1']
     """
     linear = linear_layers(module, modules, lazy=lazy)
-    layers = {name: layer for name, layer in linear.items() if is_lazy(layer.weight) or layer.in_features > 1}
+    layers = {name: layer for name, layer in linear.items() if is_lazy(layer.weight) or _inputs(layer) > 1}
     if not layers:
-        sizes = some([f"{name} ({layer.in_features} -> {layer.out_features})" for name, layer in linear.items()])
+        sizes = some([f"{name} ({_inputs(layer)} -> {layer.out_features})" for name, layer in linear.items()])
         raise ValueError(
             f"{sizes} would not be rounded, since of one input each weight would have a scale of its own: name other"
             " layers, or leave this out."
@@ -114,6 +114,11 @@ def rounded_layers(module: nn.Module, modules: Patterns | None, *, lazy: bool = 
                 " precision=, or convert the network by module.float()."
             )
     return layers
+
+
+def _inputs(layer: nn.Linear) -> int:
+    """The number of inputs: only its weight tells that of a loaded lazy layer, and ZeRO-3 leaves a weight no sizes."""
+    return layer.weight.shape[1] if layer.weight.ndim == 2 else layer.in_features
 
 
 def require_torchao() -> Any:

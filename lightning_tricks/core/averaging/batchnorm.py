@@ -18,7 +18,7 @@ from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.trial import trial_steps
 from lightning_tricks.core.trick import Trick
-from lightning_tricks.core.weights.tensors import copies, copy_
+from lightning_tricks.core.weights.tensors import copies
 
 
 def batchnorm_layers(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -134,16 +134,16 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
     """Log nothing inside the block, and restore everything at its end."""
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in pl_module.parameters()]
-    frozen = [
-        parameter for parameter, trains, _ in parameters if not trains
-    ]  # a teacher, for example, which the step may update
-    kept = [parameter.detach().clone() for parameter in frozen]
+    # A step may write into weights by hand: those of a teacher, or all of them to decay.
+    kept = [parameter.detach().clone() for parameter, _, _ in parameters]
     try:
         for parameter, _, _ in parameters:
             parameter.grad = None
         with trial_steps(trainer, pl_module, deep=True), loaders_untouched(trainer):
             yield
     finally:
-        copy_(frozen, kept)
+        for (parameter, _, _), before in zip(parameters, kept, strict=True):
+            if parameter.shape == before.shape:  # ZeRO-3 may have gathered it, to which no step can write
+                parameter.detach().copy_(before)
         for parameter, trains, gradient in parameters:
             parameter.requires_grad_(trains).grad = gradient

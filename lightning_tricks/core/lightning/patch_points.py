@@ -492,6 +492,12 @@ PRIVATE = (
     ),
     PrivateName(
         "torch.optim.Optimizer",
+        "_patch_step_function",
+        "optimizer, schedules",
+        "puts the hooks around the step of a wrapper that does not call Optimizer.__init__, before its first step",
+    ),
+    PrivateName(
+        "torch.optim.Optimizer",
         "hooked",
         "StepInBackward",
         "an attribute of its step: whether that is one with hooks around the optimizer's own",

@@ -63,7 +63,7 @@ class ModuleState:
 
     @cached_property
     def _weights(self) -> set[int]:
-        """The ids of the registered parameters, which others restore; an RNN of torch holds them in a list, too."""
+        """The ids of the registered parameters; an RNN of torch holds them in a list, too."""
         return {id(weight) for weight in self._module.parameters()}
 
     def _note_modules(self, module: nn.Module, path: str) -> None:
@@ -92,13 +92,11 @@ class ModuleState:
 
     def _note(self, value: Any, path: str) -> None:
         """Remember how to restore a value that is not immutable."""
-        if isinstance(value, nn.Parameter) and id(value) in self._weights:
-            return
         if isinstance(value, Tensor):
             if self._deep:
                 self._note_tensor(value, path)
-            elif not value.is_inference():
-                self._written.append((value, versions([value]), path))
+            elif not (value.is_inference() or (value.requires_grad and id(value) in self._weights)):
+                self._written.append((value, self._mark(value), path))
         elif isinstance(value, nn.Module):  # a module in a container, which is not registered
             self._note_modules(value, path)
         elif id(value) in self._seen:
@@ -130,6 +128,10 @@ class ModuleState:
                     if not isinstance(item, SIMPLE):
                         self._note(item, path + form.format(key))
 
+    def _mark(self, tensor: Tensor) -> Any:
+        """What changes when something is written into a tensor, or when it is moved, unless it is a weight."""
+        return tensor._version if id(tensor) in self._weights else versions([tensor])  # ZeRO-3 moves weights
+
     @torch.no_grad()
     def restore(self) -> None:
         """Restore every attribute and its contents."""
@@ -149,7 +151,7 @@ class ModuleState:
             MisconfigurationException: With the path of the tensor.
         """
         for tensor, version, path in self._written:
-            if versions([tensor]) != version:
+            if self._mark(tensor) != version:
                 raise MisconfigurationException(
                     f"A step of {self._root} writes into the tensor {path}, and a second run of the step would do so"
                     " again: make a new tensor, or register it as a buffer, which is restored."
@@ -211,7 +213,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided:
         a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -154,6 +154,31 @@ def test_own_weights_in_a_list_may_move_between_the_runs_as_zero3_moves_them() -
     assert_equal({name: weight.grad for name, weight in block.named_parameters()}, gradients)
 
 
+class Taught(nn.Module):
+    """Holds a frozen teacher and its student in a list, and updates the one by the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.pairs = list(zip(self.teacher.parameters(), self.student.parameters(), strict=True))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for own, others in self.pairs:
+            own.lerp_(others, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow()
+        return torch.tanh(self.student(x)) * self.teacher(x)
+
+
+def test_a_write_into_a_frozen_weight_of_a_list_is_refused_as_well() -> None:
+    block = Taught()
+    output = recompute(block, "full", block.forward, torch.randn(3, 4))
+    with pytest.raises(MisconfigurationException, match=r"Taught writes into the tensor Taught.pairs\[0\]\[0\]"):
+        output.sum().backward()
+
+
 def twice(model: nn.Module, x: Tensor) -> Tensor:
     """A gradient penalty, after a backward pass of its own through the same graph."""
     x = x.clone().requires_grad_()
