@@ -143,7 +143,7 @@ def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None
             yield
     finally:
         for (parameter, _, _), before in zip(parameters, kept, strict=True):
-            if parameter.shape == before.shape:  # ZeRO-3 may have gathered it, to which no step can write
+            if parameter.shape == before.shape:  # ZeRO-3 may have gathered it, of shards that are as before
                 parameter.detach().copy_(before)
         for parameter, trains, gradient in parameters:
             parameter.requires_grad_(trains).grad = gradient
