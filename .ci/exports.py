@@ -23,6 +23,7 @@ KINDS = (
 TRICKS = ("callbacks", "modules")  # where a function beside a class is the pure half of a trick
 CORE = {  # what several tricks need, and the kind that offers it
     "core/batches/growing.py": "callbacks",
+    "core/lightning/fit.py": "schedules",
     "core/lightning/steps.py": "schedules",
 }
 IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody

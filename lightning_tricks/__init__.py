@@ -50,7 +50,8 @@ from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.newest import newest_checkpoint
 from lightning_tricks.checkpoints.soup import greedy_soup
-from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.core.lightning.fit import optimizer_steps
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.data.length_buckets import LengthBuckets
 from lightning_tricks.data.packing import pack_sequences
 from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets

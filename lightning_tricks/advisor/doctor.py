@@ -31,8 +31,9 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_strings, some
 from lightning_tricks.core.lightning.engine import engine_of
+from lightning_tricks.core.lightning.fit import optimizer_steps
 from lightning_tricks.core.lightning.loaders import available_cores
-from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import callbacks_of, data_parallel, extremes, is_fitting
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.stages import StagedCallback

@@ -46,6 +46,16 @@ def factor_at(epoch: int, factors: Sequence[int], growth: int) -> int:
     return factors[min(epoch * last // growth, last)]
 
 
+def first_epochs(factors: Sequence[int], growth: int) -> list[int]:
+    """The first epoch of each factor that ``factor_at`` does not leave out.
+
+    >>> first_epochs([1, 2, 4], growth=4), first_epochs([1, 2, 4, 8], growth=1)
+    ([0, 2, 4], [0, 1])
+    """
+    last = max(len(factors) - 1, 1)
+    return sorted({min(-(-place * growth // last), growth) for place in range(len(factors))})
+
+
 @final
 class BatchSizeWarmup(EpochPlan, Trick):
     """Batch-size warm-up: an optimizer step's batch grows from ``initial`` to ``final`` times the loader's.
@@ -144,6 +154,10 @@ class BatchSizeWarmup(EpochPlan, Trick):
         return (factor, 1) if self.grow == "accumulate" else (trainer.accumulate_grad_batches, factor)
 
     @override
+    def changes(self, trainer: pl.Trainer) -> list[int]:
+        return first_epochs(self._sequence, self._growth(trainer))
+
+    @override
     def row(self, trainer: pl.Trainer) -> Row:
         return "BatchSizeWarmup", {"factors": self._sequence, "over": f"{self._growth(trainer)} epochs"}
 
@@ -203,7 +217,8 @@ class BatchSizeWarmup(EpochPlan, Trick):
                 f" over={self.over!r}; an int does not depend on max_epochs."
             )
         if self.grow == "loader":
-            ahead = {self.factor(trainer, epoch) for epoch in range(trainer.max_epochs or 0)} or set(self._sequence)
+            most = math.inf if trainer.max_epochs == -1 else trainer.max_epochs or 0
+            ahead = {self.factor(trainer, epoch) for epoch in self.changes(trainer) if epoch < most}
             require_batches(trainer, ahead, "BatchSizeWarmup(grow='loader')")
         self._begin(trainer)  # a resumed epoch has no on_train_epoch_start
 

@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_duration, check_range, examples
+from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.stages import StagedCallback, Stages, groups_by_pattern
@@ -174,7 +175,7 @@ class GradualUnfreeze(StagedCallback):
         return due
 
     def _is_due(self, trainer: pl.Trainer, group: int) -> bool:
-        now = trainer.current_epoch if self._in_epochs(self.at[group]) else trainer.global_step
+        now = trainer.current_epoch if self._in_epochs(self.at[group]) else plan_step(trainer)
         return bool(now >= self._steps["at"][group])
 
     @override

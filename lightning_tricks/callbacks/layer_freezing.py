@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_duration, check_range
-from lightning_tricks.core.lightning.steps import steps_of
+from lightning_tricks.core.lightning.fit import plan_step, steps_of
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.stages import StagedCallback, Stages, groups_by_pattern
@@ -193,7 +193,7 @@ class LayerFreezing(StagedCallback):
     @override
     def _due(self, trainer: pl.Trainer, stages: Stages) -> int:
         layers = len(stages.order)
-        stopped = frozen_layers(trainer.global_step, layers, fraction=self.fraction, **self._steps)
+        stopped = frozen_layers(plan_step(trainer), layers, fraction=self.fraction, **self._steps)
         return min(layers - stopped, self._joined_before)
 
     @override

@@ -65,9 +65,12 @@ def _swa_tail(
 ) -> Schedule:
     """``swa_tail`` behind the curve of a name, with the settings of that curve."""
     in_steps = isinstance(start, int) and isinstance(anneal, int)
-    if total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps:
+    counts = total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps
+    if counts:
         total_steps = count_steps(module, "swa_tail")  # The curve before the tail does not need T.
-    before = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
+    before: Any = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
+    if counts:
+        before["lr_scheduler"]["scheduler"].follows = True
     return swa_tail(before, start=start, swa_lr=swa_lr, anneal=anneal)
 
 

@@ -20,6 +20,7 @@ from lightning_tricks.core.adapters.quantization import (
     rounded_layers,
 )
 from lightning_tricks.core.checks import check_duration
+from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.selection import Patterns, check_patterns
 from lightning_tricks.core.trick import Conflict, Trick
@@ -116,11 +117,11 @@ class QAT(Trick):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._rounds = trainer.global_step >= self._steps["start"]
+        self._rounds = plan_step(trainer) >= self._steps["start"]
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
-        self._rounds = trainer.global_step >= self._steps["start"]
+        self._rounds = plan_step(trainer) >= self._steps["start"]
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

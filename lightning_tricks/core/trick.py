@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,10 +16,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.engine import Engine, engine_of
+from lightning_tricks.core.lightning.fit import Place, fit_of, steps_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import refuse_steps_past_hooks
-from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps, steps_of
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import (
     callbacks_of,
     data_parallel,
@@ -52,8 +54,7 @@ class Trick(Callback):
     """A callback of this package.
 
     It undoes every change that it makes outside of itself through one stack, which is closed when the fit ends, fails
-    or is followed by another. The first trick of a Trainer checks all conflicts and reports all active tricks. A
-    subclass that overrides one of the hooks below calls ``super()``'s hook.
+    or is followed by another. A subclass that overrides one of the hooks below calls ``super()``'s hook.
     """
 
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
@@ -63,36 +64,24 @@ class Trick(Callback):
 
     def __init__(self) -> None:
         self._undo = ExitStack()
-        self._steps: dict[str, Any] = {}  # the durations in optimizer steps, once training has started
+        self._steps: dict[str, Any] = {}  # the durations in steps of the plan, once training has started
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         require_same_lightning(trainer, self.written())
         self._close()
-        if is_fitting(trainer) and self._is_first(trainer):
-            check_conflicts(trainer)
+        announce(trainer)
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._is_first(trainer):
+        if callbacks_of(trainer, Trick)[0] is self:  # the file is read once
             require_undamaged_file(trainer.ckpt_path)
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_first(trainer):
-            check_schedule_conflicts(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._steps = {name: self._in_steps(trainer, name, getattr(self, name)) for name in self.durations}
-        if not self._is_first(trainer):
-            return
-        if blind := [type(trick).__name__ for trick in callbacks_of(trainer, Trick) if trick.needs_step_hooks]:
-            refuse_steps_past_hooks(trainer, " and ".join(dict.fromkeys(blind)), self._undo)
-        if callbacks_of(trainer, ModelSummary):  # trial fits have none, and report nothing
-            rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -131,48 +120,50 @@ class Trick(Callback):
         self._undo.close()
 
     def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
-        """A duration in optimizer steps, not rounded; a ``stop`` of 1.0 is never reached."""
+        """A duration in steps of the plan, not rounded; a ``stop`` of 1.0 is never reached."""
         if name == "stop" and isinstance(duration, float) and duration == 1:
             return math.inf
         return steps_of(trainer, duration, type(self).__name__, name)
-
-    def _is_first(self, trainer: pl.Trainer) -> bool:
-        return callbacks_of(trainer, Trick)[0] is self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_undo": ExitStack()}
 
 
-class _Announced(Trick):
-    """Makes a fit check and report schedules and strategies where the Trainer has no other trick."""
-
-    @override
-    def is_active(self, trainer: pl.Trainer) -> bool:
-        return False
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        self._on_failure(trainer)
-
-    @override
-    def _on_failure(self, trainer: pl.Trainer) -> None:
-        super()._on_failure(trainer)
-        # A new list: Lightning is iterating over the old one.
-        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-
-
 def announce(trainer: pl.Trainer) -> None:
-    """Make the fit check and report schedules and strategies, also without a callback of this package.
-
-    Must not be called while Lightning iterates over the Trainer's callbacks.
+    """Let a fit know of a trick, a schedule or a strategy; the first one has it checked and reported.
 
     Raises:
         MisconfigurationException: If two tricks conflict.
     """
-    if is_fitting(trainer) and not callbacks_of(trainer, Trick):
-        trainer.callbacks.append(_Announced())  # type: ignore[attr-defined]
+    if is_fitting(trainer) and fit_of(trainer).enter(partial(_begin, trainer)):
         check_conflicts(trainer)
+
+
+def _begin(trainer: pl.Trainer, before: Place) -> None:
+    """Check what a fit brings when it begins, and report what is active in it."""
+    check_schedule_conflicts(trainer)
+    fit = fit_of(trainer)
+    configs = [] if fit.is_trial else trainer.lr_scheduler_configs
+    schedules: list[Any] = [config.scheduler for config in configs if _is_ours(config.scheduler)]
+    for schedule in schedules:
+        schedule.follow(fit.place, before, trainer.global_step)
+    if before.plan not in (None, fit.place.plan) and fit.place.plan is not None:
+        rank_zero_info(_changed_plan(trainer, before, fit.place, schedules))
+    if blind := [type(trick).__name__ for trick in callbacks_of(trainer, Trick) if trick.needs_step_hooks]:
+        refuse_steps_past_hooks(trainer, " and ".join(dict.fromkeys(blind)), fit.undo)
+    if callbacks_of(trainer, ModelSummary):  # trial fits have none, and report nothing
+        rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
+
+
+def _changed_plan(trainer: pl.Trainer, before: Place, now: Place, schedules: list[Any]) -> str:
+    """The line that tells of another plan than that of the checkpoint, or of the Trainer's last fit."""
+    step = trainer.global_step + now.offset
+    rates = [(schedule.lr_at(step), schedule.lr_at(now.total)) for schedule in schedules if hasattr(schedule, "lr_at")]
+    told = [f", with a learning rate of {first:g} now and {last:g} at the end" for first, last in rates]
+    return (
+        f"The plan of training has changed from {before.total} to {now.total} optimizer steps, of which"
+        f" {now.total - step} are left{' and'.join(told)}."
+    )
 
 
 # -- the table of active tricks ---------------------------------------------------------------------------------------
@@ -198,7 +189,7 @@ def _is_ours(thing: object) -> bool:
 
 def _total_steps(trainer: pl.Trainer) -> int | None:
     try:
-        return optimizer_steps(trainer)
+        return fit_of(trainer).total
     except UnknownTotalSteps:
         return None
 
@@ -268,7 +259,10 @@ def _trainer_settings(trainer: pl.Trainer) -> Iterator[_Part]:
 
 
 def _schedules(trainer: pl.Trainer) -> Iterator[_Part]:
+    callbacks = callbacks_of(trainer, Trick)
     for config in trainer.lr_scheduler_configs:
+        if any(config.scheduler is value for callback in callbacks for value in vars(callback).values()):
+            continue  # a part of the callback that has made it
         text = f"{type(config.scheduler).__name__} from configure_optimizers"
         names = _names(config.scheduler) | {"schedule from configure_optimizers"}
         yield _Part(config.scheduler, names, text)

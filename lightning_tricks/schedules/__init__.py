@@ -1,6 +1,7 @@
 """Learning-rate schedules that step per optimizer step and end where training ends, and what goes with them."""
 
-from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.core.lightning.fit import optimizer_steps
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.schedules.factories import (
     constant,
     cosine,

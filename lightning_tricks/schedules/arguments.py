@@ -20,8 +20,9 @@ from lightning_tricks.core.checks import (
     check_type,
     duration_steps,
 )
+from lightning_tricks.core.lightning.fit import Place, fit_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
-from lightning_tricks.core.lightning.steps import UnknownTotalSteps, optimizer_steps
+from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.schedules import curves
 
@@ -96,23 +97,29 @@ _PHASES: dict[str, tuple[str, Callable[[float, float], tuple[float, float]]]] = 
 }
 
 
-def whole_steps(duration: Duration, total_steps: int) -> float:
-    """The steps of a duration: 0.28 of 25 is 7, which floats make 7.000000000000001 and so the eighth step."""
+def whole_steps(duration: Duration, total_steps: int, place: Place | None = None) -> float:
+    """The steps of a duration: 0.28 of 25 is 7, which floats make 7.000000000000001 and so the eighth step.
+
+    Steps that are counted from the beginning of training become those of the plan at its ``place``.
+    """
     steps = duration_steps(min(duration, MOST), total_steps)  # an int may be too large for a float
+    if place is not None and isinstance(duration, int):
+        steps = place.planned(steps)
     return float(round(steps) if abs(steps - round(steps)) < ROUNDING else steps)
 
 
-def in_steps(settings: Mapping[str, Any], total_steps: int, is_trial: bool) -> dict[str, Any]:
+def in_steps(settings: Mapping[str, Any], place: Place, is_trial: bool) -> dict[str, Any]:
     """The settings of a curve with its durations in steps.
 
     Args:
         settings: Settings of a curve, a warm-up among them, checked by ``check_settings``.
-        total_steps: T, the number of optimizer steps.
+        place: The place of the fit in its plan, with T.
         is_trial: Whether durations given in steps may be longer than training, and end with it.
 
     Raises:
         ValueError: If the phases of the curve do not follow each other within T.
     """
+    total_steps = place.total
     steps = {name: float(value) if isinstance(value, float) else value for name, value in settings.items()}  # no NumPy
     phases = {name: settings[name] for name in _PHASES if name in settings}
     durations = {name: [value] if isinstance(value, int | float) else value for name, value in phases.items()}
@@ -120,7 +127,7 @@ def in_steps(settings: Mapping[str, Any], total_steps: int, is_trial: bool) -> d
     for name, given in phases.items():
         rule, limits = _PHASES[name]
         least, most = limits(total_steps, steps["warmup"])
-        lengths = [whole_steps(duration, total_steps) for duration in durations[name]]
+        lengths = [whole_steps(d, total_steps, None if name == "cooldown" else place) for d in durations[name]]
         if shorten:
             lengths = [min(max(length, least), most, total_steps) for length in lengths]
         if any(after < before - ROUNDING for before, after in pairwise([least, *lengths, most])):
@@ -148,9 +155,7 @@ def count_steps(module: pl.LightningModule | None, schedule: str) -> int:
     trainer = trainer_of(module)
     if trainer is None:
         raise UnknownTotalSteps(f"{needs}, which has no Trainer yet (call this in configure_optimizers)")
-    # a Trainer that fits a second time goes on counting, but this schedule starts anew; a resumed one is restored
-    taken = 0 if trainer.ckpt_path else trainer.global_step
     try:
-        return max(1, optimizer_steps(trainer) - taken)
+        return fit_of(trainer).total
     except UnknownTotalSteps as error:
         raise UnknownTotalSteps(f"{needs}: {error.reason}") from error

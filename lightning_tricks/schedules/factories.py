@@ -17,6 +17,7 @@ Lengths are durations: an int counts optimizer steps, a float in [0, 1] is a fra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -25,6 +26,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 
+from lightning_tricks.core.lightning.fit import Place
 from lightning_tricks.core.lightning.optimizer_groups import is_schedule_free
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import trainer_of
@@ -39,7 +41,7 @@ from lightning_tricks.schedules.arguments import (
     in_steps,
     whole_steps,
 )
-from lightning_tricks.schedules.scheduler import CurveLR, base_lr
+from lightning_tricks.schedules.scheduler import Curve, CurveLR, base_lr, settings_of
 
 __all__ = [
     "constant",
@@ -442,13 +444,27 @@ def swa_tail(schedule: Schedule, *, start: Duration = 0.75, swa_lr: float, annea
     if not isinstance(scheduler, CurveLR) or "total_steps" not in scheduler.settings:
         raise TypeError(f"swa_tail goes behind what another curve's factory returned, got {schedule!r}.")
     check_settings({"start": start, "swa_lr": swa_lr, "anneal": anneal})
-    total, warmup = scheduler.settings["total_steps"], scheduler.settings.get("warmup", 0)
+    base = float(base_lr(scheduler.optimizer.param_groups[0]))
+    if not base:
+        raise ValueError("swa_lr is relative to the first parameter group's learning rate, which must not be 0, got 0.")
+    tail = partial(_tail, start=start, anneal=anneal, level=float(swa_lr) / base)
+    tailed = CurveLR(scheduler.optimizer, tail(scheduler.curve, Place()), momentum=scheduler.momentum)
+    if scheduler.rebind is not None:
+        tailed.rebind, tailed.follows = partial(_rebound_tail, scheduler.rebind, tail), scheduler.follows
+    scheduler.replaced = True
+    return _dictionary(tailed)
+
+
+def _tail(curve: Curve, place: Place, *, start: Duration, anneal: Duration, level: float) -> Curve:
+    """A curve with a constant tail from ``start`` on."""
+    settings = settings_of(curve)
+    total, warmup = settings["total_steps"], settings.get("warmup", 0)
     if total is None and (isinstance(start, float) or (isinstance(anneal, float) and anneal)):
         raise UnknownTotalSteps(
-            f"swa_tail(start={start!r}, anneal={anneal!r}) is a fraction of a total that {scheduler.settings['curve']}"
+            f"swa_tail(start={start!r}, anneal={anneal!r}) is a fraction of a total that {settings['curve']}"
             " did not need: give ints, or tell it"
         )
-    first, length = whole_steps(start, total or 1), whole_steps(anneal, total or 1)
+    first, length = whole_steps(start, total or 1, place), whole_steps(anneal, total or 1)
     if first < warmup:
         raise ValueError(
             f"start must not lie in the warmup, which ends at step {warmup:g}, got {start!r} (step {first:g}):"
@@ -459,13 +475,14 @@ def swa_tail(schedule: Schedule, *, start: Duration = 0.75, swa_lr: float, annea
             f"start and anneal must end by total_steps={total}, got {start!r} and {anneal!r} (step {first + length:g}):"
             " start earlier or anneal for fewer steps."
         )
-    base = float(base_lr(scheduler.optimizer.param_groups[0]))
-    if not base:
-        raise ValueError("swa_lr is relative to the first parameter group's learning rate, which must not be 0, got 0.")
-    curve = partial(curves.swa_tail, curve=scheduler.curve, start=first, level=float(swa_lr) / base, anneal=length)
-    tailed = CurveLR(scheduler.optimizer, curve, momentum=scheduler.momentum)
-    scheduler.replaced = True
-    return _dictionary(tailed)
+    return partial(curves.swa_tail, curve=curve, start=first, level=level, anneal=length)
+
+
+def _rebound_tail(
+    rebind: Callable[[Place], tuple[Curve, Curve | None]], tail: Callable[[Curve, Place], Curve], place: Place
+) -> tuple[Curve, Curve | None]:
+    curve, momentum = rebind(place)
+    return tail(curve, place), momentum
 
 
 # -- schedulers -------------------------------------------------------------------------------------------------------
@@ -497,20 +514,41 @@ def _schedule(
     optional = {"total_steps": total_steps, "momentum": momentum}
     check_settings({**settings, **{name: value for name, value in optional.items() if value is not None}})
     endless = endless and total_steps is None and isinstance(settings["warmup"], int)
+    counts, trainer = total_steps is None, trainer_of(module)
+    bind = partial(_bound, curve, settings, momentum, endless)
     total = max(1, settings["warmup"]) if endless else total_steps or count_steps(module, curve.__name__)
-    steps = in_steps(settings, total, is_trial=total_steps is None and _is_trial(module))
+    # The plan of a checkpoint, in which there may have been more steps, is known when the fit begins.
+    resumes = trainer is not None and bool(trainer.ckpt_path)
+    bound, cycled = bind(Place(total=total), is_trial=counts and (resumes or _is_trial(trainer)))
+    announce_schedule(module)
+    scheduler = CurveLR(optimizer, bound, momentum=cycled)
+    scheduler.rebind = partial(bind, is_trial=counts and _is_trial(trainer))
+    scheduler.follows = counts and trainer is not None
+    return _dictionary(scheduler)
+
+
+def _bound(
+    curve: Callable[..., float],
+    settings: dict[str, Any],
+    momentum: tuple[float, float] | None,
+    endless: bool,
+    place: Place,
+    *,
+    is_trial: bool,
+) -> tuple[Curve, Curve | None]:
+    """A curve, and that of the momentum, with lengths in steps of the plan."""
+    if endless:
+        place = place._replace(total=max(1, math.ceil(place.planned(settings["warmup"]))))
+    steps = in_steps(settings, place, is_trial)
     cycled = None
     if momentum is not None:
         low, high = map(float, momentum)
-        cycled = partial(curves.one_cycle_momentum, total_steps=total, warmup=steps["warmup"], low=low, high=high)
-    announce_schedule(module)
-    bound = partial(curve, total_steps=None if endless else total, **steps)
-    return _dictionary(CurveLR(optimizer, bound, momentum=cycled))
+        cycled = partial(curves.one_cycle_momentum, total_steps=place.total, warmup=steps["warmup"], low=low, high=high)
+    return partial(curve, total_steps=None if endless else place.total, **steps), cycled
 
 
-def _is_trial(module: pl.LightningModule | None) -> bool:
+def _is_trial(trainer: pl.Trainer | None) -> bool:
     """Whether a fit is a trial of the training that durations in steps were chosen for."""
-    trainer = trainer_of(module)
     return trainer is not None and bool(trainer.fast_dev_run or trainer.overfit_batches > 0)  # type: ignore[attr-defined]
 
 

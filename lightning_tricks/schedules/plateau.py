@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.lightning.fit import Place
 from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.schedules.arguments import Duration, check_arguments, check_settings, count_steps, whole_steps
 from lightning_tricks.schedules.factories import Schedule, announce_schedule
@@ -65,6 +66,8 @@ class PlateauLR(ReduceLROnPlateau):
         prepare_hooks(optimizer)
         super().__init__(optimizer, min_lr=0.0, **settings)
         self.warmup, self.floor, self.steps = warmup, floor, 0
+        self.duration: Duration | None = None  # of the warm-up in a fit, as a factory was given it
+        self._saved: dict[str, Any] = {}  # the settings of the checkpoint, until they are compared
         self._begun = False
         self._set_lrs()
         self._follow_the_optimizer()
@@ -88,11 +91,30 @@ class PlateauLR(ReduceLROnPlateau):
         check_state(self, state_dict, "num_bad_epochs")
         own = {name: vars(self)[name] for name in _SETTINGS}
         saved = {name: state_dict.get(name, value) for name, value in own.items()}
-        warn_of_other_settings(saved, own)
+        self._saved = saved
+        if self.duration is None:
+            warn_of_other_settings(saved, own)
         super().load_state_dict({**state_dict, **own})
         if saved["mode"] != self.mode:
             self._reset()  # the best metric so far is the worst one now
         self._set_lrs()
+
+    def follow(self, place: Place, before: Place, taken: int) -> None:
+        """Go on at the step of the plan, when a fit begins; see ``CurveLR.follow``."""
+        if self.duration is None:
+            return
+        if place.plan is not None and self.duration:
+            warmed = self.steps >= self.warmup
+            self.warmup = whole_steps(self.duration, place.total, place)
+            self.steps = self.steps + place.offset - before.offset if self.steps else taken + place.offset
+            for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=False):
+                if not warmed and group["lr"] == lr:  # that of the warm-up, and not of a checkpoint without this schedule
+                    set_lr(group, base_lr(group))
+            self._set_lrs()
+            self._last_lr = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
+        if self._saved:
+            warn_of_other_settings(self._saved, {name: vars(self)[name] for name in _SETTINGS})
+            self._saved = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -166,10 +188,12 @@ def reduce_on_plateau(
     check_arguments(optimizer, module)
     settings: dict[str, Any] = {"mode": mode, "factor": factor, "patience": patience, "threshold": threshold}
     check_settings({**settings, "monitor": monitor, "warmup": warmup, "floor": floor})
-    steps = whole_steps(warmup, count_steps(module, "reduce_on_plateau") if isinstance(warmup, float) and warmup else 1)
+    total = count_steps(module, "reduce_on_plateau") if isinstance(warmup, float) and warmup else 1
+    steps = whole_steps(warmup, total)
     announce_schedule(module)
     plain = {name: float(value) if isinstance(value, float) else value for name, value in settings.items()}  # no NumPy
     scheduler = PlateauLR(optimizer, warmup=steps, floor=float(floor), **plain)
+    scheduler.duration = None if trainer_of(module) is None else warmup
     every = getattr(trainer_of(module), "check_val_every_n_epoch", None) or 1  # None: validation by batches
     config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
     if module is None or module.automatic_optimization:

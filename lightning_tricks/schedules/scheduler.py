@@ -14,10 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.lightning.fit import Place
 from lightning_tricks.core.trick import Conflict
 
 __all__ = ["CurveLR"]
 
+Curve = Callable[[float], float]  # the factor of the base learning rate at a step
 
 CONFLICTS = (
     Conflict(
@@ -36,7 +38,8 @@ class CurveLR(LRScheduler):
     ``base`` is the group's ``max_lr`` if it has one, otherwise its ``initial_lr``, times its ``lr_scale`` (of timm's
     layer decay) if it has one; a group that joins the optimizer later takes part from its first step. The state is the
     step and plain data that names the curve, so it loads with ``weights_only=True``. Loaded into a schedule with other
-    settings (a longer run, say) it warns and follows the new settings from that step on.
+    settings (a longer run, say) it warns and follows the new settings from that step on. A schedule whose T was counted
+    from a fit follows the plan of the fit: see ``optimizer_steps``.
 
     Args:
         optimizer: The optimizer to schedule.
@@ -64,10 +67,10 @@ class CurveLR(LRScheduler):
     def __init__(
         self,
         optimizer: Optimizer,
-        curve: Callable[[float], float],
+        curve: Curve,
         last_epoch: int = -1,
         *,
-        momentum: Callable[[float], float] | None = None,
+        momentum: Curve | None = None,
     ) -> None:
         _check_curve("curve", curve)
         if momentum is not None:
@@ -82,7 +85,12 @@ class CurveLR(LRScheduler):
             raise ValueError(f"last_epoch must be -1 for groups without an initial_lr, got {last_epoch}.")
         self.curve = curve
         self.momentum = momentum
-        self.settings = _plain(curve) | ({} if momentum is None else {"momentum": _plain(momentum)})
+        self.settings = settings_of(curve, momentum)
+        # What a factory knows: the curve and that of the momentum at another place of the fit in its plan, and whether
+        # T was counted from the fit, so that they follow the plan.
+        self.rebind: Callable[[Place], tuple[Curve, Curve | None]] | None = None
+        self.follows = False
+        self._saved: Mapping[str, Any] = {}  # the settings of the checkpoint, until they are compared
         self.replaced = False  # whether another scheduler follows its curve in its place
         prepare_hooks(optimizer)
         super().__init__(optimizer, last_epoch)
@@ -125,10 +133,40 @@ class CurveLR(LRScheduler):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         check_state(self, state_dict, "settings")
-        warn_of_other_settings(state_dict["settings"], self.settings)
-        self.last_epoch, self._step_count = state_dict["last_epoch"] - 1, 0
+        if not self.follows:
+            warn_of_other_settings(state_dict["settings"], self.settings)
+        self._saved = state_dict["settings"]
+        self._go_to(state_dict["last_epoch"])
+
+    def _go_to(self, step: int) -> None:
+        self.last_epoch, self._step_count = step - 1, 0
         self.step()  # sets the groups' learning rates; at count 0 torch does not ask for an optimizer step before it
         self._step_count = self.last_epoch + 1
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the first parameter group after so many steps."""
+        return float(base_lr(self.optimizer.param_groups[0])) * self.curve(step)
+
+    def follow(self, place: Place, before: Place, taken: int) -> None:
+        """Go on at the step of the plan, when a fit begins.
+
+        Args:
+            place: The place of the fit in its plan.
+            before: The place in the plan that the schedule's state is of.
+            taken: The number of optimizer steps taken so far.
+        """
+        if not self.follows:
+            return
+        if place.plan is not None and self.rebind is not None:
+            self.curve, self.momentum = self.rebind(place)
+            self.settings = settings_of(self.curve, self.momentum)
+            # A schedule at its first step is new, and nothing was restored into it.
+            step = self.last_epoch + place.offset - before.offset if self.last_epoch else taken + place.offset
+            if step != self.last_epoch or self.get_last_lr() != self.get_lr():
+                self._go_to(step)
+        if self._saved:
+            warn_of_other_settings(self._saved, self.settings)
+            self._saved = {}
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -186,7 +224,12 @@ def _check_curve(name: str, curve: object) -> None:
         )
 
 
-def _plain(curve: Callable[[float], float]) -> dict[str, Any]:
+def settings_of(curve: Curve, momentum: Curve | None = None) -> dict[str, Any]:
+    """A curve, and that of the momentum, as plain data."""
+    return _plain(curve) | ({} if momentum is None else {"momentum": _plain(momentum)})
+
+
+def _plain(curve: Curve) -> dict[str, Any]:
     """A curve as plain data: its name and its settings, ``of`` the curve that it goes on from."""
     if not isinstance(curve, partial):
         name = getattr(curve, "__name__", None)

@@ -357,7 +357,7 @@ def test_a_fit_takes_the_curve_to_its_last_value(factory):
             assert scheduler.curve(steps) == (0.01 if factory is not step_decay else pytest.approx(0.01))
 
 
-def test_a_second_fit_of_one_trainer_has_a_whole_schedule_of_its_own():
+def test_a_second_fit_of_one_trainer_goes_on_in_the_longer_plan():
     class Scheduled(Net):
         def configure_optimizers(self) -> Any:
             return linear(super().configure_optimizers(), self)
@@ -367,7 +367,7 @@ def test_a_second_fit_of_one_trainer_has_a_whole_schedule_of_its_own():
     assert run.optimizers[0].param_groups[0]["lr"] == 0
     run.fit_loop.max_epochs = 4
     run.fit(module, loader(), loader(24))
-    assert run.lr_scheduler_configs[0].scheduler.settings["total_steps"] == 12
+    assert run.lr_scheduler_configs[0].scheduler.settings["total_steps"] == 24
     assert run.optimizers[0].param_groups[0]["lr"] == 0
 
 

@@ -25,6 +25,7 @@ from lightning_tricks.core.averaging.state import (
     local_state,
     saving_shards,
 )
+from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.trainer import (
@@ -135,7 +136,7 @@ class AveragingCallback(Trick, ABC):
         self._finished, self._first_step = False, trainer.global_step
         if self._running.tracks:
             self._track(joined=self._running.tensors)  # no other weights join in the middle of an epoch
-        elif trainer.global_step >= self._steps["start"]:
+        elif plan_step(trainer) >= self._steps["start"]:
             self._track()
         self._observer.start(trainer)
 
@@ -250,7 +251,7 @@ class AveragingCallback(Trick, ABC):
             if self._awaits_weights:
                 self._track()
             self._update(trainer, self._running)
-        elif trainer.global_step >= self._steps["start"]:
+        elif plan_step(trainer) >= self._steps["start"]:
             self._track()
             self._begin(trainer, self._running)
         return True

@@ -27,6 +27,7 @@ from lightning_tricks.core.batches.paths import (
 )
 from lightning_tricks.core.batches.pipeline import BatchContext, BatchPipeline
 from lightning_tricks.core.checks import check_duration
+from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, takes_dataloader_iter
 from lightning_tricks.core.trick import Trick
 
@@ -71,7 +72,7 @@ class BatchCallback(Trick):
 
     def _is_active(self, trainer: pl.Trainer) -> bool:
         # Lightning's LearningRateFinder trains before on_train_start, where the durations are resolved.
-        return bool(self._steps) and self._steps["start"] <= trainer.global_step < self._steps["stop"]
+        return bool(self._steps) and self._steps["start"] <= plan_step(trainer) < self._steps["stop"]
 
     def inputs_in(self, batch: Any) -> list[Path]:
         """The paths of the inputs in a batch, which may be an input itself."""

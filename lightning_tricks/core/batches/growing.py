@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_count, check_range
-from lightning_tricks.core.lightning.steps import steps_of
+from lightning_tricks.core.lightning.fit import plan_step, steps_of
 from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.core.trick import Conflict, Trick
 
@@ -97,7 +97,7 @@ class GrowingInputs(BatchCallback):
         """Nothing: inputs are smaller from the first batch on, or never."""
 
     def _size(self, trainer: pl.Trainer, full: int) -> int:
-        step, start, stop = float(trainer.global_step), self._steps.get("start", 0), self._steps["stop"]
+        step, start, stop = float(plan_step(trainer)), self._steps.get("start", 0), self._steps["stop"]
         compiles = any(type(trick).__name__ == "Compile" for trick in callbacks_of(trainer, Trick))
         if compiles and step > start:
             stages = _COMPILED_SIZES - 1  # and the full size
@@ -106,7 +106,7 @@ class GrowingInputs(BatchCallback):
 
     @override
     def _is_active(self, trainer: pl.Trainer) -> bool:
-        return bool(self._steps) and self.initial < 1 and trainer.global_step < self._steps["stop"]
+        return bool(self._steps) and self.initial < 1 and plan_step(trainer) < self._steps["stop"]
 
     @override
     def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:

@@ -166,6 +166,12 @@ WRAPPED = (
         "schedules must not count a step that was left out",
     ),
     WrappedMethod(
+        _FIT_LOOP, "on_run_start", "", "the fit", "begins when checkpoint and loaders are there, before hooks"
+    ),
+    WrappedMethod(_FIT_LOOP, "on_save_checkpoint", "", "the fit", "saves the plan also where no callback could"),
+    WrappedMethod(_FIT_LOOP, "on_load_checkpoint", "state_dict", "the fit", "reads the plan that was saved"),
+    WrappedMethod(_STRATEGY, "teardown", "", "the fit", "the one call at the end of every fit, failed ones included"),
+    WrappedMethod(
         _EPOCH_LOOP, "_on_before_fetch", "", "DataWait", "no hook runs between the end of a step and the next batch"
     ),
     WrappedMethod(_EPOCH_LOOP, "_on_after_fetch", "", "DataWait", "as above, once the batch is there"),

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.engine import TORCH, require_engine
+from lightning_tricks.core.lightning.fit import NAME, fit_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, launches_processes
@@ -106,6 +107,7 @@ class UndoneFit(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not earlier: configure_optimizers makes its schedules for the training that will follow.
         self._kept.note(trainer.optimizers)
+        fit_of(trainer).is_trial = True
         loop = trainer.fit_loop
         loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = None, -1, None, -1
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
@@ -120,7 +122,9 @@ class UndoneFit(Callback):
 @contextmanager
 def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any], state: ObjectState) -> Iterator[None]:
     """Restore what a fit changes: module, Trainer, loaders, random numbers, and the handler of Ctrl-C."""
-    state.note([trainer, data], any_class=True, without=[trainer.strategy.launcher])
+    state.note(
+        [trainer, getattr(trainer.fit_loop, NAME, None), data], any_class=True, without=[trainer.strategy.launcher]
+    )
     weights, interrupt, device = (
         TrainedModuleState(module, state),
         signal.getsignal(signal.SIGINT),
