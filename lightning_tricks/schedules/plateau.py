@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any, Literal, SupportsFloat, final
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
 from lightning_tricks.core.lightning.fit import Place
+from lightning_tricks.core.lightning.loaders import train_batches_of_sizes
 from lightning_tricks.core.lightning.trainer import trainer_of
 from lightning_tricks.schedules.arguments import Duration, check_arguments, check_settings, count_steps, whole_steps
 from lightning_tricks.schedules.factories import Schedule, announce_schedule
@@ -108,7 +110,7 @@ class PlateauLR(ReduceLROnPlateau):
             self.warmup = whole_steps(self.duration, place.total, place)
             self.steps = self.steps + place.offset - before.offset if self.steps else taken + place.offset
             for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=False):
-                if not warmed and group["lr"] == lr:  # that of the warm-up, and not of a checkpoint without this schedule
+                if not warmed and group["lr"] == lr:  # that of the warm-up, not of a checkpoint without a schedule
                     set_lr(group, base_lr(group))
             self._set_lrs()
             self._last_lr = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
@@ -162,7 +164,7 @@ def reduce_on_plateau(
     Args:
         optimizer: The optimizer to schedule.
         module: The LightningModule (``self`` in ``configure_optimizers``); needed if ``warmup`` is a fraction, in
-            manual optimization, and with ``check_val_every_n_epoch``, when only epochs with a validation count.
+            manual optimization, and where not every epoch has a validation, since only those count that have one.
         monitor: Name of the logged metric.
         mode: Whether the metric improves by becoming smaller ("min") or larger ("max").
         factor: Factor of each reduction, in [0, 1).
@@ -173,10 +175,13 @@ def reduce_on_plateau(
 
     Returns:
         The dictionary for ``configure_optimizers``. In manual optimization call ``self.lr_schedulers().step(metric)``.
-        In automatic optimization Lightning itself leaves out the metric of the epoch that a run is resumed in.
+        In automatic optimization Lightning itself leaves out the metric of the epoch that a run is resumed in. Where no
+        epoch ends before training does (``max_steps`` on a stream with ``val_check_interval``), validations count.
 
     Raises:
         ValueError: If a value is out of range.
+        MisconfigurationException: In a fit without validation, if ``monitor`` is a metric of it ("val..."), or one that
+            ends before its first validation.
         UnknownTotalSteps: If ``warmup`` is a fraction and the number of optimizer steps cannot be counted.
 
     Example:
@@ -186,6 +191,7 @@ def reduce_on_plateau(
         'val_accuracy'
     """
     check_arguments(optimizer, module)
+    trainer = trainer_of(module)
     settings: dict[str, Any] = {"mode": mode, "factor": factor, "patience": patience, "threshold": threshold}
     check_settings({**settings, "monitor": monitor, "warmup": warmup, "floor": floor})
     total = count_steps(module, "reduce_on_plateau") if isinstance(warmup, float) and warmup else 1
@@ -193,9 +199,44 @@ def reduce_on_plateau(
     announce_schedule(module)
     plain = {name: float(value) if isinstance(value, float) else value for name, value in settings.items()}  # no NumPy
     scheduler = PlateauLR(optimizer, warmup=steps, floor=float(floor), **plain)
-    scheduler.duration = None if trainer_of(module) is None else warmup
-    every = getattr(trainer_of(module), "check_val_every_n_epoch", None) or 1  # None: validation by batches
-    config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": "epoch", "frequency": every}
+    scheduler.duration = None if trainer is None else warmup
+    config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": "epoch", "frequency": 1}
     if module is None or module.automatic_optimization:
         config["monitor"] = monitor
+        if trainer is not None:
+            config["interval"], config["frequency"] = _occasions(trainer, monitor)
     return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def _occasions(trainer: pl.Trainer, monitor: str) -> tuple[str, int]:
+    """How often Lightning steps the scheduler: after epochs with a validation, or after batches where no epoch ends.
+
+    Raises:
+        MisconfigurationException: If it never would, or would look for a metric that nothing logs.
+    """
+    interval, every = trainer.val_check_interval, trainer.check_val_every_n_epoch or 1  # None: validation by batches
+    if monitor.startswith("val") and not trainer.enable_validation:
+        raise MisconfigurationException(
+            f"reduce_on_plateau(monitor={monitor!r}) needs a validation, and this fit has none: pass val_dataloaders to"
+            " trainer.fit, with a validation_step that logs it, or monitor a metric of training."
+        )
+    known = trainer.max_steps == -1 or isinstance(trainer.limit_train_batches, int)
+    batches = None if known and not isinstance(interval, int) else train_batches_of_sizes(trainer, {1})
+    if batches is None and isinstance(interval, int) and not isinstance(trainer.limit_train_batches, int):
+        after = interval  # a stream, whose epoch may have no end
+    elif batches is not None and 0 <= trainer.max_steps < every * -(-batches[1] // trainer.accumulate_grad_batches):
+        if interval == 1.0:
+            raise MisconfigurationException(
+                f"reduce_on_plateau steps after a validation, and max_steps={trainer.max_steps} ends training before"
+                f" the first one, after {every * batches[1]} batches: pass Trainer(val_check_interval=...)."
+            )
+        after = interval if isinstance(interval, int) else max(1, int(batches[1] * interval))
+    else:
+        return "epoch", every
+    if after % trainer.accumulate_grad_batches:
+        raise MisconfigurationException(
+            f"reduce_on_plateau steps after a validation that follows an optimizer step, got one after {after} batches"
+            f" with accumulate_grad_batches={trainer.accumulate_grad_batches}: make val_check_interval a multiple of"
+            " it."
+        )
+    return "step", after

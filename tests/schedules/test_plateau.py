@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.schedules import PlateauLR, UnknownTotalSteps, linear, reduce_on_plateau
 from tests.nets import TORCH_2_9, trainer
@@ -188,6 +192,71 @@ def test_only_epochs_with_validation_count():
 def test_validation_by_batches_alone_leaves_every_epoch():
     taken = fit(Scripted(patience=0, factor=0.5), check_val_every_n_epoch=None, val_check_interval=4)
     assert taken == expected(10, patience=0, factor=0.5)
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Tensor]:
+        return repeat(torch.full((1,), 0.1))
+
+
+class ByValidation(Scripted):
+    """Logs the metric of each validation from the script."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.script[self.validations])
+
+    def on_validation_end(self) -> None:
+        self.validations += 1
+
+    validations = 0
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(
+    ("batches", "settings"),
+    [
+        pytest.param(DataLoader(Endless()), {"val_check_interval": 4}, id="stream"),
+        pytest.param(
+            DataLoader(Endless()), {"val_check_interval": 4, "check_val_every_n_epoch": None}, id="by batches"
+        ),
+        pytest.param(ones(48), {"val_check_interval": 4}, id="a long epoch"),
+        pytest.param(ones(48), {"val_check_interval": 1 / 12}, id="parts of a long epoch"),
+    ],
+)
+def test_validations_count_where_no_epoch_ends(batches: Any, settings: Any, accumulated: int) -> None:
+    module, steps = ByValidation(patience=0, factor=0.5), 4 // accumulated
+    settings = {"max_epochs": -1, "max_steps": 10 * steps, "accumulate_grad_batches": accumulated, **settings}
+    trainer(**settings).fit(module, batches, ones(1))
+    assert module.optimizer.lrs == expected(10, steps, patience=0, factor=0.5)
+    assert len(set(module.optimizer.lrs)) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_steps": 10}, r"max_steps=10 ends training before the first one, after 48 batches.*val_check_interval"),
+        ({"max_steps": 20, "check_val_every_n_epoch": 2, "val_check_interval": 1.0}, "after 96 batches"),
+        ({"max_steps": 9, "val_check_interval": 3, "accumulate_grad_batches": 2}, "got one after 3 batches"),
+        ({"limit_val_batches": 0}, r"monitor='val_loss'\) needs a validation, and this fit has none"),
+    ],
+)
+def test_a_schedule_that_would_never_step_is_refused_before_the_first_step(settings: Any, message: str) -> None:
+    module = Scripted(patience=0)
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer(**settings).fit(module, ones(48), ones(1))
+    assert not module.optimizer.lrs
+
+
+def test_a_metric_of_training_needs_no_validation() -> None:
+    class Trained(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("train_loss", SCRIPT[self.current_epoch], on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    schedule = partial(reduce_on_plateau, monitor="train_loss", patience=0, factor=0.5)
+    module = Trained(schedule)
+    trainer(max_epochs=10).fit(module, ones(4))
+    assert module.optimizer.lrs == expected(10, patience=0, factor=0.5)
 
 
 class WithTorchs(Scripted):
