@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_tricks.core.checks import duration_steps
 from lightning_tricks.core.lightning.namespace import require_same_lightning
@@ -17,7 +19,7 @@ from lightning_tricks.core.lightning.steps import Plan, Span, UnknownTotalSteps,
 
 __all__ = ["optimizer_steps"]
 
-NAME = "lightning_tricks"  # of the fit among the attributes of a fit loop, and of its place in a checkpoint
+NAME = "lightning_tricks"  # of the fit among the counts of a fit loop
 
 
 class Place(NamedTuple):
@@ -53,13 +55,16 @@ class Place(NamedTuple):
         return taken - self.taken + self.step
 
 
-class Fit:
+class Fit(_BaseProgress):
     """The fits of one Trainer, as all tricks, presets and schedules see them.
 
     A fit is entered by the first of these that asks for it, and begins when the checkpoint is restored and the loaders
     are there. The step of the plan, ``global_step + offset``, is the planned number of steps before the position where
     the fit began, plus the steps taken since. So a curve goes on where it was, and ends where training ends, if a fit
     is interrupted and begun again, or resumed with other devices, accumulation, batches or limits.
+
+    It is one of the counts of Lightning's fit loop, which are in every checkpoint, also in one that is saved after the
+    fit, and are restored before training goes on.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -72,12 +77,6 @@ class Fit:
         self._restored = False  # whether the place is that of a checkpoint
         self._unknown = ""  # the reason why steps cannot be counted, once the fit has begun
         self._announce: Callable[[Place], None] | None = None
-        loop = trainer.fit_loop
-        # These stay after a fit, so that trainer.save_checkpoint saves the place, too.
-        wrap_method(loop, "on_run_start", self._begin)
-        wrap_method(loop, "on_save_checkpoint", self._save)
-        wrap_method(loop, "on_load_checkpoint", self._load)
-        wrap_method(trainer.strategy, "teardown", self._end)
 
     @property
     def total(self) -> int:
@@ -102,6 +101,8 @@ class Fit:
         if self._entered:
             return False
         self._entered, self._announce = True, announce
+        self.undo.callback(wrap_method(self._trainer.fit_loop, "on_run_start", self._begin))
+        self.undo.callback(wrap_method(self._trainer.strategy, "teardown", self._end))
         return True
 
     def _position(self) -> tuple[int, int, int]:
@@ -138,9 +139,9 @@ class Fit:
             setattr(progress.current, count, getattr(progress.current, count) + now - seen)
 
     def _begin(self, original: Callable[[], None]) -> None:
-        before, restored = self.place, self._restored
-        if restored:
-            self._rescale_progress(before)
+        restored = self._restored
+        before = self.place if restored or not self._trainer.fit_loop.restarting else Place()
+        self._rescale_progress(before)
         self._restored, self._unknown = False, ""
         try:
             plan = plan_of(self._trainer)
@@ -162,17 +163,16 @@ class Fit:
         self.undo.close()
         original()
 
-    def _save(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    @override
+    def state_dict(self) -> dict[str, Any]:
         plan = self.place.plan
-        spans = None if plan is None else [list(span) for span in plan.spans]
-        return {**original(), NAME: {**self.place._asdict(), "plan": plan and [spans, *plan[1:]]}}
+        return {**self.place._asdict(), "plan": plan and [[list(span) for span in plan.spans], *plan[1:]]}
 
-    def _load(self, original: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-        original(state_dict)
-        self.place, self._restored = Place(), True
-        if saved := state_dict.get(NAME):
-            plan = saved["plan"] and Plan(tuple(Span(*span) for span in saved["plan"][0]), *saved["plan"][1:])
-            self.place = Place(**{**saved, "plan": plan})
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["plan"]
+        plan = saved and Plan(tuple(Span(*span) for span in saved[0]), *saved[1:])
+        self.place, self._restored = Place(**{**state_dict, "plan": plan}), True
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the Trainer makes its own

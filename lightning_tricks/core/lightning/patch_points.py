@@ -168,8 +168,6 @@ WRAPPED = (
     WrappedMethod(
         _FIT_LOOP, "on_run_start", "", "the fit", "begins when checkpoint and loaders are there, before hooks"
     ),
-    WrappedMethod(_FIT_LOOP, "on_save_checkpoint", "", "the fit", "saves the plan also where no callback could"),
-    WrappedMethod(_FIT_LOOP, "on_load_checkpoint", "state_dict", "the fit", "reads the plan that was saved"),
     WrappedMethod(_STRATEGY, "teardown", "", "the fit", "the one call at the end of every fit, failed ones included"),
     WrappedMethod(
         _EPOCH_LOOP, "_on_before_fetch", "", "DataWait", "no hook runs between the end of a step and the next batch"
@@ -328,6 +326,12 @@ PRIVATE = (
         "_data_fetcher",
         "BatchSizeWarmup, LengthBuckets, TokenBuckets",
         "a new iterator in an epoch that is resumed, and whether it is the fit that reads",
+    ),
+    PrivateName(
+        "lightning.pytorch.loops.progress",
+        "_BaseProgress",
+        "the fit",
+        "a count of a loop, which is in every checkpoint and restored with the loop",
     ),
     PrivateName(
         "lightning.pytorch.loops.progress",

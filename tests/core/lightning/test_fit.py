@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.progress import _BaseProgress
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
@@ -301,3 +302,26 @@ def test_a_fit_resumed_on_another_number_of_processes_goes_on_where_it_was(tmp_p
     module = Tiny(lt.linear)
     trainer(max_epochs=4).fit(module, ones(20, batch_size=2), ckpt_path=two / "10.ckpt")
     assert module.optimizer.lrs == pytest.approx(linear_lrs(40, 20))
+
+
+def test_lightning_saves_and_restores_any_count_of_a_loop(tmp_path: Path) -> None:
+    """A ``_BaseProgress`` among the attributes of a loop is in its state, and those who lack it leave it out."""
+
+    class Count(_BaseProgress):
+        value = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.value = state_dict["value"]
+
+    first, second, stock = trainer(), trainer(), trainer()
+    for run in (first, second):
+        run.fit_loop.mine = Count()
+    first.fit_loop.mine.value = 3
+    first.fit(Tiny(), ones(2))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    for run in (second, stock):
+        run.fit(Tiny(), ones(2), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert second.fit_loop.mine.value == 3
