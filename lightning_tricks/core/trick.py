@@ -147,7 +147,7 @@ def _begin(trainer: pl.Trainer, before: Place) -> None:
     schedules: list[Any] = [config.scheduler for config in configs if _is_ours(config.scheduler)]
     for schedule in schedules:
         schedule.follow(fit.place, before, trainer.global_step)
-    if before.plan not in (None, fit.place.plan) and fit.place.plan is not None:
+    if before.plan and fit.place.plan and (before.total, before.offset) != (fit.place.total, fit.place.offset):
         rank_zero_info(_changed_plan(trainer, before, fit.place, schedules))
     if blind := [type(trick).__name__ for trick in callbacks_of(trainer, Trick) if trick.needs_step_hooks]:
         refuse_steps_past_hooks(trainer, " and ".join(dict.fromkeys(blind)), fit.undo)

@@ -215,24 +215,26 @@ def _occasions(trainer: pl.Trainer, monitor: str) -> tuple[str, int]:
         MisconfigurationException: If it never would, or would look for a metric that nothing logs.
     """
     interval, every = trainer.val_check_interval, trainer.check_val_every_n_epoch or 1  # None: validation by batches
+    limited = isinstance(trainer.limit_train_batches, int)
+    asks = isinstance(interval, int) or trainer.max_steps != -1
+    batches = (train_batches_of_sizes(trainer, {1}) or {}).get(1) if asks else None
+    steps = None if batches is None else every * -(-batches // trainer.accumulate_grad_batches)
+    ends_before = steps is not None and 0 <= trainer.max_steps < steps
     if monitor.startswith("val") and not trainer.enable_validation:
+        if ends_before:  # a trial of some steps
+            return "epoch", every
         raise MisconfigurationException(
             f"reduce_on_plateau(monitor={monitor!r}) needs a validation, and this fit has none: pass val_dataloaders to"
             " trainer.fit, with a validation_step that logs it, or monitor a metric of training."
         )
-    known = trainer.max_steps == -1 or isinstance(trainer.limit_train_batches, int)
-    batches = None if known and not isinstance(interval, int) else train_batches_of_sizes(trainer, {1})
-    if batches is None and isinstance(interval, int) and not isinstance(trainer.limit_train_batches, int):
-        after = interval  # a stream, whose epoch may have no end
-    elif batches is not None and 0 <= trainer.max_steps < every * -(-batches[1] // trainer.accumulate_grad_batches):
-        if interval == 1.0:
-            raise MisconfigurationException(
-                f"reduce_on_plateau steps after a validation, and max_steps={trainer.max_steps} ends training before"
-                f" the first one, after {every * batches[1]} batches: pass Trainer(val_check_interval=...)."
-            )
-        after = interval if isinstance(interval, int) else max(1, int(batches[1] * interval))
-    else:
+    if ends_before and interval == 1.0:
+        raise MisconfigurationException(
+            f"reduce_on_plateau steps after a validation, and max_steps={trainer.max_steps} ends training before"
+            f" the first one, after {steps} steps: pass Trainer(val_check_interval=...)."
+        )
+    if not ends_before and (batches is not None or limited or not isinstance(interval, int)):
         return "epoch", every
+    after = interval if isinstance(interval, int) else max(1, int((batches or 1) * interval))
     if after % trainer.accumulate_grad_batches:
         raise MisconfigurationException(
             f"reduce_on_plateau steps after a validation that follows an optimizer step, got one after {after} batches"

@@ -234,8 +234,8 @@ def test_validations_count_where_no_epoch_ends(batches: Any, settings: Any, accu
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_steps": 10}, r"max_steps=10 ends training before the first one, after 48 batches.*val_check_interval"),
-        ({"max_steps": 20, "check_val_every_n_epoch": 2, "val_check_interval": 1.0}, "after 96 batches"),
+        ({"max_steps": 10}, r"max_steps=10 ends training before the first one, after 48 steps.*val_check_interval"),
+        ({"max_steps": 20, "check_val_every_n_epoch": 2, "val_check_interval": 1.0}, "after 96 steps"),
         ({"max_steps": 9, "val_check_interval": 3, "accumulate_grad_batches": 2}, "got one after 3 batches"),
         ({"limit_val_batches": 0}, r"monitor='val_loss'\) needs a validation, and this fit has none"),
     ],

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -74,7 +75,7 @@ class Fit(_BaseProgress):
         self.is_trial = False  # whether the fit stands for another one, whose plan its schedules show
         self._entered = False
         self._begun = False
-        self._restored = False  # whether the place is that of a checkpoint
+        self._restored = False  # whether the place is that of a checkpoint, from which no fit has begun yet
         self._unknown = ""  # the reason why steps cannot be counted, once the fit has begun
         self._announce: Callable[[Place], None] | None = None
 
@@ -114,7 +115,7 @@ class Fit(_BaseProgress):
         amid = loop.restarting and epochs.started > epochs.processed
         return epochs.processed, batches.processed if amid else 0, self._trainer.global_step
 
-    def _rescale_progress(self, before: Place) -> None:
+    def _mend_progress(self, before: Place) -> None:
         """Have Lightning go on at the same fraction of a restored epoch that has another number of batches now.
 
         Lightning keeps the number of the batch. It would read on in an epoch that was over, or begin it again.
@@ -123,6 +124,12 @@ class Fit(_BaseProgress):
         epochs: Any = loop.epoch_progress.current
         progress: Any = loop.epoch_loop.batch_progress
         seen = progress.current.processed
+        if not loop.restarting:  # an interrupted epoch has begun twice in Lightning's counts, and does not end twice
+            every: Any = (loop.epoch_progress.total, epochs, progress.total, progress.current)
+            for counts in every:
+                counts.ready = counts.started = counts.completed = counts.processed
+            _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # with those of the loops in it
+            loop.epoch_loop.reset_restart_stage()
         if not loop.restarting or batches == math.inf:
             return
         if loop.restarted_mid_epoch and epochs.started == epochs.processed:
@@ -141,7 +148,7 @@ class Fit(_BaseProgress):
     def _begin(self, original: Callable[[], None]) -> None:
         restored = self._restored
         before = self.place if restored or not self._trainer.fit_loop.restarting else Place()
-        self._rescale_progress(before)
+        self._mend_progress(before)
         self._restored, self._unknown = False, ""
         try:
             plan = plan_of(self._trainer)
@@ -158,7 +165,7 @@ class Fit(_BaseProgress):
         original()
 
     def _end(self, original: Callable[[], None]) -> None:
-        self._entered = self._begun = self._restored = self.is_trial = False
+        self._entered = self._begun = self.is_trial = False
         self._announce = None
         self.undo.close()
         original()

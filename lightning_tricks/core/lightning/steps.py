@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Collection
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
     """The optimizer steps of a fit under the present settings of its Trainer, in closed form.
 
     Args:
-        spans: The spans of epochs, in their order; empty if steps alone end training.
+        spans: The spans of epochs, in their order; empty if steps alone end training, and epochs have no known length.
         max_epochs: The number of epochs; None for no limit.
         max_steps: The number of optimizer steps; None for no limit.
     """
@@ -124,7 +125,10 @@ def plan_of(trainer: pl.Trainer) -> Plan:
     if trainer.max_epochs == -1:
         if max_steps is None:
             raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever")
-        plan = Plan((), None, max_steps if trainer.limit_train_batches else 0)
+        spans: tuple[Span, ...] = ()
+        with suppress(UnknownTotalSteps):
+            spans = _spans(trainer) if trainer.fit_loop._combined_loader is not None else ()
+        plan = Plan(spans, None, max_steps if trainer.limit_train_batches else 0)
     else:
         plan = Plan(_spans(trainer), trainer.max_epochs or 0, max_steps)
     if plan.placed(0, 0, 0)[0] < 1:
