@@ -24,6 +24,7 @@ HEADS = {
     "resume": "resume",
     "exception": "retry",
     "second": "second",
+    "again": "again",
     "yaml": "YAML",
     "several": "2 optimizers",
     "iterable": "stream",
@@ -48,6 +49,8 @@ COLUMNS = """\
 - **resume**: from a checkpoint in the middle of an epoch and at its end, bit-equal to the run without interruption. The
   loader has `state_dict` and `load_state_dict`; with any other one Lightning itself begins the epoch's batches again.
 - **retry**: the same callbacks after a fit that raised, bit-equal to new ones. **second**: a second Trainer.
+- **again**: a second fit of one Trainer, stopped before and with another number of epochs: schedules and fractions of
+  training go on at their place in the plan; callbacks start anew, or go on with what the note says.
 - **YAML**: a LightningCLI configuration file, bit-equal to the same in Python.
 - **2 optimizers**, in manual optimization: equal to one optimizer of all weights; clipping by the norm and SAM, which
   treat each optimizer by itself, to a plain loop.

@@ -30,7 +30,8 @@ REGIMES = {
     "resume": "resuming",
     "ranks": "resuming on another number of processes",
     "exception": "a retry after an error",
-    "second": "a second fit",
+    "second": "a second Trainer",
+    "again": "a second fit of one Trainer",
     "yaml": "YAML",
     "several": "two optimizers",
     "iterable": "loaders without a length",
@@ -176,6 +177,14 @@ def _regimes(row: Row) -> list[str]:
             if found["cell"] == "refused":
                 refused.setdefault((entry, _rule(found["why"], entry)), []).append(name)
     lines = [_bullet(f"{', '.join(names)}: tested on CPUs with {regimes}.") for regimes, names in right.items()]
+    again: dict[str, list[str]] = {}
+    for entry in (entry for names in right.values() for entry in names):
+        if why := matrix()[entry.strip("`")].get("again", {}).get("why"):
+            again.setdefault(why, []).append(entry)
+    lines += [
+        _bullet(f"Fitted again after Ctrl-C, an error or with more epochs, {', '.join(of)}: {why}.")
+        for why, of in again.items()
+    ]
     lines += [_bullet(f"`{entry}` is refused with {', '.join(of)}: {rule}.") for (entry, rule), of in refused.items()]
     return [*lines, *(["", "[The whole matrix](../compatibility.md), with the error messages."] if lines else [])]
 

@@ -25,6 +25,7 @@ REGIMES = {
     "resume": "resume mid-epoch",
     "exception": "exception + retry",
     "second": "second Trainer",
+    "again": "fit again",
     "yaml": "LightningCLI YAML",
     "several": "two optimizers",
     "iterable": "loader without a length",

@@ -1,17 +1,25 @@
-"""The same callbacks after an exception, and in a second Trainer: as if they were new."""
+"""The same callbacks after an exception, in a second Trainer, and in a second fit of one: as if they were new.
+
+In a second fit of one Trainer some go on instead, with what they know of the weights that are trained further.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from tests.conformance.runs import fitted, fp16, run
 from tests.conformance.settings import SETTINGS, every_third
-from tests.nets import NormNet, assert_equal, build, fit, weights
+from tests.conformance.trick import Trick
+from tests.nets import NormNet, assert_equal, build, fit, loader, trainer, weights
 
 
 class Stop(Callback):
@@ -59,3 +67,45 @@ def test_a_second_trainer_gives_the_same_whatever_the_first_one_did(name: str, c
     for _ in range(2):
         assert_equal(weights(fitted(trick.module(NormNet, "on"), callbacks=callbacks)), fresh)
     cell(name, "second")
+
+
+GOES_ON = {  # what a second fit of the same Trainer, module and callbacks goes on with
+    "BatchSizeWarmup": "its record of the epochs so far goes on",
+    "EMA": "the average of the same weights goes on",
+    "SWA": "the average of the same weights goes on",
+}
+
+
+def second_fit(trick: Trick, *, anew: bool) -> dict[str, Tensor]:
+    """The weights after a fit that was stopped in its second epoch and fitted again on the same Trainer, for longer."""
+    stop, module = Stop(8), build(trick.module(NormNet, "on"))
+    run = trainer(callbacks=[*trick.make_callbacks("on"), stop], max_epochs=4)
+    pl.seed_everything(7, verbose=False)
+    with pytest.raises(RuntimeError, match="planned"):
+        run.fit(module, loader(), loader(24))
+    if anew:
+        run.callbacks[run.callbacks.index(stop) - len(trick.make_callbacks("on")) : run.callbacks.index(stop)] = (
+            trick.make_callbacks("on")
+        )
+    run.fit_loop.max_epochs = 3
+    pl.seed_everything(7, verbose=False)
+    with pytest.raises(FloatingPointError) if trick.stops else nullcontext():
+        run.fit(module, loader(), loader(24))
+    assert run.current_epoch == (2 if trick.stops else 3)
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", every_third(1))
+def test_a_second_fit_of_one_trainer_starts_anew_or_goes_on(name: str, cell: Callable[..., None]) -> None:
+    trick = SETTINGS[name]
+    mine = second_fit(trick, anew=False)
+    if name == "BatchSizeWarmup":
+        with pytest.raises(MisconfigurationException, match="training had no such epochs"):
+            second_fit(trick, anew=True)
+        equal = False
+    else:
+        fresh = second_fit(trick, anew=True)
+        equal = all(torch.equal(mine[weight], fresh[weight]) for weight in fresh)
+    assert equal == (name not in GOES_ON), "what the second fit goes on with is said in GOES_ON"
+    why = GOES_ON.get(name, "goes on at its place in the plan" if trick.schedule else "starts anew")
+    cell(name, "again", "right", why)

@@ -86,6 +86,16 @@ def trained(name: str, precision: str = "32-true", net: Any = PlainNet, **settin
     return gather.weights
 
 
+def again(module: Any, train: Any, **settings: Any) -> dict[str, Tensor]:
+    """The end weights of two fits of one Trainer, an epoch each."""
+    gather = Whole()
+    run = trainer(callbacks=[gather], **{**settings, "max_epochs": 1})
+    for epochs in (1, 2):
+        run.fit_loop.max_epochs = epochs
+        run.fit(module, train, loader(24))
+    return gather.weights
+
+
 class Stream(IterableDataset[Any]):
     """The batches of a loader, whose number it does not tell."""
 
@@ -152,6 +162,8 @@ def everything(name: str, folder: Path) -> dict[str, Any]:
     with pytest.raises(RuntimeError, match="planned"):
         trained(name, callbacks=[Stop(7)])
     found["exception"] = trained(name)
+    twice = {**machines(), **settings_of(name, "32-true"), **ALIKE}
+    found["again"] = right_or_refused(lambda: again(build(PlainNet), share(name), **twice))
     trained(name, "bf16-mixed", max_epochs=1)
     found["second"] = trained(name)
     for regime in ("iterable", "resume", "exception", "second"):
@@ -188,14 +200,17 @@ def test_a_family_is_right_or_refused(family: str, tmp_path: Path, cell: Callabl
             continue
         alone, beside = build(PlainNet), {"callbacks": [lora()]} if regime == "LoRA" else {}
         own = {"precision": "bf16-mixed"} if regime in ("bf16", "yaml") else fp16() if regime == "fp16" else {}
-        fit(alone, train=loader(80, 16), **{**FIT.get(regime, {}), **own, **beside})
+        if regime == "again":
+            again(alone, loader(80, 16))
+        else:
+            fit(alone, train=loader(80, 16), **{**FIT.get(regime, {}), **own, **beside})
         for rank in told:
             given = {key: torch.from_numpy(each) for key, each in rank[regime].items()}
             assert_close(given, weights(alone), 5e-3 if own else 1e-5)  # DeepSpeed computes with 16-bit weights
         if regime == "ranks":
             (one,) = run_ranks(by_itself, "fsdp2_bf16" if OWN.get(family) == "FSDP2" else name, tmp_path, nprocs=1)
             assert_close({key: torch.from_numpy(each) for key, each in one.items()}, weights(alone), 1e-5)
-        cell(family, regime)
+        cell(family, regime, "right", "goes on with its weights" if regime == "again" else "")
     for other in ("DDP", "FSDP2", "DeepSpeed"):
         if other == OWN.get(family):
             cell(family, other)  # in fact all that is above
