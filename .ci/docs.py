@@ -42,7 +42,7 @@ START = (
     "glossary",
 )
 ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", "architecture", "contributing", "changelog")
-SCALE = ("strategies", "multi_node", "scaling")
+SCALE = ("strategies", "multi_node", "scaling", "second_life")
 EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 PICTURE = re.compile(r'\b(src|srcset)="(?!https?:)([^"#]+)')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -343,6 +344,67 @@ def weighted(figure: Any) -> None:
     _bare(axis)
 
 
+def replanned(figure: Any) -> None:
+    """The learning rate of a fit of four epochs that goes on from its middle, with larger steps or for longer."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "middle.ckpt"
+        whole, *others = [
+            _rates(4, 1, save=path), _rates(4, 4, ckpt_path=path), _rates(8, 1, ckpt_path=path)
+        ]  # fmt: skip
+    axis = figure.subplots()
+    axis.plot(*whole, color=PLAIN, linewidth=3, label="max_epochs=4")
+    axis.plot(*others[0], color=WARM, marker="o", markersize=3, linewidth=1, label="resumed with accumulation 4")
+    axis.plot(*others[1], color=OURS, linewidth=2, label="resumed with max_epochs=8")
+    axis.axvline(2, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlabel("epochs")
+    axis.set_title("learning rate of lt.cosine, resumed after two epochs")
+    axis.legend(frameon=False)
+    _bare(axis)
+
+
+def _rates(
+    epochs: int, accumulate: int, *, save: Path | None = None, ckpt_path: Path | None = None
+) -> tuple[list[float], list[float]]:
+    """The epochs at which a fit has stepped, and the learning rates of the steps."""
+    module = Curved()
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    callbacks = [Saved(save)] if save else []
+    run = pl.Trainer(
+        max_epochs=epochs, accumulate_grad_batches=accumulate, callbacks=callbacks, accelerator="cpu", **quiet
+    )
+    run.fit(module, DataLoader(TensorDataset(torch.ones(20, 1))), ckpt_path=ckpt_path, weights_only=True)
+    begun = 2.0 if ckpt_path else 0.0
+    return [begun + step * accumulate / 20 for step in range(len(module.rates))], module.rates
+
+
+class Saved(pl.Callback):
+    """Saves a checkpoint at the end of the second epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+class Curved(pl.LightningModule):
+    """One weight, whose optimizer follows a cosine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rates = nn.Linear(1, 1), list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        return lt.cosine(torch.optim.SGD(self.parameters(), lr=1.0), self)
+
+
 PICTURES: dict[str, tuple[Callable[[Any], None], tuple[float, float]]] = {
     "mixed": (mixed, (8.5, 2.3)),
     "cut": (cut, (6.5, 2.3)),
@@ -358,6 +420,7 @@ PICTURES: dict[str, tuple[Callable[[Any], None], tuple[float, float]]] = {
     "filtered": (filtered, (7, 2.4)),
     "padded": (padded, (8, 2.6)),
     "weighted": (weighted, (7, 2.2)),
+    "replanned": (replanned, (7, 2.4)),
 }  # How each is drawn, and its size in inches.
 
 

@@ -150,6 +150,7 @@ def parser_choices() -> list[str]:
 
 
 @pytest.mark.parametrize("page", pages_with("python", [page for page in PAGES if page != CLIENTS]))
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")  # Lightning, where a page fits again
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers 5
@@ -162,7 +163,7 @@ def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
     starts = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("fork", force=True)  # what is executed here is in no module that workers import
     try:
-        yours = {"net": PlainNet(), "batch": data(4)[:]}
+        yours = {"net": PlainNet(), "batch": data(4)[:], "loader": torch.utils.data.DataLoader(data(8), 4)}
         exec("\n".join(blocks(page, "python")), {"lt": lt, "L": pl, "Trainer": here, "torch": torch, **yours})
     finally:
         multiprocessing.set_start_method(starts, force=True)

@@ -13,6 +13,11 @@ Every factory returns the dictionary that Lightning expects, ``{"optimizer": ...
 
 Lengths are durations: an int counts optimizer steps, a float in [0, 1] is a fraction of T. Under ``fast_dev_run`` and
 ``overfit_batches``, lengths in steps that were chosen for the full training end with the trial.
+
+A fit that is begun again after an interruption, or resumed, is at step t of its present plan: the planned steps before
+the position where it began, and those taken since. With other devices, accumulation or batch sizes a curve goes on
+where it was, and it always ends where training ends. With a larger ``max_epochs`` it goes on in the curve of the longer
+plan, whose factor is higher there. Lengths in steps that were taken in the earlier plan are stretched with it.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class PlateauLR(ReduceLROnPlateau):
             return
         if place.plan is not None and self.duration:
             warmed = self.steps >= self.warmup
-            self.warmup = whole_steps(self.duration, place.total, place)
+            self.warmup = self._warmup_at(place)
             self.steps = self.steps + place.offset - before.offset if self.steps else taken + place.offset
             for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=False):
                 if not warmed and group["lr"] == lr:  # that of the warm-up, not of a checkpoint without a schedule
@@ -115,8 +115,13 @@ class PlateauLR(ReduceLROnPlateau):
             self._set_lrs()
             self._last_lr = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
         if self._saved:
-            warn_of_other_settings(self._saved, {name: vars(self)[name] for name in _SETTINGS})
+            warmup = self.warmup if before.plan is None else self._warmup_at(before)
+            own = {name: vars(self)[name] for name in _SETTINGS} | {"warmup": warmup}
+            warn_of_other_settings(self._saved, own)  # not of the plan, which is told once for all schedules
             self._saved = {}
+
+    def _warmup_at(self, place: Place) -> float:
+        return whole_steps(self.duration or 0, place.total, place)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

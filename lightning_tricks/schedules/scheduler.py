@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any, final
@@ -155,17 +156,20 @@ class CurveLR(LRScheduler):
             before: The place in the plan that the schedule's state is of.
             taken: The number of optimizer steps taken so far.
         """
-        if not self.follows:
+        if not self.follows or self.rebind is None:
             return
-        if place.plan is not None and self.rebind is not None:
+        own = self.settings
+        if place.plan is not None:
             self.curve, self.momentum = self.rebind(place)
-            self.settings = settings_of(self.curve, self.momentum)
+            self.settings = own = settings_of(self.curve, self.momentum)
             # A schedule at its first step is new, and nothing was restored into it.
             step = self.last_epoch + place.offset - before.offset if self.last_epoch else taken + place.offset
             if step != self.last_epoch or self.get_last_lr() != self.get_lr():
                 self._go_to(step)
         if self._saved:
-            warn_of_other_settings(self._saved, self.settings)
+            with suppress(ValueError):  # of lengths that do not fit into the earlier plan
+                own = own if before.plan is None else settings_of(*self.rebind(before))
+            warn_of_other_settings(self._saved, own)  # not of the plan, which is told once for all schedules
             self._saved = {}
 
 

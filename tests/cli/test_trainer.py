@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import runpy
 import shlex
@@ -201,7 +202,7 @@ def told_next(shown: str) -> tuple[str, list[str]]:
     return path, shlex.split(command.removeprefix("next: lightning-tricks "))
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:The schedule of the checkpoint")  # it goes on
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # it goes on
 def test_a_fit_says_where_its_checkpoint_is_and_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
     saves = write("it saves.yaml", trainer={"enable_checkpointing": True, "default_root_dir": "a run"})
     first = ["fit", "-c", "base.yaml", "-c", saves]
@@ -219,14 +220,15 @@ def test_a_fit_says_where_its_checkpoint_is_and_what_to_type_next(capsys: pytest
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:.isinstance.treespec, LeafSpec")  # Lightning, torch
-def test_a_fit_begins_and_goes_on_from_the_newest_checkpoint() -> None:
+def test_a_fit_begins_and_goes_on_from_the_newest_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     preempts = ["--trainer.callbacks+=Preemption", "--trainer.callbacks.folder=run"]
     saves = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=run"]
     saves += ["--trainer.enable_checkpointing=true"]
     fit = ["fit", "-c", "base.yaml", *preempts, *saves, "--ckpt_path", "newest"]
     assert main(fit) == 0
-    with pytest.warns(UserWarning, match="The schedule of the checkpoint, .*'total_steps': 2"):  # it is read
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         assert main([*fit, "--trainer.max_epochs=2"]) == 0
+    assert "The plan of training has changed from 2 to 4 optimizer steps" in caplog.text  # it is read
 
 
 def test_the_users_own_error_keeps_its_traceback_and_debug_shows_the_others() -> None:

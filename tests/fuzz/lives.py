@@ -254,13 +254,19 @@ class Plain:
                 self.epoch, self.batch = self.epoch + (self.batch > 0), 0
             elif self.batches != leg.batches:  # the same fraction of the epoch, in whole windows
                 self.batch = self.batch * leg.batches // self.batches // leg.accumulated * leg.accumulated
-        self.batches = self.batches if self.waits and over else leg.batches
+        if over:  # nothing is trained, and nothing begins
+            return Lived([], self.left())
+        self.batches = leg.batches
         total, step = self.place(leg)
         self.begin(total, step)
         rates, ended = self.train(leg, total, step)
-        if ended and self.average is not None and self.updates:
-            return Lived(rates, [average.float() for average in self.average])
-        return Lived(rates, [p.detach().clone() for p in self.layers.parameters()])
+        return Lived(rates, self.left() if ended else [p.detach().clone() for p in self.layers.parameters()])
+
+    def left(self) -> list[Tensor]:
+        """The weights in the module after a fit that was not interrupted."""
+        if self.average is None or not self.updates:
+            return [p.detach().clone() for p in self.layers.parameters()]
+        return [average.float() for average in self.average]
 
     def place(self, leg: Leg) -> tuple[int, int]:
         """The number of planned steps, and those before the position at which the leg begins."""

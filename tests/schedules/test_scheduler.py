@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from dataclasses import dataclass
 from functools import partial
@@ -190,17 +191,26 @@ def test_a_fit_resumed_from_any_step_takes_the_same_learning_rates(tmp_path, sch
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
 @pytest.mark.parametrize("schedule", [*FACTORIES, tailed, cycled], ids=lambda schedule: schedule.__name__)
-def test_a_fit_resumed_for_longer_warns_once_and_follows_the_new_total(tmp_path, schedule):
+def test_a_fit_resumed_for_longer_tells_so_once_and_follows_the_new_total(tmp_path, schedule, caplog):
     (tmp_path / "longer").mkdir()
     fit(schedule, tmp_path)
     longer = fit(schedule, tmp_path / "longer", epochs=4)
     if schedule in ENDLESS:
         assert fit(schedule, tmp_path, epochs=4, resume=6) == longer[6:]
         return
-    with pytest.warns(UserWarning, match=r"'total_steps': 9.*is not this run's.*'total_steps': 12") as caught:
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         resumed = fit(schedule, tmp_path, epochs=4, resume=6)
-    assert sum("is not this run's" in str(warning.message) for warning in caught) == 1
+    (told,) = [text for text in caplog.messages if text.startswith("The plan of training has changed")]
+    assert "from 9 to 12 optimizer steps, of which 6 are left, with a learning rate of" in told
     assert resumed == longer[6:]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
+def test_a_fit_resumed_with_other_settings_of_its_curve_warns_once(tmp_path):
+    fit(partial(flat_cos, flat=0.5), tmp_path)
+    with pytest.warns(UserWarning, match=r"'flat': 4.5.*is not this run's.*'flat': 6.0") as caught:
+        fit(partial(flat_cos, flat=6), tmp_path, epochs=4, resume=6)
+    assert sum("is not this run's" in str(warning.message) for warning in caught) == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scheduler: pickle.loads(pickle.dumps(scheduler))])
