@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.batches.form import in_class_of
 from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches.paths import Names, get, put
+from lightning_tricks.core.batches.paths import Names, get, put, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_bool, check_range
 
@@ -112,5 +113,6 @@ class Mixup(MixingCallback):
             others = [context.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]
             weights = torch.tensor([max(weight, 1 - weight) for weight in (lam, *others)], device=index.device)
         for path, x in inputs:
-            context.batch = put(context.batch, path, mixup(x, weights, index))
+            mixed = in_class_of(mixup(x, weights, index), x, spelled(path), "Mixup")
+            context.batch = put(context.batch, path, mixed)
         return Drawn(weights, index)

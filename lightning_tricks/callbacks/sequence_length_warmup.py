@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.batches.form import in_form_of
 from lightning_tricks.core.batches.growing import GrowingInputs
 from lightning_tricks.core.batches.paths import Names, Path, described, get, put, spelled, walk
 from lightning_tricks.core.batches.pipeline import BatchContext
@@ -97,6 +98,7 @@ class SequenceLengthWarmup(GrowingInputs):
             if isinstance(part, Tensor) and self._is_alike(part, samples, {n for n in sizes if sizes[n] < n}):
                 cut = part.narrow(self.dim, 0, sizes[part.shape[self.dim]])
                 self._require_kept(path, part, cut, path in targets)
+                cut = in_form_of(cut, part, spelled(path), "SequenceLengthWarmup")
                 context.batch = put(context.batch, path, cut)
         return context.batch
 

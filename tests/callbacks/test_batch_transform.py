@@ -226,6 +226,12 @@ def test_masks_follow_the_images() -> None:
         assert all(torch.equal(part.reshape(B, 8, 8), expected) for part in followed.reshape(B, 8, 8, -1).unbind(-1))
 
 
+def test_masks_that_follow_can_be_flattened_by_view() -> None:
+    for shape in ((B, H, W), (B, 2, H, W), (B, H, W, 2)):
+        ((_, mask),) = seen(v2.RandomHorizontalFlip(), (images(), torch.rand(shape)))
+        assert torch.equal(mask.view(-1), mask.flatten())
+
+
 def test_boxes_follow_in_lists() -> None:
     def target(number: int) -> dict[str, Any]:
         box = BoundingBoxes(torch.tensor([[1, 2, 3 + number, 5]]), format="XYXY", canvas_size=(H, W))  # type: ignore[call-overload]

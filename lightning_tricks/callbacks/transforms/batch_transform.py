@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.cutting import has_one_entry_a_sample
+from lightning_tricks.core.batches.form import in_form_of
 from lightning_tricks.core.batches.images import masks_of, require_images, rows_and_columns
 from lightning_tricks.core.batches.paths import Names, Path, described, get, parts, put, spelled, walk
 from lightning_tricks.core.batches.pipeline import BatchContext
@@ -108,7 +109,7 @@ class BatchTransform(BatchCallback):
         for path in inputs:
             with random_numbers_from(seed, device):  # the same for all inputs of a sample
                 new = [self.transform(sample) for sample in get(context.batch, path).unbind()]
-            context.batch = put(context.batch, path, self._stacked(path, new))
+            context.batch = self._with(context.batch, path, self._stacked(path, new))
 
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
@@ -163,10 +164,14 @@ class BatchTransform(BatchCallback):
         columns = [made] if len(columns) == 1 else list(zip(*made, strict=True))
         for path, new in zip((*inputs, *followers), columns, strict=True):
             if path in places:
-                batch = put(batch, path, self._stacked(path, new).movedim((-2, -1), places[path]))
+                batch = self._with(batch, path, self._stacked(path, new).movedim((-2, -1), places[path]))
             else:
                 batch = put(batch, path, type(get(batch, path))(new))
         return batch
+
+    def _with(self, batch: Any, path: Path, new: Tensor) -> Any:
+        """The batch with other values of a part."""
+        return put(batch, path, in_form_of(new, get(batch, path), spelled(path), "BatchTransform"))
 
     def _stacked(self, path: Path, samples: list[Any]) -> Tensor:
         if not isinstance(samples[0], Tensor):

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_tricks.core.batches.form import in_class_of
 from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, is_read_only, parts, put, walk
 
 Samples = Tensor | slice  # the positions of samples (n,), or a range
@@ -155,9 +156,9 @@ class _Cut:
         if isinstance(array, Tensor) and array.layout != torch.strided:  # sparse tensors cannot be sliced
             positions = torch.arange(self.size, device=array.device)[self.samples]
             return array.index_select(0, positions)
-        if isinstance(array, Tensor) or isinstance(self.samples, slice):
-            return array[self.samples]
-        return array[self.samples.cpu().numpy()]
+        if isinstance(array, Tensor):
+            return in_class_of(array[self.samples], array, path, self.trick)
+        return array[self.samples if isinstance(self.samples, slice) else self.samples.cpu().numpy()]
 
     def _container(self, container: Any, path: str) -> Any:
         inner = list(parts(container))

@@ -369,6 +369,29 @@ def test_samples_are_compared_by_a_smaller_version(kind: Any, dense: bool) -> No
         assert torch.equal(value, batch[name][kept])
 
 
+@pytest.mark.parametrize("kind", [Images, Tokens])
+def test_a_smaller_version_can_be_flattened_by_view(kind: Any) -> None:
+    def flat(z: Tensor, y: Tensor) -> Tensor:
+        z = z.movedim(1, -1).reshape(-1, 2) if kind is Images else z.view(-1, 2)
+        return CE(z, y.view(-1))
+
+    images = torch.randn(8, 3, 7, 10, generator=torch.Generator().manual_seed(2))
+    batch = (
+        {"x": images, "y": rows(2, 7, 10)}
+        if kind is Images
+        else {"x": rows(20, 7), "mask": rows(2, 7), "y": rows(2, 7)}
+    )
+    ends = []
+    for loss in (
+        flat,
+        lambda z, y: CE(z.movedim(1, -1).flatten(0, -2) if kind is Images else z.flatten(0, -2), y.flatten()),
+    ):
+        module = build(kind, dense=True)
+        module.loss = loss
+        ends.append(run_one(module, batch, lt.HardExampleFilter(score_scale=0.5)))
+    assert_equal(*ends)
+
+
 def test_one_hot_targets_of_the_shape_of_an_image_are_no_mask() -> None:
     images = torch.randn(8, 3, 8, 2, generator=torch.Generator().manual_seed(2))
     batch = {"x": images, "y": F.one_hot(rows(2), 2).float()}
