@@ -188,6 +188,11 @@ class HardExampleFilter(BatchCallback):
         self._filtered = False
 
     @override
+    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
+        # With keep=1 nothing is filtered, so that the length of the training need not be known.
+        return 0.0 if self.keep == 1 else super()._in_steps(trainer, name, duration)
+
+    @override
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.keep == 1 or context.number % self.every_n_batches:
             return
@@ -209,9 +214,9 @@ class HardExampleFilter(BatchCallback):
 
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
-        size = self._samples(context.batch)
         if self.keep == 1:
             return
+        size = self._samples(context.batch)
         if self.mode == "loss":
             context.plan.choose = context.plan.choose or (lambda losses: None)
             context.plan_targets(self, self.targets_in(context.batch))

@@ -465,6 +465,30 @@ def test_numbers_and_what_is_only_logged_is_no_error(trick: Callable[[], Any]) -
     assert run.callback_metrics["age"] > 0
 
 
+def attending(module: Any, batch: Any) -> Tensor:
+    """Features of words, of which some are padding."""
+    mask = batch["attention_mask"][..., None]
+    return F.cross_entropy(module((module.layers[0].weight[0] * batch["x"] * mask).sum(1) / mask.sum(1)), batch["y"])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.long, torch.bool])
+def test_an_attention_mask_stays_that_of_its_sample_in_any_numbers(kind: torch.dtype) -> None:
+    words = torch.randn(24, 5, 8, generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(5) <= NUMBERS[:, None] % 5).to(kind)
+    train = feed(lambda x, y, ids: {"x": words[ids], "attention_mask": mask[ids], "y": y})
+    module, hand, mixup = build(stepping(attending)), build(stepping(attending)), lt.Mixup(1.0)
+    watch = Watch(mixup)
+    fit(module, train=train, callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    optimizer = hand.configure_optimizers()
+    for batch, (lam, index) in zip(train, watch.drawn, strict=True):
+        mixed = {**batch, "x": naive_mixup(batch["x"], lam, index)}
+        optimizer.zero_grad()
+        other = {**mixed, "y": batch["y"][index]}
+        (lam * attending(hand, mixed) + (1 - lam) * attending(hand, other)).backward()
+        optimizer.step()
+    assert_close(weights(module), weights(hand))
+
+
 def test_a_weight_that_hidden_mixup_does_not_mix_is_refused() -> None:
     trick = lt.HiddenMixup("layers.2")
     refused(stepping(weighted), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))

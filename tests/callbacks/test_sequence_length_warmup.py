@@ -152,6 +152,16 @@ def test_a_part_that_may_belong_to_places_in_another_way_is_refused(batch: Any, 
     refused(batch, message)
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask", "padding_mask"])
+def test_a_mask_of_tokens_is_known_by_its_name(name: str) -> None:
+    mask = (ids() % T < torch.tensor([[T], [12], [4], [20]])).float()
+    for batch in ({"input_ids": ids(), name: mask}, {"text": {"input_ids": ids(), name: mask}}):
+        cut = first(batch, inputs="text.input_ids" if "text" in batch else None)
+        cut = cut.get("text", cut)
+        assert torch.equal(cut[name], mask[:, :N])
+        assert cut["input_ids"].shape == (B, N)
+
+
 def test_padding_on_the_left_is_refused() -> None:
     batch = encoded()
     batch["attention_mask"] = batch["attention_mask"].flip(1)

@@ -20,6 +20,7 @@ from lightning_tricks.core.batches.paths import (
     Path,
     described,
     get,
+    is_attention_mask,
     is_read_only,
     locate,
     other_samples,
@@ -168,7 +169,10 @@ class MixingCallback(BatchCallback):
                 name=_named(path),
                 inputs=tuple(map(_named, inputs)),
                 targets=tuple(map(_named, targets)),
-                in_network=self.mixes_inputs and self.inputs is None and part.is_floating_point(),
+                in_network=self.mixes_inputs
+                and self.inputs is None
+                and part.is_floating_point()
+                and not is_attention_mask(path),
             )
 
     def _cannot(self, rule: str, context: BatchContext) -> MisconfigurationException:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_tricks.core.batches.form import in_form_of, require_no_attributes
-from lightning_tricks.core.batches.paths import Path, described, get, put, spelled, walk
+from lightning_tricks.core.batches.paths import Path, described, get, is_attention_mask, put, spelled, walk
 from lightning_tricks.core.lightning.trainer import step_arguments
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.target import mixed_target
@@ -68,23 +68,24 @@ def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:
         rows = (torch.arange(height, device=x.device) * sides[0] // height)[:, None]
         columns = torch.arange(width, device=x.device) * sides[1] // width
         return _changed(
-            batch, lambda leaf: leaf.ndim > 2 and leaf.shape[-2:] == sides, lambda mask: mask[..., rows, columns]
+            batch, lambda path, leaf: leaf.ndim > 2 and leaf.shape[-2:] == sides, lambda mask: mask[..., rows, columns]
         )
     if not x.is_floating_point() and x.ndim == 2:
         tokens = max(1, round(scale * x.shape[1]))
-        return _changed(
-            batch,
-            lambda leaf: leaf.shape[:2] == x.shape and not (leaf.ndim == 2 and leaf.is_floating_point()),  # labels
-            lambda leaf: leaf[:, :tokens],
-        )
+
+        def is_of_tokens(path: Path, leaf: Tensor) -> bool:  # and no labels of samples
+            known = leaf.ndim > 2 or not leaf.is_floating_point() or is_attention_mask(path)
+            return known and leaf.shape[:2] == x.shape
+
+        return _changed(batch, is_of_tokens, lambda leaf: leaf[:, :tokens])
     raise MisconfigurationException(
         f"score_scale={scale} shrinks images (B, C, H, W) or integer sequences (B, T), got a batch with"
         f" {described(batch)}: name inputs=, or remove score_scale."
     )
 
 
-def _changed(batch: Any, suits: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]) -> Any:
+def _changed(batch: Any, suits: Callable[[Path, Tensor], bool], change: Callable[[Tensor], Tensor]) -> Any:
     for path, leaf in walk(batch):
-        if isinstance(leaf, Tensor) and suits(leaf):
+        if isinstance(leaf, Tensor) and suits(path, leaf):
             batch = put(batch, path, in_form_of(change(leaf), leaf, spelled(path), _TRICK))
     return batch
