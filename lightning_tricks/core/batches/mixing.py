@@ -130,8 +130,8 @@ class MixingCallback(BatchCallback):
             if not (x.is_floating_point() or x.is_complex()):
                 name = ".".join(map(str, path))
                 raise self._cannot(
-                    f"mixes floating-point inputs, got {x.dtype} for {name!r}: convert it in the data set, or use"
-                    " HiddenMixup for token ids",
+                    f"mixes floating-point inputs, got {x.dtype} for {name!r}: convert it in the data set or, on the"
+                    " device, in on_after_batch_transfer, or use HiddenMixup for token ids",
                     context,
                 )
             if x.is_nested or not x.ndim or len(x) != size:

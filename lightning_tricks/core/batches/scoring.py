@@ -79,8 +79,9 @@ def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:
 
         return _changed(batch, is_of_tokens, lambda leaf: leaf[:, :tokens])
     raise MisconfigurationException(
-        f"score_scale={scale} shrinks images (B, C, H, W) or integer sequences (B, T), got a batch with"
-        f" {described(batch)}: name inputs=, or remove score_scale."
+        f"score_scale={scale} shrinks images (B, C, H, W) in floating-point numbers, to which on_after_batch_transfer"
+        f" may convert them, or integer sequences (B, T), got a batch with {described(batch)}: name inputs=, or remove"
+        " score_scale."
     )
 
 
