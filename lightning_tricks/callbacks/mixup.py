@@ -111,7 +111,8 @@ class Mixup(MixingCallback):
         index = permutation(context.numbers, inputs[0][1])
         if self.per_sample:
             others = [context.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]
-            weights = torch.tensor([max(weight, 1 - weight) for weight in (lam, *others)], device=index.device)
+            weights = torch.tensor([max(weight, 1 - weight) for weight in (lam, *others)])
+            weights = weights.to(index.device, non_blocking=True)
         for path, x in inputs:
             mixed = in_class_of(mixup(x, weights, index), x, spelled(path), "Mixup")
             context.batch = put(context.batch, path, mixed)

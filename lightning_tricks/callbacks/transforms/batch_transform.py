@@ -43,8 +43,9 @@ class BatchTransform(BatchCallback):
 
     Validation, test and the tensors of the data set are not changed. Random numbers depend on the seed, the number of
     the batch and the rank, whether they come from torch, Python or NumPy; the global generators are left as they were,
-    and a resumed run continues exactly. Samples are transformed one after the other, before those of ``Mixup`` are
-    mixed: on a GPU, a step waits for some small operations per sample.
+    and a resumed run continues exactly. Samples are transformed before those of ``Mixup`` are mixed, and one after the
+    other, by some small operations for each; ``CutOut``, ``ColOut`` and any transform with a method ``of_batch(x)``
+    transform all of them at once.
 
     Args:
         transform: A callable that takes and returns a sample.
@@ -108,8 +109,14 @@ class BatchTransform(BatchCallback):
             return
         for path in inputs:
             with random_numbers_from(seed, device):  # the same for all inputs of a sample
-                new = [self.transform(sample) for sample in get(context.batch, path).unbind()]
-            context.batch = self._with(context.batch, path, self._stacked(path, new))
+                new = self._transformed(path, get(context.batch, path))
+            context.batch = self._with(context.batch, path, new)
+
+    def _transformed(self, path: Path, x: Tensor) -> Tensor:
+        """The transformed samples of an input."""
+        if hasattr(self.transform, "of_batch"):
+            return self.transform.of_batch(x)
+        return self._stacked(path, [self.transform(sample) for sample in x.unbind()])
 
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_tricks.core.batches.form import in_class_of
+from lightning_tricks.core.batches.form import in_class_of, values_of
 from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, is_read_only, parts, put, walk
 
 Samples = Tensor | slice  # the positions of samples (n,), or a range
@@ -85,8 +85,8 @@ def is_pairwise(x: Tensor, size: int) -> bool:
     """
     if x.is_nested or x.layout != torch.strided or x.ndim < 2 or x.shape[:2] != (size, size) or size < _FEWEST:
         return False
-    x = x.detach()
-    if not torch.equal(x, x.transpose(0, 1)) or torch.equal(x[1:, :-1], x[:-1, 1:]):
+    x = values_of(x)
+    if not ((x == x.transpose(0, 1)).all() & (x[1:, :-1] != x[:-1, 1:]).any()):  # as one number, for which a GPU waits
         return False
     rows, columns = torch.triu_indices(size, size, 1, device=x.device)
     counts = x[rows, columns].unique(dim=0, return_counts=True)[1].float()

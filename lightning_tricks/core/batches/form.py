@@ -44,7 +44,7 @@ def in_class_of(new: Tensor, old: Tensor, where: str, trick: str) -> Tensor:
             other one: a name for each sample, but not for each column.
     """
     kind = type(old)
-    if kind is Tensor or kind.__torch_dispatch__ != Tensor.__torch_dispatch__:  # which makes its results by itself
+    if kind is Tensor or _has_other_storage(old):
         return new
     new = new if isinstance(new, kind) else new.as_subclass(kind)
     changed = {size for size, now in zip(old.shape, new.shape, strict=False) if size != now} or {len(old)}
@@ -60,6 +60,16 @@ def in_class_of(new: Tensor, old: Tensor, where: str, trick: str) -> Tensor:
             )
         setattr(new, name, value)
     return new
+
+
+def values_of(x: Tensor) -> Tensor:
+    """The values of a tensor without its class, whose methods may expect to be called by its user alone."""
+    return x.detach() if _has_other_storage(x) else x.detach().as_subclass(Tensor)
+
+
+def _has_other_storage(x: Tensor) -> bool:
+    """Whether a tensor holds its values in other tensors, as a DTensor does, and makes its results by itself."""
+    return type(x).__torch_dispatch__ != Tensor.__torch_dispatch__
 
 
 def require_no_attributes(target: Tensor, where: str, trick: str) -> None:

@@ -32,6 +32,7 @@ class LossPlan:
         self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix the input of a loss
         self.tricks, self.number = "the trick", 0  # names of the tricks and number of the batch, for error messages
         self.samples = 0
+        self.sample_ids: Tensor | None = None  # the number of each sample (B,), if samples count differently
         self.losses = 0  # number of losses that followed the plan
         self.unclear = ""  # why the last loss that did not follow the plan could not
         self.open = True  # False once the batch is done, when its targets are plain labels again

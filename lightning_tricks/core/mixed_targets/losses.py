@@ -115,7 +115,9 @@ def _chosen(
             " samples. Take the mean over all of them."
         )
     choice = plan.choose(_per_sample(losses, sample_ids, plan.samples, counted))
-    return None if choice is None else (torch.isin(sample_ids, choice[0]).nonzero().flatten(), choice[1])
+    if choice is None or sample_ids is plan.sample_ids:  # one entry per sample, in their order
+        return choice
+    return torch.isin(sample_ids, choice[0]).nonzero().flatten(), choice[1]
 
 
 def _per_sample(losses: Tensor, sample_ids: Tensor, samples: int, counted: Tensor | None) -> Tensor:

@@ -68,8 +68,9 @@ class MixedTarget(torch.Tensor):
 def mixed_target(branches: Sequence[Tensor], plan: LossPlan) -> MixedTarget:
     """Make a target from one or two branches of the same shape (B, ...)."""
     first, plan.samples = branches[0], len(branches[0])
-    sample_ids = torch.arange(len(first), device=first.device) if plan.by_samples else None
-    return _with_branches(first.as_subclass(MixedTarget), branches, plan, sample_ids)
+    if plan.by_samples and plan.sample_ids is None:  # all targets share it, so that it is known again
+        plan.sample_ids = torch.arange(len(first), device=first.device)
+    return _with_branches(first.as_subclass(MixedTarget), branches, plan, plan.sample_ids)
 
 
 def _with_branches(
