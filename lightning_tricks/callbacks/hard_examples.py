@@ -74,8 +74,10 @@ class HardExampleFilter(BatchCallback):
     nothing and leaves BatchNorm statistics, metrics and attributes of the module unchanged. The training pass draws the
     same random numbers as the scoring pass. ``score_scale`` makes scoring cheap. ``mode="loss"`` keeps the largest
     losses of the ordinary forward pass, which neither saves nor costs time. Samples are compared by the losses of
-    ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode separately for every loss, which
-    must be a mean. (A value that you compute from ``reduction="none"`` must be larger for worse samples.)
+    ``torch.nn.functional`` in the step, as they are for each sample alone: a mean over the positions that a mask leaves
+    is that over its own, however long it is, and a sum is its sum. In "prune" mode several losses are summed, in "loss"
+    mode samples are compared separately for every loss, which must be a mean. (A value that you compute from
+    ``reduction="none"`` must be larger for worse samples.)
 
     "prune" cuts every part of the batch with one entry per sample. It refuses a symmetric matrix over pairs of samples
     (B, B), and a second set of samples beside that of the target, in a container like that of the target with usual

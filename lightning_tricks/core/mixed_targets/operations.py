@@ -62,6 +62,21 @@ def is_elementwise(func: Function) -> bool:
     return func.__name__.strip("_") in _ELEMENTWISE
 
 
+def weighs(func: Function) -> bool:
+    """Whether a function multiplies or divides its arguments, or replaces some entries by those of another."""
+    return func.__name__.strip("_").removeprefix("i") in _WEIGH
+
+
+def divides(func: Function) -> bool:
+    """Whether a function divides its first argument by the second.
+
+    >>> import torch
+    >>> divides(torch.div), divides(torch.Tensor.__itruediv__), divides(torch.Tensor.__rtruediv__)
+    (True, True, False)
+    """
+    return func.__name__.strip("_").removeprefix("i") in _DIVIDE
+
+
 def writes_by_sample(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function writes into the i-th entry of its first argument by the i-th entry of a target."""
     name = func.__name__.strip("_")
@@ -98,6 +113,8 @@ _MOVE = {
     *("__getitem__", "index_select", "masked_select", "narrow", "select", "repeat", "repeat_interleave", "expand"),
     *("expand_as", "unbind", "flip", "permute", "transpose", "t", "movedim", "swapaxes", "swapdims"),
 }
+_DIVIDE = {"div", "divide", "truediv", "true_divide"}
+_WEIGH = {*_DIVIDE, "mul", "rmul", "multiply", "where", "masked_fill", "setitem"}
 _ELEMENTWISE = {
     *("add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "rdiv", "divide", "truediv", "neg"),
     *("rtruediv", "true_divide", "pow", "rpow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log"),
