@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -161,7 +162,8 @@ class MixingCallback(BatchCallback):
                 continue
             if not _has_samples(batch, path, size):
                 continue
-            if not self.mixes_inputs and not part.is_floating_point():  # attention masks would interrupt compiled code
+            # What a network sees would interrupt its compiled code, and need not be mixed where a layer is.
+            if not self.mixes_inputs and not _may_be_label(path, part, [get(batch, target) for target in targets]):
                 continue
             context.unmixed[path] = Unmixed(
                 trick=type(self).__name__,
@@ -217,6 +219,23 @@ def _has_samples(batch: Any, path: Path, size: int) -> bool:
     if not holders or any(is_read_only(holder) for holder in holders):
         return False
     return len(part) == size or has_one_entry_a_sample(holders[-1], size)
+
+
+_LABEL = re.compile(r"(^|_)(label|target|tag|class)(e?s)?(_|$)", re.IGNORECASE)
+_TOKENS = re.compile(r"(^|_)(ids|mask)$", re.IGNORECASE)
+
+
+def _may_be_label(path: Path, part: Tensor, targets: list[Tensor]) -> bool:
+    """Whether a part may be a second label, a weight or a length, and not what a network sees, such as tokens.
+
+    A label has one number for each sample, or as many as the target, or is called one.
+    """
+    name = str(path[-1])
+    if is_attention_mask(path) or name.lower() in INPUTS:
+        return False
+    if part.is_floating_point() or part.numel() == len(part) or _LABEL.search(name):
+        return True
+    return not _TOKENS.search(name) and any(part.shape == target.shape for target in targets)
 
 
 def permutation(numbers: random.Random, like: Tensor) -> Tensor:

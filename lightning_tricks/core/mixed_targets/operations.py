@@ -22,11 +22,11 @@ def writes(func: Function) -> bool:
 
 
 def uses_metadata_only(func: Function, args: Sequence[Any]) -> bool:
-    """Whether a function uses only the shape, dtype and device of a target, as ``zeros_like`` does."""
+    """Whether a function uses only the shape, dtype and device of a target, as ``zeros_like`` and ``x.to(y)`` do."""
     name = func.__name__
     if name.endswith("_like") or (name.startswith("new_") and name != "new_tensor"):
         return True
-    return name.endswith("_as") and type(args[0]) is Tensor
+    return (name.endswith("_as") or name == "to") and type(args[0]) is Tensor
 
 
 def differentiates(func: Function) -> bool:
@@ -65,6 +65,11 @@ def is_elementwise(func: Function) -> bool:
 def weighs(func: Function) -> bool:
     """Whether a function multiplies or divides its arguments, or replaces some entries by those of another."""
     return func.__name__.strip("_").removeprefix("i") in _WEIGH
+
+
+def joins(func: Function) -> bool:
+    """Whether a function puts tensors beside one another."""
+    return func.__name__ in ("cat", "concat", "stack", "hstack", "vstack")
 
 
 def divides(func: Function) -> bool:

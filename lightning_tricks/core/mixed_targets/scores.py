@@ -32,7 +32,9 @@ class SampleScores:
     ) -> None:
         losses = losses.detach().reshape(len(losses), -1)
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
-        weights = torch.ones_like(losses) if weights is None else weights.detach().reshape(losses.shape).to(losses)
+        weights = (
+            torch.ones_like(losses) if weights is None else weights.detach().reshape(losses.shape).to(losses.dtype)
+        )
         total, count = (
             losses.new_zeros(samples).index_add(0, sample_ids, part.sum(1))
             for part in (losses, (weights != 0).to(losses.dtype))

@@ -38,7 +38,7 @@ from lightning_tricks.core.mixed_targets.operations import (
     writes_by_sample,
 )
 from lightning_tricks.core.mixed_targets.sample_ids import sample_ids_of
-from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart
+from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart, require_no_part
 
 
 class MixedTarget(torch.Tensor):
@@ -104,6 +104,7 @@ def returned_loss(loss: Any) -> Any:
     Raises:
         MisconfigurationException: If a part of the loss cannot follow the plan.
     """
+    require_no_part(loss)
     if not isinstance(loss, MixedTarget) or not loss.plan.open or not loss.is_loss or loss.branches[0].ndim:
         return loss
     with torch._C.DisableTorchFunctionSubclass():
