@@ -54,10 +54,12 @@ class Mixup(MixingCallback):
     a weight of samples, a mask of losses or a second label is named in ``target``, too, and then goes with its sample,
     as in ``target=["y", "weight"]``. Floating-point features that the network sees are named in ``inputs``; ``inputs``
     names all that is mixed, so that ``inputs="x"`` leaves them as they are. Integers that the network sees
-    (categories, lengths, attention masks) cannot be mixed, and stay those of the sample itself. So does a label in
-    integers by which a loss is written by hand, without the target and without a loss of ``torch.nn.functional``: name
-    it. What is only logged may be anything. A matrix over pairs of samples (B, B) is refused where its symmetry shows
-    it; others look like B features, so leave them out.
+    (categories, lengths, attention masks) cannot be mixed, and stay those of the sample itself. If they are the target
+    or the lengths of a loss, or choose among the outputs of the network (an index, ``gather``, ``one_hot``) for a loss
+    without the target, they are a second label, and are refused as well. Only several integers for each sample that
+    outputs are multiplied by look like a mask: name them if they are labels. What is only logged may be anything. A
+    matrix over pairs of samples (B, B) is refused where its symmetry shows it; others look like B features, so leave
+    them out.
 
     With ``CutMix`` or ``HiddenMixup`` beside it, one of them is chosen for every batch, by their ``prob``. Validation,
     test and the tensors of the data set are not changed. Random numbers depend on the seed, the number of the batch and
