@@ -15,7 +15,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
-from lightning_tricks.core.batches.cutting import has_one_entry_a_sample, is_pairwise
+from lightning_tricks.core.batches.cutting import (
+    has_entries_for_pairs,
+    has_one_entry_a_sample,
+    is_pairwise,
+    is_symmetric,
+)
 from lightning_tricks.core.batches.paths import (
     INPUTS,
     Path,
@@ -55,6 +60,7 @@ class MixingCallback(BatchCallback):
         self.drawn: Drawn | None = None  # the random numbers of the last batch; None if it was not mixed
         # The layout of the last batch; None if the next batch must be checked.
         self._layout: tuple[Any, ...] | None = None
+        self._features: set[Path] = set()  # paths of parts on a device that have no entries for pairs of samples
         self._size = 0  # number of samples of the last batch
         self._known: dict[str, list[Path]] = {}  # paths of the last batch's inputs and targets
 
@@ -65,7 +71,7 @@ class MixingCallback(BatchCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._layout = None  # The first batch of a fit is checked.
+        self._layout, self._features = None, set()  # The first batch of a fit is checked.
 
     @override
     def _begin(self) -> None:
@@ -149,8 +155,7 @@ class MixingCallback(BatchCallback):
         inputs = locate(batch, self.inputs, INPUTS, 0)
         rest = []
         for path, part in walk(batch):
-            pairs = isinstance(part, Tensor) and is_pairwise(part, size)
-            if pairs and (self.mixes_inputs or path in targets):
+            if (self.mixes_inputs or path in targets) and self._is_pairwise(path, part, size):
                 raise self._cannot(f"cannot mix {spelled(path)}, which has entries for pairs of samples", context)
             if path not in inputs and path not in targets:
                 rest.append((path, part))
@@ -176,6 +181,16 @@ class MixingCallback(BatchCallback):
                 and part.is_floating_point()
                 and not is_attention_mask(path),
             )
+
+    def _is_pairwise(self, path: Path, part: Any, size: int) -> bool:
+        """Whether a part has entries for pairs of samples; what was not symmetric once makes no device wait again."""
+        if not isinstance(part, Tensor) or not has_entries_for_pairs(part, size) or path in self._features:
+            return False
+        if is_symmetric(part):
+            return is_pairwise(part, size)
+        if not part.is_cpu:
+            self._features.add(path)
+        return False
 
     def _cannot(self, rule: str, context: BatchContext) -> MisconfigurationException:
         return MisconfigurationException(f"{type(self).__name__} {rule}. The batch has {described(context.batch)}.")

@@ -142,9 +142,13 @@ def _chosen(
             " samples. Take the mean over all of them."
         )
     choice = plan.choose(SampleScores(losses, mask, sample_ids, plan.samples, None).values)
-    if choice is None or sample_ids is plan.sample_ids:  # one entry per sample, in their order
+    times = plan.times_repeated(sample_ids)
+    if choice is None or times == 1:
         return choice
-    return torch.isin(sample_ids, choice[0]).nonzero().flatten(), choice[1]
+    samples, factor = choice
+    if times is None:  # the number of entries is unknown, for which a GPU waits
+        return torch.isin(sample_ids, samples).nonzero().flatten(), factor
+    return (samples[:, None] * times + torch.arange(times, device=samples.device)).flatten(), factor
 
 
 def counted(call: Mapping[str, Any]) -> Tensor | None:

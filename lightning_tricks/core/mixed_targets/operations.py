@@ -49,6 +49,25 @@ def moves(func: Function) -> bool:
     return func.__name__ in _MOVE
 
 
+def keeps_order(func: Function) -> bool:
+    """Whether a function only gives a tensor another shape, as ``flatten`` does."""
+    return func.__name__ in _RESHAPE
+
+
+def cuts_behind_samples(func: Function, args: Sequence[Any]) -> bool:
+    """Whether a function cuts a tensor behind its first dimension alone, as ``x[..., 1:]`` and ``x[:, 0]`` do.
+
+    >>> import torch
+    >>> cuts_behind_samples(torch.Tensor.__getitem__, (torch.zeros(2, 3), (..., slice(1, None))))
+    True
+    """
+    if func.__name__ != "__getitem__" or not isinstance(args[1], tuple):
+        return False
+    first, *rest = args[1]
+    whole = first is Ellipsis or (type(first) is slice and first == slice(None))
+    return whole and len(rest) < args[0].ndim and all(type(key) in (slice, int) for key in rest)
+
+
 def keeps_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the i-th entry of the result depends only on the i-th entries of the arguments."""
     name = func.__name__.strip("_")
@@ -113,8 +132,9 @@ _READ = {
     *("detach", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__get__", "__array__", "__float__"),
     *("__int__", "__bool__", "__index__", "__complex__", "__format__", "__repr__"),
 }
+_RESHAPE = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"}
 _MOVE = {
-    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "__get__"),
+    *(*_RESHAPE, "__get__"),
     *("__getitem__", "index_select", "masked_select", "narrow", "select", "repeat", "repeat_interleave", "expand"),
     *("expand_as", "unbind", "flip", "permute", "transpose", "t", "movedim", "swapaxes", "swapdims"),
 }

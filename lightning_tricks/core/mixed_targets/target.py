@@ -70,10 +70,9 @@ class MixedTarget(torch.Tensor):
 
 def mixed_target(branches: Sequence[Tensor], plan: LossPlan) -> MixedTarget:
     """Make a target from one or two branches of the same shape (B, ...)."""
-    first, plan.samples = branches[0], len(branches[0])
-    if plan.by_samples and plan.sample_ids is None:  # all targets share it, so that it is known again
-        plan.sample_ids = torch.arange(len(first), device=first.device)
-    return _with_branches(first.as_subclass(MixedTarget), branches, plan, plan.sample_ids)
+    first = branches[0]
+    sample_ids = plan.number_samples(len(first), first.device)
+    return _with_branches(first.as_subclass(MixedTarget), branches, plan, sample_ids)
 
 
 def _with_branches(
@@ -201,7 +200,8 @@ def _join(
     value, sample_ids = first, None
     if first.ndim and plan.by_samples:
         moved = bool(args) and isinstance(args[0], MixedTarget) and moves(func)
-        sample_ids = sample_ids_of(func, calls, results, [(t.sample_ids, t.branches[0].ndim) for t in targets], moved)
+        known = [(target.sample_ids, target.branches[0].ndim) for target in targets]
+        sample_ids = sample_ids_of(func, calls, results, known, moved, plan)
     elif loss and not first.ndim:
         if plan.by_samples:
             unclear = unclear or ambiguous_samples(func)
