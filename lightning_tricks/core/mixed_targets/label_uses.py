@@ -30,8 +30,9 @@ def makes_codes(func: Function, args: Sequence[Any], tensors: Sequence[Tensor], 
     name = func.__name__.strip("_")
     if name == "setitem":  # codes[range(n), labels] = 1, but not table[labels] = 1
         return isinstance(args[1], tuple) and any(map(is_label, args[1]))
-    looks_up = name in _LOOK_UP and not is_label(args[0])
-    return looks_up or name in _ENCODE or (name in ("eq", "ne") and len(tensors) > 1)
+    if name in ("eq", "ne", "lt", "le", "gt", "ge"):  # with classes, or with each other; lengths are so with places
+        return len(tensors) > 1 and (name in ("eq", "ne") or all(map(is_label, tensors)))
+    return name in _ENCODE or (name in _LOOK_UP and not is_label(args[0]))
 
 
 def picks_numbers(func: Function, args: Sequence[Any], kwargs: dict[str, Any], samples: int, is_label: IsLabel) -> bool:
@@ -53,10 +54,14 @@ def picks_numbers(func: Function, args: Sequence[Any], kwargs: dict[str, Any], s
 
 
 def weighs_samples(func: Function, result: Any, samples: int) -> bool:
-    """Whether a function multiplies numbers of each sample by others, or chooses between them."""
-    if multiplies(func):
-        return True
-    return weighs(func) and not divides(func) and isinstance(result, Tensor) and result.numel() == samples
+    """Whether a function multiplies the number of each sample by one, or chooses between two."""
+    of_samples = isinstance(result, Tensor) and result.numel() == samples
+    return multiplies(func) or (weighs(func) and not divides(func) and of_samples)
+
+
+def leaves_samples_out(func: Function, args: Sequence[Any], samples: int) -> bool:
+    """Whether a function, if its index is a mask, takes the numbers of some samples."""
+    return func.__name__ in ("__getitem__", "masked_select") and args[0].numel() == samples
 
 
 def multiplies(func: Function) -> bool:

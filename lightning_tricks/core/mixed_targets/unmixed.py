@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_tricks.core.mixed_targets.label_uses import (
     is_layer,
+    leaves_samples_out,
     makes_codes,
     multiplies,
     picks_numbers,
@@ -95,7 +96,7 @@ class UnmixedPart(torch.Tensor):
             return result
         if getattr(func, "__self__", None) is Tensor._base:  # torch.compile asks for it
             return result
-        return _marked(result, use.part, is_chosen, is_code)
+        return _marked(result, use.part, is_chosen, is_code, moves(func))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
@@ -224,8 +225,10 @@ def _is_chosen(use: _Use, result: Any) -> bool:
         return False
     if any(part.is_code for part in use.given) and (is_elementwise(func) or moves(func) or multiplies(func)):
         return True
-    if all(part.numel() == samples for part in use.given) and weighs_samples(func, result, samples):
-        return True
+    if all(part.numel() == samples for part in use.given):
+        are_masks = all(part.dtype == torch.bool for part in use.given)
+        if weighs_samples(func, result, samples) or (are_masks and leaves_samples_out(func, use.args, samples)):
+            return True
     of_network = any(use.args[0] is tensor for tensor in made)
     return of_network and picks_numbers(func, use.args, use.kwargs, samples, _is_integer)
 
@@ -288,15 +291,16 @@ def _set(tensor: Any, plan: LossPlan, about: Unmixed, is_code: bool) -> Any:
     return tensor
 
 
-def _marked(result: Any, part: UnmixedPart, is_chosen: bool, is_code: bool) -> Any:
+def _marked(result: Any, part: UnmixedPart, is_chosen: bool, is_code: bool, is_moved: bool) -> Any:
     """The result of a function, as a part; one with a graph only if it has been chosen."""
     if type(result) is Tensor and result.requires_grad and is_chosen:
         result.__class__ = UnmixedPart  # as_subclass would add a node to the graph
         return _set(result, part.plan, part.about, is_code)
-    if type(result) is Tensor and result.ndim and not result.requires_grad:
+    # A number of one sample has been moved, and is not computed from all of them.
+    if type(result) is Tensor and not result.requires_grad and (result.ndim or is_moved):
         return _set(result.as_subclass(UnmixedPart), part.plan, part.about, is_code)
     if isinstance(result, tuple | list) and any(isinstance(item, Tensor) for item in result):
-        return type(result)([_marked(item, part, is_chosen, is_code) for item in result])
+        return type(result)([_marked(item, part, is_chosen, is_code, is_moved) for item in result])
     return result
 
 

@@ -99,6 +99,30 @@ def set_by_index(z: Tensor, batch: Any) -> Tensor:
     return -(codes * z.log_softmax(1)).sum(1).mean()
 
 
+def one_by_one(z: Tensor, batch: Any) -> Tensor:
+    return torch.stack([CE(z[n], batch["second"][n]) for n in range(B)]).mean()
+
+
+def index_one_by_one(z: Tensor, batch: Any) -> Tensor:
+    return -sum((row.log_softmax(0)[label] for row, label in zip(z, batch["second"], strict=True)), torch.zeros(())) / B
+
+
+def by_class(z: Tensor, batch: Any) -> Tensor:
+    """The outputs of the one class and those of the other."""
+    positive = batch["sign"] > 0
+    return (F.softplus(-z[:, 0][positive]).sum() + F.softplus(z[:, 0][~positive]).sum()) / B
+
+
+def ranking(z: Tensor, batch: Any) -> Tensor:
+    larger = batch["lengths"][:, None] > batch["lengths"][None]
+    return (F.softplus(z[None, :, 0] - z[:, None, 0]) * larger).mean()
+
+
+def adaptive(z: Tensor, batch: Any) -> Tensor:
+    torch.manual_seed(0)
+    return nn.AdaptiveLogSoftmaxWithLoss(C, C, [2], div_value=1.0)(z, batch["second"]).loss
+
+
 def summed_in_place(z: Tensor, batch: Any) -> Tensor:
     total = torch.zeros(())
     total += -z.log_softmax(1).gather(1, batch["second"][:, None]).mean()
@@ -161,6 +185,11 @@ SECOND: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "margin": (lambda z, b: F.multi_margin_loss(z, b["second"]), "second"),
     "ctc": (ctc, "tokens"),
     "summed in place": (summed_in_place, "second"),
+    "one by one": (one_by_one, "second"),
+    "index one by one": (index_one_by_one, "second"),
+    "by class": (by_class, "sign"),
+    "ranking": (ranking, "lengths"),
+    "adaptive": (adaptive, "second"),
     "hardest": (lambda z, b: -z.log_softmax(1).gather(1, b["second"][:, None]).topk(3, 0)[0].mean(), "second"),
     "contrast": (supervised_contrast, "second"),
     "picked, compared with ones": (
@@ -205,7 +234,11 @@ def test_a_second_label_that_is_not_named_is_refused_by_its_path(name: str, tric
     assert_equal(weights(module), before)
 
 
-NAMED = [name for name in SECOND if name not in ("ctc", "hardest", "contrast")]
+NAMED = [
+    name
+    for name in SECOND
+    if name not in ("ctc", "hardest", "contrast", "by class", "ranking", "adaptive", "index one by one")
+]
 
 
 @pytest.mark.parametrize("trick", ["Mixup", "HiddenMixup"])
@@ -332,6 +365,30 @@ def logged(module: Two, b: Any) -> Tensor:
     return loss
 
 
+def gradients(module: Two, b: Any) -> Tensor:
+    """A penalty on the gradient of an output that a category chooses."""
+    x = b["image"].flatten(1)[:, :8].clone().requires_grad_()
+    outputs = module.dense(module.body(x))
+    chosen = outputs.gather(1, b["category"][:, None])
+    (gradient,) = torch.autograd.grad(chosen.sum(), x, create_graph=True)
+    return CE(outputs[:, :C], b["y"]) + 0.1 * gradient.square().sum(1).mean()
+
+
+def in_another_order(module: Two, b: Any) -> Tensor:
+    """A penalty on neighbours in the order of the samples' numbers."""
+    order = b["number"].flip(0).argsort()
+    hidden = module.hidden(b)
+    norms = hidden.square().sum(1)
+    return CE(module.head(hidden), b["y"]) + 0.01 * (norms - norms[order] + hidden[order].sum(1)).square().mean()
+
+
+def first_of_the_batch(module: Two, b: Any) -> Tensor:
+    """A single number that is the same for all samples, and one of the first sample."""
+    longest, first = b["lengths"].max(), b["category"][0]
+    hidden = module.hidden(b) * longest / T + module.table.weight[first].mean() + first
+    return CE(module.head(hidden), b["y"])
+
+
 def converted(module: Two, b: Any) -> Tensor:
     """Tensors of the network in the numbers of a part."""
     hidden, codes = module.hidden(b), F.one_hot(b["category"], 4).float()
@@ -348,7 +405,19 @@ def poisson(module: Two, b: Any) -> Tensor:
 
 
 STEPS = [last_by_index, last_by_gather, score_of_the_last_step, packed, mean_of_words, mean_of_outputs]
-STEPS += [penalty_on_words, attention, categories, heads_by_category, graph, logged, converted, poisson]
+STEPS += [
+    penalty_on_words,
+    attention,
+    categories,
+    heads_by_category,
+    graph,
+    logged,
+    converted,
+    poisson,
+    gradients,
+    in_another_order,
+    first_of_the_batch,
+]
 INPUTS: dict[str, Any] = {step.__name__: step for step in STEPS}
 
 
@@ -385,3 +454,31 @@ def test_no_trick_refuses_what_the_network_sees(trick: str, name: str) -> None:
     module.memory = torch.zeros(B)
     run = fit(module, train=feed(*BATCHES), callbacks=[TRICKS[trick](target="y")], max_epochs=1, limit_val_batches=0)
     assert run.global_step == 3
+
+
+class ByHand(Two):
+    """Steps by hand: the two losses have a backward pass each."""
+
+    def __init__(self, step: Any = None) -> None:
+        super().__init__(step)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        hidden = self.hidden(batch)
+        self.manual_backward(CE(self.head(hidden), batch["y"]), retain_graph=True)
+        self.manual_backward(self.step(self.other(hidden), batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("trick", ["Mixup", "Mixup per sample", "HiddenMixup"])
+@pytest.mark.parametrize("name", ["cross_entropy", "gather", "focal", "one_hot", "ctc"])
+def test_a_second_label_by_hand_is_refused_before_the_step(name: str, trick: str) -> None:
+    loss, part = SECOND[name]
+    module = build(ByHand, step=loss)
+    module.mixes_text, before = trick == "HiddenMixup", weights(module)
+    path = part if part != "tokens" else "token(s|_lengths)"
+    with pytest.raises(MisconfigurationException, match=rf"batch\['{path}'\], which is not mixed"):
+        fit(module, train=feed(*BATCHES), callbacks=[TRICKS[trick](target="y")], max_epochs=1, limit_val_batches=0)
+    assert_equal(weights(module), before)
