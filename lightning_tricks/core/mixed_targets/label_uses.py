@@ -1,4 +1,4 @@
-"""How functions use integers as labels are used: made into codes, or to choose among the numbers of a network.
+"""Uses of integers as labels: they are made into codes, or choose among the numbers of a network.
 
 A mask of places in a sequence multiplies such numbers as well, and the length of a sequence is the index of its last
 vector. So a product counts if its factor is a code (as by ``one_hot``) or one number for each sample, and an index if
@@ -23,7 +23,7 @@ def makes_codes(func: Function, args: Sequence[Any], tensors: Sequence[Tensor], 
 
     Args:
         func: The function that was called.
-        args: Its positional arguments.
+        args: Its arguments, with that which it is called on as the first one.
         tensors: All tensors among its arguments.
         is_label: Whether an argument may be labels.
     """
@@ -35,14 +35,20 @@ def makes_codes(func: Function, args: Sequence[Any], tensors: Sequence[Tensor], 
     return name in _ENCODE or (name in _LOOK_UP and not is_label(args[0]))
 
 
-def picks_numbers(func: Function, args: Sequence[Any], kwargs: dict[str, Any], samples: int, is_label: IsLabel) -> bool:
+def picks_numbers(func: Function, args: Sequence[Any], samples: int, is_label: IsLabel) -> bool:
     """Whether a function chooses single numbers of its first argument by labels: ``logits[range(n), labels]``.
 
     The index of a vector, such as that of the last word, chooses all of its numbers.
+
+    Args:
+        func: The function that was called.
+        args: Its arguments, with that which it is called on as the first one.
+        samples: The number of samples in the batch.
+        is_label: Whether an argument may be labels.
     """
     name, value = func.__name__.strip("_"), args[0]
     if name in _PICK:
-        index = next((each for each in (*args[1:], *kwargs.values()) if is_label(each)), None)
+        index = next((each for each in args[1:] if is_label(each)), None)
         sides = [] if index is None else zip(index.shape, index.stride(), strict=True)
         return index is not None and not any(size > 1 and not stride for size, stride in list(sides)[1:])
     if name != "getitem":

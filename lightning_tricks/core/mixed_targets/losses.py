@@ -114,7 +114,7 @@ def _recorded(
     scores = SampleScores(values, weights, sample_ids, plan.samples, divisor)
     assert plan.record is not None
     plan.record(scores.values)
-    return loss if divisor is None or loss.ndim else summed_losses(loss, [scores])
+    return loss if divisor is None or loss.ndim else summed_losses(loss, [(scores, divisor)])
 
 
 class AmbiguousSamples(RuntimeError):

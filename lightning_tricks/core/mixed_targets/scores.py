@@ -32,39 +32,34 @@ class SampleScores:
     ) -> None:
         losses = losses.detach().reshape(len(losses), -1)
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
-        weights = (
-            torch.ones_like(losses) if weights is None else weights.detach().reshape(losses.shape).to(losses.dtype)
-        )
+        weights = torch.ones_like(losses) if weights is None else weights.detach().reshape(losses.shape)
         total, count = (
-            losses.new_zeros(samples).index_add(0, sample_ids, part.sum(1))
-            for part in (losses, (weights != 0).to(losses.dtype))
+            losses.new_zeros(samples).index_add(0, sample_ids, part.to(losses.dtype).sum(1))
+            for part in (losses, weights != 0)
         )
-        weight = weights.sum()
+        weight = weights.to(losses.dtype).sum()
         self.values = torch.where(count > 0, total / count * (count.sum() / weight), -torch.inf)
         """The loss of every sample alone (B,); -inf for a sample without a loss that counts."""
         if divisor is not None:
             self._mean, self._sum = self.values.clone(), torch.where(count > 0, total, -torch.inf)
             self._is_mean, self._weight, self._samples = torch.zeros_like(weight, dtype=torch.bool), weight, samples
-            self._divisor: float | Tensor = 1.0
-            self._rounding = 1e-3  # a number of positions may have an epsilon added to it
-            self.divide(divisor)
+            self.note(divisor)
 
-    def divide(self, number: float | Tensor) -> None:
-        """Note that the sum is divided; it is a mean as soon as it were 1 if each loss were 1."""
-        number = number.detach() if isinstance(number, Tensor) else number
-        if isinstance(number, Tensor) and number.is_floating_point():
-            self._rounding = max(self._rounding, torch.finfo(number.dtype).eps)
-        self._divisor = self._divisor * number
-        self._is_mean |= (self._divisor - self._weight).abs() <= self._rounding * self._weight.abs()
-        # Another number is taken to grow with the samples; for one alone it is a part of it.
-        alone = self._sum if isinstance(number, int) and number == 1 else self._sum * (self._samples / self._divisor)
+    def note(self, divisor: float | Tensor) -> None:
+        """Note the number by which the sum has been divided; with it a mean would be 1 if each loss were 1."""
+        is_sum = not isinstance(divisor, Tensor) and divisor == 1
+        is_rounded = isinstance(divisor, Tensor) and divisor.is_floating_point()
+        rounding = max(1e-3, torch.finfo(divisor.dtype).eps if is_rounded else 0.0)  # type: ignore[union-attr]
+        self._is_mean |= (divisor - self._weight).abs() <= rounding * self._weight.abs()
+        # Any other number is taken to grow with the samples: for one alone it is a part of it.
+        alone = self._sum if is_sum else self._sum * (self._samples / divisor)
         self.values.copy_(torch.where(self._is_mean, self._mean, alone))
 
 
 class SummedLosses(torch.Tensor):
     """A sum of losses that sees by what it, or what is made of it by numbers and other sums, is divided."""
 
-    scores: tuple[SampleScores, ...]
+    terms: tuple[tuple[SampleScores, float | Tensor], ...]  # the scores of every sum, and by what it has been divided
 
     @classmethod
     @torch.compiler.disable
@@ -72,19 +67,22 @@ class SummedLosses(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute with the plain value."""
-        if divides(func) and isinstance(args[0], SummedLosses):
-            for scores in args[0].scores:
-                scores.divide(args[1])
+        kwargs = kwargs or {}
+        values = [*args, *kwargs.values()]
+        terms = [term for value in values if isinstance(value, SummedLosses) for term in value.terms]
+        if divides(func) and isinstance(values[0], SummedLosses):
+            number = values[1].detach() if isinstance(values[1], Tensor) else values[1]
+            terms = [(scores, divisor * number) for scores, divisor in terms]
+            for scores, divisor in terms:
+                scores.note(divisor)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs or {})
-        sums = [value.scores for value in args if isinstance(value, SummedLosses)]
-        if is_elementwise(func) and type(result) is Tensor and not result.ndim:
-            return summed_losses(result, *sums)
-        return result
+            result = func(*args, **kwargs)
+        follows = is_elementwise(func) and isinstance(result, Tensor) and not result.ndim
+        return summed_losses(result, terms) if follows else result
 
 
-def summed_losses(value: Tensor, *scores: Sequence[SampleScores]) -> Tensor:
-    """The value of a sum, which notes its divisions in the scores."""
+def summed_losses(value: Tensor, terms: Sequence[tuple[SampleScores, float | Tensor]]) -> Tensor:
+    """The value of a sum of losses, which notes by what it is divided."""
     value.__class__ = SummedLosses  # as_subclass would add a node to the graph
-    value.scores = tuple(each for several in scores for each in several)  # type: ignore[attr-defined]
+    value.terms = tuple(terms)  # type: ignore[attr-defined]
     return value

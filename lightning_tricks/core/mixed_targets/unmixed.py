@@ -143,6 +143,12 @@ class _Use:
     traced: list[Tensor]
 
     @property
+    def arguments(self) -> Sequence[Any]:
+        """All arguments, with that which the function is called on as the first one."""
+        named = dict(self.kwargs)
+        return [*([named.pop("input")] if "input" in named else []), *self.args, *named.values()]
+
+    @property
     def part(self) -> UnmixedPart:
         """The part that an error names."""
         return max(self.given or self.chosen, key=lambda part: part.about.in_network)
@@ -212,7 +218,7 @@ def _is_code(use: _Use) -> bool:
     if use.chosen or any(part.is_code for part in use.given):
         return True
     tensors = [*use.given, *use.others]
-    return any(map(_is_integer, use.given)) and makes_codes(use.func, use.args, tensors, _is_integer)
+    return any(map(_is_integer, use.given)) and makes_codes(use.func, use.arguments, tensors, _is_integer)
 
 
 def _is_chosen(use: _Use, result: Any) -> bool:
@@ -227,10 +233,10 @@ def _is_chosen(use: _Use, result: Any) -> bool:
         return True
     if all(part.numel() == samples for part in use.given):
         are_masks = all(part.dtype == torch.bool for part in use.given)
-        if weighs_samples(func, result, samples) or (are_masks and leaves_samples_out(func, use.args, samples)):
+        if weighs_samples(func, result, samples) or (are_masks and leaves_samples_out(func, use.arguments, samples)):
             return True
-    of_network = any(use.args[0] is tensor for tensor in made)
-    return of_network and picks_numbers(func, use.args, use.kwargs, samples, _is_integer)
+    of_network = any(use.arguments[0] is tensor for tensor in made)
+    return of_network and picks_numbers(func, use.arguments, samples, _is_integer)
 
 
 def _goes_together(use: _Use) -> bool:

@@ -152,6 +152,10 @@ SECOND: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "regression": (lambda z, b: (z[:, 0] - b["second"]).square().mean(), "second"),
     "mse": (lambda z, b: F.mse_loss(z[:, 0], b["second"].float()), "second"),
     "gather": (lambda z, b: -z.log_softmax(1).gather(1, b["second"][:, None]).mean(), "second"),
+    "gather of keywords alone": (
+        lambda z, b: -torch.gather(dim=1, index=b["second"][:, None], input=z.log_softmax(1)).mean(),
+        "second",
+    ),
     "gather of a keyword": (
         lambda z, b: -z.log_softmax(1).gather(dim=1, index=b["second"].unsqueeze(1)).mean(),
         "second",
