@@ -42,7 +42,7 @@ HEAVY = {
 # The floors. What stands on one imports nothing from above it.
 STANDARD_LIBRARY = ("core/checks.py", "schedules/curves.py")
 NO_TRAINER = re.compile(
-    r"core/(selection|figures|adapters/\w+|mixed_targets/\w+|safe_load/\w+|batches/(paths|cutting)"
+    r"core/(selection|figures|adapters/\w+|mixed_targets/\w+|safe_load/\w+|batches/(cutting|form|paths)"
     r"|weights/(tensors|local|fsdp2|zero)|averaging/(averages|exchange|offload|history))\.py"
 )
 ON_TOP = {"advisor", "examples"}  # may import every kind

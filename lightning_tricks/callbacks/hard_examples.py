@@ -74,8 +74,10 @@ class HardExampleFilter(BatchCallback):
     nothing and leaves BatchNorm statistics, metrics and attributes of the module unchanged. The training pass draws the
     same random numbers as the scoring pass. ``score_scale`` makes scoring cheap. ``mode="loss"`` keeps the largest
     losses of the ordinary forward pass, which neither saves nor costs time. Samples are compared by the losses of
-    ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode separately for every loss, which
-    must be a mean. (A value that you compute from ``reduction="none"`` must be larger for worse samples.)
+    ``torch.nn.functional`` in the step, as they are for each sample alone: a mean over the positions that a mask leaves
+    is that over its own, however long it is, and a sum is its sum. In "prune" mode several losses are summed, in "loss"
+    mode samples are compared separately for every loss, which must be a mean. (A value that you compute from
+    ``reduction="none"`` must be larger for worse samples.)
 
     "prune" cuts every part of the batch with one entry per sample. It refuses a symmetric matrix over pairs of samples
     (B, B), and a second set of samples beside that of the target, in a container like that of the target with usual
@@ -188,6 +190,11 @@ class HardExampleFilter(BatchCallback):
         self._filtered = False
 
     @override
+    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
+        # With keep=1 nothing is filtered, so that the length of the training need not be known.
+        return 0.0 if self.keep == 1 else super()._in_steps(trainer, name, duration)
+
+    @override
     def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
         if self.keep == 1 or context.number % self.every_n_batches:
             return
@@ -209,9 +216,9 @@ class HardExampleFilter(BatchCallback):
 
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
-        size = self._samples(context.batch)
         if self.keep == 1:
             return
+        size = self._samples(context.batch)
         if self.mode == "loss":
             context.plan.choose = context.plan.choose or (lambda losses: None)
             context.plan_targets(self, self.targets_in(context.batch))

@@ -34,9 +34,9 @@ class HiddenMixup(MixingCallback):
     linear layer over all tokens with one label per sentence, the logits are mixed where a loss of
     ``torch.nn.functional`` gets them. For a linear layer this is the same.
 
-    A floating-point weight of samples that a loss of the labels depends on is refused unless ``target`` names it, too:
-    ``target=["labels", "weight"]``. So name a mask of integers by which losses are weighted; it cannot be told from an
-    attention mask.
+    A second label, the lengths of a loss or a weight of samples is refused, as by ``Mixup``, unless ``target`` names
+    it, too: ``target=["labels", "weight"]``. So name a mask of tokens in integers by which losses are weighted; it
+    cannot be told from an attention mask.
 
     Args:
         layer: Name of the layer whose input is mixed, as in ``named_modules()``: "model.classifier".

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.batches.form import in_class_of
 from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
-from lightning_tricks.core.batches.paths import Names, get, put
+from lightning_tricks.core.batches.paths import Names, get, put, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_bool, check_range
 
@@ -53,10 +54,12 @@ class Mixup(MixingCallback):
     a weight of samples, a mask of losses or a second label is named in ``target``, too, and then goes with its sample,
     as in ``target=["y", "weight"]``. Floating-point features that the network sees are named in ``inputs``; ``inputs``
     names all that is mixed, so that ``inputs="x"`` leaves them as they are. Integers that the network sees
-    (categories, lengths, attention masks) cannot be mixed, and stay those of the sample itself. So does a label in
-    integers by which a loss is written by hand, without the target and without a loss of ``torch.nn.functional``: name
-    it. What is only logged may be anything. A matrix over pairs of samples (B, B) is refused where its symmetry shows
-    it; others look like B features, so leave them out.
+    (categories, lengths, attention masks) cannot be mixed, and stay those of the sample itself. If they are the target
+    or the lengths of a loss, or choose among the outputs of the network (an index, ``gather``, ``one_hot``) for a loss
+    without the target, they are a second label, and are refused as well. Only several integers for each sample that
+    outputs are multiplied by look like a mask: name them if they are labels. What is only logged may be anything. A
+    matrix over pairs of samples (B, B) is refused where its symmetry shows it; others look like B features, so leave
+    them out.
 
     With ``CutMix`` or ``HiddenMixup`` beside it, one of them is chosen for every batch, by their ``prob``. Validation,
     test and the tensors of the data set are not changed. Random numbers depend on the seed, the number of the batch and
@@ -110,7 +113,9 @@ class Mixup(MixingCallback):
         index = permutation(context.numbers, inputs[0][1])
         if self.per_sample:
             others = [context.numbers.betavariate(self.alpha, self.alpha) for _ in range(size - 1)]
-            weights = torch.tensor([max(weight, 1 - weight) for weight in (lam, *others)], device=index.device)
+            weights = torch.tensor([max(weight, 1 - weight) for weight in (lam, *others)])
+            weights = weights.to(index.device, non_blocking=True)
         for path, x in inputs:
-            context.batch = put(context.batch, path, mixup(x, weights, index))
+            mixed = in_class_of(mixup(x, weights, index), x, spelled(path), "Mixup")
+            context.batch = put(context.batch, path, mixed)
         return Drawn(weights, index)

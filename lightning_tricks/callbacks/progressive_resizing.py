@@ -11,9 +11,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.batches.form import in_form_of
 from lightning_tricks.core.batches.growing import GrowingInputs
 from lightning_tricks.core.batches.images import masks_of, require_images, rows_and_columns
-from lightning_tricks.core.batches.paths import Names, get, put
+from lightning_tricks.core.batches.paths import Names, get, put, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_choice, check_count
 
@@ -132,10 +133,11 @@ class ProgressiveResizing(GrowingInputs):
             x = get(batch, path)
             places = rows_and_columns(x, sides)
             assert places is not None
-            x = x.movedim(places, (-2, -1))
+            small = x.movedim(places, (-2, -1))
             if self.mode == "crop":
-                x = x[..., top : top + height, left : left + width]
+                small = small[..., top : top + height, left : left + width]
             elif (height, width) != sides:
-                x = resize_images(x, (height, width), mode="nearest" if path in masks else "bilinear")
-            batch = put(batch, path, x.movedim((-2, -1), places))
+                small = resize_images(small, (height, width), mode="nearest" if path in masks else "bilinear")
+            small = in_form_of(small.movedim((-2, -1), places), x, spelled(path), "ProgressiveResizing")
+            batch = put(batch, path, small)
         return batch

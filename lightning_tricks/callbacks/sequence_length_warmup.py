@@ -10,8 +10,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.batches.form import in_form_of
 from lightning_tricks.core.batches.growing import GrowingInputs
-from lightning_tricks.core.batches.paths import Names, Path, described, get, put, spelled, walk
+from lightning_tricks.core.batches.paths import Names, Path, described, get, is_attention_mask, put, spelled, walk
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_count
 
@@ -32,10 +33,11 @@ class SequenceLengthWarmup(GrowingInputs):
     All tensors (B, ..., T, ...) that have T entries along ``dim`` as the inputs do are cut, by their first entries:
     tokens, attention masks, positions, labels of tokens. Labels of samples stay, so that a classifier learns them from
     the beginning of a text, without its last tokens. A part that may belong to places in the sequence in another way is
-    refused by its path: other lengths, matrices over pairs of positions, floating-point tensors (B, T), which may be
-    soft labels, starts, ends and lengths. Name it in ``inputs`` to have it cut, or in ``target`` to leave it as it is,
-    if it has another length. Refused as well are sequences that are padded on the left, and batches of which only
-    ignored labels (-100) would be left: those of prompts whose answers are at the end.
+    refused by its path: other lengths, matrices over pairs of positions, starts, ends and lengths, and floating-point
+    tensors (B, T), which may be soft labels unless they are called ``attention_mask``. Name it in ``inputs`` to have it
+    cut, or in ``target`` to leave it as it is, if it has another length. Refused as well are sequences that are padded
+    on the left, and batches of which only ignored labels (-100) would be left: those of prompts whose answers are at
+    the end.
 
     Beside ``Compile`` there are at most 8 lengths for a full one: growth is in seven equal stages. Batches with no more
     than ``multiple_of`` tokens stay as they are.
@@ -97,6 +99,7 @@ class SequenceLengthWarmup(GrowingInputs):
             if isinstance(part, Tensor) and self._is_alike(part, samples, {n for n in sizes if sizes[n] < n}):
                 cut = part.narrow(self.dim, 0, sizes[part.shape[self.dim]])
                 self._require_kept(path, part, cut, path in targets)
+                cut = in_form_of(cut, part, spelled(path), "SequenceLengthWarmup")
                 context.batch = put(context.batch, path, cut)
         return context.batch
 
@@ -123,7 +126,7 @@ class SequenceLengthWarmup(GrowingInputs):
         elif isinstance(part, Tensor) and self._is_alike(part, samples, lengths):
             if not lengths.isdisjoint(part.shape[self.dim + 1 :]):
                 problem = "has their length in two dimensions: compute it in training_step"
-            elif part.is_floating_point() and part.ndim == 2:
+            elif part.is_floating_point() and part.ndim == 2 and not is_attention_mask(path):
                 problem = "may be numbers of tokens or of classes: name it in inputs= if it is to be cut"
         elif any(isinstance(name, str) and _PLACES.search(name) for name in path):
             problem = "may be places in them: compute it in training_step, or name it in target= to leave it as it is"

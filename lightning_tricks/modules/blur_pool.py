@@ -20,7 +20,7 @@ def blur_pool(x: Tensor, stride: int | tuple[int, int] = 1) -> Tensor:
     """Blur images by ``[1, 2, 1] / 4`` along both sides, then keep every ``stride``-th pixel, as timm's BlurPool2d.
 
     Args:
-        x: Images (B, C, H, W), of at least 2 x 2 pixels; at the borders they are reflected.
+        x: Images (B, C, H, W) or (C, H, W). At the borders they are reflected; a single pixel is its own neighbour.
         stride: Distance of the pixels that stay, or one for each side.
 
     Example:
@@ -28,8 +28,14 @@ def blur_pool(x: Tensor, stride: int | tuple[int, int] = 1) -> Tensor:
         tensor([0., 1., 4., 6., 4., 1., 0.])
     """
     taps = (2 - (torch.arange(3, device=x.device, dtype=x.dtype) - 1).abs()) / 4  # made on the device: nothing waits
-    weight = (taps[:, None] * taps).expand(x.shape[1], 1, 3, 3)
-    return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), weight, stride=stride, groups=x.shape[1])
+    weight = (taps[:, None] * taps).expand(x.shape[-3], 1, 3, 3)
+    height, width = x.shape[-2:]
+    if height > 1 and width > 1:
+        padded = F.pad(x, (1, 1, 1, 1), mode="reflect")
+    else:  # one pixel has no other that could be reflected
+        padded = F.pad(x, (1, 1, 0, 0), mode="reflect" if width > 1 else "replicate")
+        padded = F.pad(padded, (0, 0, 1, 1), mode="reflect" if height > 1 else "replicate")
+    return F.conv2d(padded, weight, stride=stride, groups=x.shape[-3])
 
 
 def add_blur_pool(model: nn.Module, *, modules: Patterns | None = None) -> list[str]:

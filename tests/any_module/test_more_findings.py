@@ -465,6 +465,30 @@ def test_numbers_and_what_is_only_logged_is_no_error(trick: Callable[[], Any]) -
     assert run.callback_metrics["age"] > 0
 
 
+def attending(module: Any, batch: Any) -> Tensor:
+    """Features of words, of which some are padding."""
+    mask = batch["attention_mask"][..., None]
+    return F.cross_entropy(module((module.layers[0].weight[0] * batch["x"] * mask).sum(1) / mask.sum(1)), batch["y"])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.long, torch.bool])
+def test_an_attention_mask_stays_that_of_its_sample_in_any_numbers(kind: torch.dtype) -> None:
+    words = torch.randn(24, 5, 8, generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(5) <= NUMBERS[:, None] % 5).to(kind)
+    train = feed(lambda x, y, ids: {"x": words[ids], "attention_mask": mask[ids], "y": y})
+    module, hand, mixup = build(stepping(attending)), build(stepping(attending)), lt.Mixup(1.0)
+    watch = Watch(mixup)
+    fit(module, train=train, callbacks=[mixup, watch], limit_val_batches=0, max_epochs=1)
+    optimizer = hand.configure_optimizers()
+    for batch, (lam, index) in zip(train, watch.drawn, strict=True):
+        mixed = {**batch, "x": naive_mixup(batch["x"], lam, index)}
+        optimizer.zero_grad()
+        other = {**mixed, "y": batch["y"][index]}
+        (lam * attending(hand, mixed) + (1 - lam) * attending(hand, other)).backward()
+        optimizer.step()
+    assert_close(weights(module), weights(hand))
+
+
 def test_a_weight_that_hidden_mixup_does_not_mix_is_refused() -> None:
     trick = lt.HiddenMixup("layers.2")
     refused(stepping(weighted), r"target=\['y', 'weight'\]", [trick], train=with_extra(weight=WEIGHT))
@@ -569,9 +593,32 @@ def test_cutmix_takes_channels_before_the_image(image: tuple[int, ...]) -> None:
     fit(build(stepping(step)), train=pictures(image), callbacks=[lt.CutMix()], limit_val_batches=0, max_epochs=1)
 
 
-def test_cutmix_refuses_a_mask_with_as_many_classes_as_rows_and_columns() -> None:
-    train = pictures((3, 8, 8), (8, 8, 8))
-    refused(stepping(flat), r"which dimensions are height and width in batch\['y'\]", [lt.CutMix()], train=train)
+@pytest.mark.parametrize("image", [(3, 8, 8), (8, 8, 8)])
+def test_cutmix_refuses_a_mask_with_as_many_classes_as_rows_and_columns(image: tuple[int, ...]) -> None:
+    message = (
+        r"which dimensions are height and width in batch\['y'\].*mask of labels without channels.*\(B, 1, D, H, W\)"
+    )
+    refused(stepping(flat), message, [lt.CutMix()], train=pictures(image, (8, 8, 8)))
+
+
+@pytest.mark.parametrize("trick", [lambda: lt.CutMix(), lambda: lt.ProgressiveResizing(0.5, stop=9, multiple_of=2)])
+@pytest.mark.parametrize("mask", [(8, 8, 8), (1, 8, 8, 8), (2, 8, 8, 8)])
+def test_the_mask_of_a_cubic_volume_follows_it(mask: tuple[int, ...], trick: Callable[[], Any]) -> None:
+    """Every pixel of the mask tells the volume that it came from."""
+
+    def step(module: Any, batch: Any) -> Tensor:
+        volume, mask = batch["image"], batch["y"]
+        assert volume.shape[-3:] == mask.shape[-3:]
+        assert torch.equal((mask if mask.ndim == 5 else mask[:, None]).mean(1), volume.mean(1))
+        found.append(mask.unique().numel())
+        return module(volume.mean((1, 2, 3))[:, :1].expand(-1, 8)).sum()
+
+    found: list[int] = []
+    pixels = torch.arange(8.0).view(-1, 1, 1, 1, 1)
+    batch = {"image": pixels.expand(8, 2, 8, 8, 8).clone(), "y": pixels.view(-1, *[1] * len(mask)).expand(8, *mask)}
+    train = DataLoader([batch], batch_size=None, collate_fn=lambda each: each)  # type: ignore[arg-type]
+    fit(build(stepping(step)), train=train, callbacks=[trick()], limit_val_batches=0, max_epochs=1)
+    assert found == [8]
 
 
 # -- two sets of samples in one batch ---------------------------------------------------------------------------------

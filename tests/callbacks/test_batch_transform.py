@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
@@ -226,6 +229,12 @@ def test_masks_follow_the_images() -> None:
         assert all(torch.equal(part.reshape(B, 8, 8), expected) for part in followed.reshape(B, 8, 8, -1).unbind(-1))
 
 
+def test_masks_that_follow_can_be_flattened_by_view() -> None:
+    for shape in ((B, H, W), (B, 2, H, W), (B, H, W, 2)):
+        ((_, mask),) = seen(v2.RandomHorizontalFlip(), (images(), torch.rand(shape)))
+        assert torch.equal(mask.view(-1), mask.flatten())
+
+
 def test_boxes_follow_in_lists() -> None:
     def target(number: int) -> dict[str, Any]:
         box = BoundingBoxes(torch.tensor([[1, 2, 3 + number, 5]]), format="XYXY", canvas_size=(H, W))  # type: ignore[call-overload]
@@ -432,3 +441,74 @@ def test_both_go_into_a_data_set_and_a_compose() -> None:
     transform = v2.Compose([lt.CutOut(), lt.ColOut(0.5, 0.5), v2.ToDtype(torch.float64)])
     assert transform(Image(images()[0])).shape == (3, 8, 8)
     assert repr(lt.CutOut(0.25)) == "CutOut(length=0.25)"
+
+
+# ---- pictures of PIL, and whole batches
+
+
+MODES = ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "I;16", "F"]
+
+
+def picture(mode: str) -> Any:
+    """Of random pixels, 10 high and 14 wide."""
+    rng = np.random.default_rng(0)
+    rgb = PIL.Image.fromarray(rng.integers(1, 256, (10, 14, 3), dtype=np.uint8))
+    if mode.startswith("I;"):
+        return PIL.Image.fromarray(rng.integers(1, 60_000, (10, 14), dtype=np.uint16))
+    return rgb.convert(mode)
+
+
+def pixels(image: Any) -> Tensor:
+    return torch.from_numpy(np.array(image).astype(np.float64)).reshape(image.height, image.width, -1).movedim(-1, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transform", [lt.CutOut(0.6), lt.ColOut(0.3, 0.4), lt.ColOut(0, 0), lt.CutOut(0)], ids=repr)
+def test_a_picture_of_pil_becomes_what_its_tensor_would(transform: Any, mode: str) -> None:
+    for seed in range(5):
+        given = picture(mode)
+        before = pixels(given)
+        torch.manual_seed(seed)
+        new = transform(given)
+        torch.manual_seed(seed)
+        assert torch.equal(pixels(new), transform(before))
+        assert new.mode == mode
+        assert new.getpalette() == given.getpalette()
+        assert torch.equal(pixels(given), before), "the data set's own picture stays as it is"
+
+
+def test_a_data_set_of_torchvision_takes_them_beside_its_own_transforms(tmp_path: Any) -> None:
+    for number in range(4):
+        (tmp_path / str(number)).mkdir()
+        picture("RGB").save(tmp_path / str(number) / "picture.png")
+    steps = [v2.RandomHorizontalFlip(), lt.CutOut(0.5), lt.ColOut(0.2, 0.2), v2.PILToTensor(), lt.CutOut(0.5)]
+    for made in (v2.Compose(steps), v1.Compose(steps)):
+        loader = DataLoader(ImageFolder(str(tmp_path), transform=made), batch_size=4, num_workers=0)
+        ((x, y),) = list(loader)
+        assert x.shape == (4, 3, 8, 12)
+        assert y.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("transform", [lt.CutOut(), lt.ColOut()], ids=repr)
+@pytest.mark.parametrize("image", [np.zeros((4, 4)), "picture.png", None], ids=["array", "path", "None"])
+def test_what_is_neither_a_tensor_nor_a_picture_is_refused_by_name(transform: Any, image: Any) -> None:
+    name = f"{type(transform).__name__} takes a tensor .* or a PIL image, got {type(image).__name__}"
+    with pytest.raises(TypeError, match=name):
+        transform(image)
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 8), (5, 3, 8, 6), (1, 2, 3, 5, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "transform", [lt.CutOut(0.6), lt.CutOut(0), lt.CutOut(1.0), lt.ColOut(0.3, 0.4), lt.ColOut(0, 0)], ids=repr
+)
+def test_a_whole_batch_is_what_a_loop_over_its_images_makes(transform: Any, dtype: torch.dtype, shape: Any) -> None:
+    x = (100 * torch.rand(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    before = x.clone()
+    torch.manual_seed(3)
+    expected = torch.stack([transform(image) for image in x])
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert torch.equal(transform.of_batch(x), expected)
+    assert torch.equal(torch.get_rng_state(), after), "the same random numbers"
+    assert torch.equal(x, before)

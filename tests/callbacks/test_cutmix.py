@@ -250,7 +250,11 @@ def test_a_wrong_argument_is_refused_at_once(kind: Any, error: Any, settings: di
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        (torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4), "uint8 for '0'.* convert it in the data set"),
+        (
+            torch.zeros(4, 3, 8, 8, dtype=torch.uint8),
+            torch.zeros(4),
+            "uint8 for '0'.* convert it in the data set or, on the device, in on_after_batch_transfer",
+        ),
         (torch.zeros(4, 3, 8, 8, dtype=torch.long), torch.zeros(4), "int64 for '0'.*HiddenMixup for token ids"),
         (
             torch.zeros(4, 3, 8, 8),
@@ -268,6 +272,16 @@ def test_a_wrong_argument_is_refused_at_once(kind: Any, error: Any, settings: di
 def test_batches_that_cannot_be_mixed_are_refused_with_what_they_have(kind: Any, x: Any, y: Any, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{kind.__name__} .*{message}"):
         run(build(ImageNet), kind(), feed((x, y)))
+
+
+def test_images_in_integers_may_be_converted_where_the_refusal_says() -> None:
+    class Converts(ImageNet):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch[0].float() / 255, batch[1]
+
+    given = [((255 * x.sigmoid()).to(torch.uint8), y) for x, y in images()]
+    watch = run(build(Converts), CutMix(), feed(*given))
+    assert all(watch.drawn)
 
 
 # ---- YAML, with Mixup too

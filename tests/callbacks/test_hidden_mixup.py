@@ -390,6 +390,90 @@ def test_statistics_of_an_average_are_those_of_batches_that_are_not_mixed(sample
     assert_equal(*ended)
 
 
+# ---- other integers in the batch
+
+
+class Columns(Text):
+    """Takes what its model takes out of a batch with columns of a data set."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("length", batch["length"].float().mean())
+        return self.model(**{key: batch[key] for key in batch if key not in ("idx", "length", "topic")}).loss
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_columns_of_a_data_set_change_nothing(name: str) -> None:
+    case, ends = CASES[name], []
+    for columns in ({}, {"idx": torch.arange(6), "topic": torch.arange(6) % 3}):
+        batch = {**texts(name), "length": texts(name)["attention_mask"].sum(1), **columns}
+        mixup, module = lt.HiddenMixup(f"model.{case.layer}", alpha=2.0), build(Columns, name=name)
+        fit_text(module, [mixup], batch)
+        ends.append(weights(module))
+    assert_equal(*ends)
+
+
+def test_a_second_label_of_a_model_is_refused_by_its_name() -> None:
+    class Pretrains(Text):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.model = transformers.BertForPreTraining(transformers.BertConfig(**{**SHAPE, **ENCODER}))
+
+    batch = {**texts("tokens"), "next_sentence_label": torch.arange(6) % 2}
+    module = build(Pretrains, name="bert")
+    before = weights(module)
+    message = r"HiddenMixup.* batch\['next_sentence_label'\], which is not mixed.*\['labels', 'next_sentence_label'\]"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit_text(module, [lt.HiddenMixup("model.cls.predictions", target="labels")], batch)
+    assert_equal(weights(module), before)
+
+
+class CompiledText(Text):
+    """An encoder that is compiled as a whole, and a head behind it; takes dictionaries and tuples."""
+
+    def __init__(self, name: str, labels: str = "labels") -> None:
+        super().__init__(name)
+        self.encode = torch.compile(
+            lambda ids, mask: self.model.bert(input_ids=ids, attention_mask=mask).pooler_output,
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        self.labels = labels
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch, tuple):
+            batch = dict(zip(("input_ids", "attention_mask", "labels", "second"), batch, strict=False))
+        logits = self.model.classifier(self.encode(batch["input_ids"], batch["attention_mask"]))
+        loss = F.cross_entropy(logits, batch["labels"])
+        return loss if self.labels == "labels" else loss + F.cross_entropy(logits, batch["second"])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@pytest.mark.parametrize(("kind", "mask"), [(dict, torch.long), (dict, torch.float32), (tuple, torch.long)])
+def test_tokens_and_masks_do_not_interrupt_compiled_code(kind: Any, mask: torch.dtype) -> None:
+    torch._dynamo.reset()
+    plain = {**texts("bert"), "attention_mask": texts("bert")["attention_mask"].to(mask)}
+    batch = tuple(plain.values()) if kind is tuple else plain
+    mixup = lt.HiddenMixup("model.classifier", target=2 if kind is tuple else None)
+    module, eager = build(CompiledText, name="bert"), build(Text, name="bert")
+    fit_text(module, [mixup], batch)
+    fit_text(eager, [lt.HiddenMixup("model.classifier")], texts("bert"))
+    assert_close(weights(module), weights(eager), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_a_second_label_behind_compiled_code_is_refused(kind: Any) -> None:
+    torch._dynamo.reset()
+    batch = {**texts("bert"), "second": torch.arange(6) % 3}
+    name = r"batch\['second'\]" if kind is dict else r"batch\[3\]"
+    with pytest.raises(MisconfigurationException, match=f"HiddenMixup.* {name}, which is not mixed"):
+        fit_text(
+            build(CompiledText, name="bert", labels="second"),
+            [lt.HiddenMixup("model.classifier", target=2 if kind is tuple else "labels")],
+            tuple(batch.values()) if kind is tuple else batch,
+        )
+
+
 # ---- mistakes
 
 

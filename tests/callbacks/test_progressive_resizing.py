@@ -122,6 +122,16 @@ def test_a_crop_is_the_same_window_of_images_and_masks() -> None:
     assert len({top - left for top, left in windows}) > 3
 
 
+@pytest.mark.parametrize("mode", ["resize", "crop"])
+@pytest.mark.parametrize("shape", [(B, H, W), (B, 2, H, W), (B, H, W, 2)])
+def test_what_was_contiguous_can_be_flattened_by_view(shape: tuple[int, ...], mode: str) -> None:
+    x, mask = first((images(), images(*shape, seed=1)), mode=mode)
+    assert x.view(-1).shape == (B * 3 * 8 * 12,)
+    assert torch.equal(mask.view(-1), mask.flatten())
+    last = images().contiguous(memory_format=torch.channels_last)
+    assert first((last, LABELS), mode=mode)[0].is_contiguous(memory_format=torch.channels_last)
+
+
 def test_other_parts_stay() -> None:
     batch = {"image": images(), "labels": LABELS, "soft": torch.rand(B, 10), "names": ["a"] * B, "scale": 2.0}
     small = first(batch)

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import transformers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
@@ -151,6 +152,16 @@ def test_a_part_that_may_belong_to_places_in_another_way_is_refused(batch: Any, 
     refused(batch, message)
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask", "padding_mask"])
+def test_a_mask_of_tokens_is_known_by_its_name(name: str) -> None:
+    mask = (ids() % T < torch.tensor([[T], [12], [4], [20]])).float()
+    for batch in ({"input_ids": ids(), name: mask}, {"text": {"input_ids": ids(), name: mask}}):
+        cut = first(batch, inputs="text.input_ids" if "text" in batch else None)
+        cut = cut.get("text", cut)
+        assert torch.equal(cut[name], mask[:, :N])
+        assert cut["input_ids"].shape == (B, N)
+
+
 def test_padding_on_the_left_is_refused() -> None:
     batch = encoded()
     batch["attention_mask"] = batch["attention_mask"].flip(1)
@@ -209,3 +220,52 @@ def test_a_language_model_of_transformers_has_the_loss_of_the_first_tokens() -> 
         logits = module.model(**{name: part for name, part in given.items() if name != "labels"}).logits
         expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
         torch.testing.assert_close(loss, expected)
+
+
+# ---- what is cut can be flattened by view()
+
+WIDE = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+DISTIL = {"dim": 8, "n_layers": 1, "n_heads": 1, "hidden_dim": 8}
+FLATTENING = {
+    "BertForMaskedLM": WIDE,
+    "BertForTokenClassification": WIDE,
+    "RobertaForMaskedLM": WIDE,
+    "RobertaForTokenClassification": WIDE,
+    "DistilBertForMaskedLM": DISTIL,
+    "DistilBertForTokenClassification": DISTIL,
+}
+
+
+class Encoder(Language):
+    """A small encoder, whose loss flattens its labels by view()."""
+
+    def __init__(self, name: str) -> None:
+        pl.LightningModule.__init__(self)
+        kind = getattr(transformers, name)
+        config = kind.config_class(vocab_size=130, num_labels=130, max_position_embeddings=T + 2, **FLATTENING[name])
+        self.model, self.losses = kind(config), []
+        for dropout in (layer for layer in self.modules() if isinstance(layer, nn.Dropout)):
+            dropout.p = 0.0
+
+
+@pytest.mark.parametrize("name", FLATTENING)
+def test_a_model_of_transformers_that_views_its_labels_has_the_loss_of_the_first_tokens(name: str) -> None:
+    torch.manual_seed(0)
+    module, warmup = Encoder(name), lt.SequenceLengthWarmup(N / T, stop=2, multiple_of=1)
+    batch = {key: encoded()[key] for key in ("input_ids", "attention_mask", "labels")}
+    fit(module, train=feed(batch, batch, batch), val=feed(batch), callbacks=[warmup], max_epochs=1)
+    for loss, length in zip(module.losses, (N, 20, T), strict=True):
+        given = {key: part[:, :length].contiguous() for key, part in batch.items()}
+        logits = module.model(**{key: part for key, part in given.items() if key != "labels"}).logits
+        expected = nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+        torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_what_was_contiguous_is_so_when_it_is_cut(dim: int) -> None:
+    shape = (B, T, 3) if dim == 1 else (B, 3, T)
+    x = torch.arange(float(B * T * 3)).view(shape)
+    batch = {"x": x, "strided": x.clone().transpose(1, 2).contiguous().transpose(1, 2)}
+    cut = first(batch, dim=dim, inputs=["x", "strided"])
+    assert torch.equal(cut["x"].view(-1), x.narrow(dim, 0, N).flatten())
+    assert torch.equal(cut["strided"], cut["x"])

@@ -37,7 +37,7 @@ def blurred_by_hand(x: Tensor) -> Tensor:
     height, width = x.shape[-2:]
 
     def at(place: int, side: int) -> int:
-        return abs(place) if place < side else 2 * side - 2 - place
+        return 0 if side == 1 else abs(place) if place < side else 2 * side - 2 - place
 
     rows = [[at(i + k, height) for i in range(height)] for k in (-1, 0, 1)]
     columns = [[at(i + k, width) for i in range(width)] for k in (-1, 0, 1)]
@@ -55,6 +55,28 @@ def test_the_blur_is_the_formula_and_timms(stride: Any) -> None:
     if stride in (1, 2):
         timm = pytest.importorskip("timm")
         assert torch.equal(blur_pool(x, stride), timm.layers.BlurPool2d(3, stride=stride)(x))
+
+
+@pytest.mark.parametrize("stride", [1, 2, (2, 1), 3])
+@pytest.mark.parametrize("sides", [(1, 1), (1, 5), (4, 1), (2, 2)])
+def test_one_pixel_on_a_side_is_its_own_neighbour(sides: tuple[int, int], stride: Any) -> None:
+    x, step = images(4, *sides), stride if isinstance(stride, tuple) else (stride, stride)
+    expected = blurred_by_hand(x)[..., :: step[0], :: step[1]]
+    torch.testing.assert_close(blur_pool(x, stride), expected)
+    torch.testing.assert_close(blur_pool(x[0], stride), expected[0])  # an image without a batch
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (2, 2), (1, 9), (3, 2)])
+def test_small_maps_have_the_shapes_of_the_plain_layers(sides: tuple[int, int]) -> None:
+    layers = [nn.MaxPool2d(2, 2, 1), nn.MaxPool2d(3, 2, 1), nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(3, 4, 1, (2, 1))]
+    if min(sides) > 1:
+        layers.append(nn.MaxPool2d(2, 2))
+    for layer in layers:
+        for x in (images(4, *sides), images(4, *sides)[0]):
+            plain = layer(x).shape
+            lt.add_blur_pool(blurring := nn.Sequential(copy.deepcopy(layer)), modules="0")
+            assert blurring(x).shape == plain
+            assert blurring(x).isfinite().all()
 
 
 def test_every_strided_layer_but_the_first_blurs() -> None:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.cutting import has_one_entry_a_sample
+from lightning_tricks.core.batches.form import in_form_of
 from lightning_tricks.core.batches.images import masks_of, require_images, rows_and_columns
 from lightning_tricks.core.batches.paths import Names, Path, described, get, parts, put, spelled, walk
 from lightning_tricks.core.batches.pipeline import BatchContext
@@ -42,8 +43,9 @@ class BatchTransform(BatchCallback):
 
     Validation, test and the tensors of the data set are not changed. Random numbers depend on the seed, the number of
     the batch and the rank, whether they come from torch, Python or NumPy; the global generators are left as they were,
-    and a resumed run continues exactly. Samples are transformed one after the other, before those of ``Mixup`` are
-    mixed: on a GPU, a step waits for some small operations per sample.
+    and a resumed run continues exactly. Samples are transformed before those of ``Mixup`` are mixed, and one after the
+    other, by some small operations for each; ``CutOut``, ``ColOut`` and any transform with a method ``of_batch(x)``
+    transform all of them at once.
 
     Args:
         transform: A callable that takes and returns a sample.
@@ -107,8 +109,14 @@ class BatchTransform(BatchCallback):
             return
         for path in inputs:
             with random_numbers_from(seed, device):  # the same for all inputs of a sample
-                new = [self.transform(sample) for sample in get(context.batch, path).unbind()]
-            context.batch = put(context.batch, path, self._stacked(path, new))
+                new = self._transformed(path, get(context.batch, path))
+            context.batch = self._with(context.batch, path, new)
+
+    def _transformed(self, path: Path, x: Tensor) -> Tensor:
+        """The transformed samples of an input."""
+        if hasattr(self.transform, "of_batch"):
+            return self.transform.of_batch(x)
+        return self._stacked(path, [self.transform(sample) for sample in x.unbind()])
 
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
@@ -163,10 +171,14 @@ class BatchTransform(BatchCallback):
         columns = [made] if len(columns) == 1 else list(zip(*made, strict=True))
         for path, new in zip((*inputs, *followers), columns, strict=True):
             if path in places:
-                batch = put(batch, path, self._stacked(path, new).movedim((-2, -1), places[path]))
+                batch = self._with(batch, path, self._stacked(path, new).movedim((-2, -1), places[path]))
             else:
                 batch = put(batch, path, type(get(batch, path))(new))
         return batch
+
+    def _with(self, batch: Any, path: Path, new: Tensor) -> Any:
+        """The batch with other values of a part."""
+        return put(batch, path, in_form_of(new, get(batch, path), spelled(path), "BatchTransform"))
 
     def _stacked(self, path: Path, samples: list[Any]) -> Tensor:
         if not isinstance(samples[0], Tensor):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from itertools import groupby
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -36,13 +38,22 @@ def colout(x: Tensor, rows: float = 0.15, columns: float = 0.15, generator: torc
     """
     check_range("rows", rows, 0.0, 1.0, below=True)
     check_range("columns", columns, 0.0, 1.0, below=True)
-    if x.ndim < 2:
-        raise ValueError(f"colout needs an image (..., H, W), got {tuple(x.shape)}.")
-    for dim, share in ((-2, rows), (-1, columns)):
-        size = x.shape[dim]
-        kept = torch.randperm(size, generator=generator)[int(share * size) :].sort().values
-        x = x.index_select(dim, kept.to(x.device))
+    for dim, kept in zip((-2, -1), _kept(x.shape, rows, columns, generator), strict=True):
+        x = x.index_select(dim, kept.to(x.device, non_blocking=True))
     return x
+
+
+def _kept(
+    shape: Sequence[int], rows: float, columns: float, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """The indices of the rows and the columns that an image keeps."""
+    if len(shape) < 2:
+        raise ValueError(f"colout needs an image (..., H, W), got {tuple(shape)}.")
+    of_rows, of_columns = (
+        torch.randperm(size, generator=generator)[int(share * size) :].sort().values
+        for size, share in zip(shape[-2:], (rows, columns), strict=True)
+    )
+    return of_rows, of_columns
 
 
 @final
@@ -50,7 +61,8 @@ def colout(x: Tensor, rows: float = 0.15, columns: float = 0.15, generator: torc
 class ColOut:
     """Drops random rows and columns of an image, as a transform for ``BatchTransform`` or a data set.
 
-    All images of a batch become smaller by the same number of rows and columns, so that they can be stacked.
+    An image is a tensor (..., H, W) or one of PIL. All images of a batch become smaller by the same number of rows and
+    columns, so that they can be stacked.
 
     Args:
         rows: Share of the rows to drop, in [0, 1).
@@ -75,6 +87,33 @@ class ColOut:
         check_range("rows", self.rows, 0.0, 1.0, below=True)
         check_range("columns", self.columns, 0.0, 1.0, below=True)
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """The image (..., H, W) without some of its rows and columns."""
-        return colout(image, self.rows, self.columns)
+    def __call__(self, image: Any) -> Any:
+        """The image without some of its rows and columns."""
+        if isinstance(image, Tensor):
+            return colout(image, self.rows, self.columns)
+        if not hasattr(image, "paste"):
+            raise TypeError(f"ColOut takes a tensor (..., H, W) or a PIL image, got {type(image).__name__}.")
+        rows, columns = _kept((image.height, image.width), self.rows, self.columns)
+        image = image.copy()
+        for top, first, last in _runs(rows):
+            image.paste(image.crop((0, first, image.width, last)), (0, top))
+        for left, first, last in _runs(columns):
+            image.paste(image.crop((first, 0, last, image.height)), (left, 0))
+        return image.crop((0, 0, len(columns), len(rows)))
+
+    def of_batch(self, images: Tensor) -> Tensor:
+        """The images (B, ..., H, W), each without rows and columns of its own, as they are if it is done one by one."""
+        drawn = [_kept(images.shape[1:], self.rows, self.columns) for _ in images]
+        for dim, kept in zip((-2, -1), zip(*drawn, strict=True), strict=True):
+            index = torch.stack(kept).to(images.device, non_blocking=True)
+            own, full = [len(images), *[1] * (images.ndim - 1)], list(images.shape)
+            own[dim], full[dim] = -1, index.shape[1]
+            images = images.gather(dim, index.view(own).expand(full))
+        return images
+
+
+def _runs(kept: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Neighbours among the indices that are kept: their new place, the first one, and the one behind the last."""
+    for _, run in groupby(enumerate(kept.tolist()), lambda pair: pair[1] - pair[0]):
+        (place, first), *_, (_, last) = [*run] * 2  # of a single one, too
+        yield place, first, last + 1

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_tricks.core.batches.form import in_class_of, values_of
 from lightning_tricks.core.batches.paths import TARGETS, described, fields, find, get, is_read_only, parts, put, walk
 
 Samples = Tensor | slice  # the positions of samples (n,), or a range
@@ -82,14 +83,23 @@ def is_pairwise(x: Tensor, size: int) -> bool:
         >>> is_pairwise(distances, 8), is_pairwise(torch.eye(8), 8), is_pairwise(torch.rand(8, 8), 8)
         (True, False, False)
     """
-    if x.is_nested or x.layout != torch.strided or x.ndim < 2 or x.shape[:2] != (size, size) or size < _FEWEST:
+    if not (has_entries_for_pairs(x, size) and is_symmetric(x)):
         return False
-    x = x.detach()
-    if not torch.equal(x, x.transpose(0, 1)) or torch.equal(x[1:, :-1], x[:-1, 1:]):
-        return False
+    x = values_of(x)
     rows, columns = torch.triu_indices(size, size, 1, device=x.device)
     counts = x[rows, columns].unique(dim=0, return_counts=True)[1].float()
     return bool((counts * (counts.sum() / counts).log2()).sum() >= _BITS)
+
+
+def has_entries_for_pairs(x: Tensor, size: int) -> bool:
+    """Whether a tensor (B, B, ...) has the shape of one with entries for pairs of samples."""
+    return not x.is_nested and x.layout == torch.strided and x.shape[:2] == (size, size) and size >= _FEWEST
+
+
+def is_symmetric(x: Tensor) -> bool:
+    """Whether entries (B, B, ...) are symmetric, but for windows of one series; the host waits for the device once."""
+    x = values_of(x)
+    return bool((x == x.transpose(0, 1)).all() & (x[1:, :-1] != x[:-1, 1:]).any())
 
 
 _BITS = 24.0  # of the entropy of a symmetric matrix, from which on its symmetry is no chance: 6e-8
@@ -155,9 +165,9 @@ class _Cut:
         if isinstance(array, Tensor) and array.layout != torch.strided:  # sparse tensors cannot be sliced
             positions = torch.arange(self.size, device=array.device)[self.samples]
             return array.index_select(0, positions)
-        if isinstance(array, Tensor) or isinstance(self.samples, slice):
-            return array[self.samples]
-        return array[self.samples.cpu().numpy()]
+        if isinstance(array, Tensor):
+            return in_class_of(array[self.samples], array, path, self.trick)
+        return array[self.samples if isinstance(self.samples, slice) else self.samples.cpu().numpy()]
 
     def _container(self, container: Any, path: str) -> Any:
         inner = list(parts(container))

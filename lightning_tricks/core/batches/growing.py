@@ -110,6 +110,8 @@ class GrowingInputs(BatchCallback):
 
     @override
     def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
+        if self.initial == 1:  # nothing grows, so that the length of the training need not be known
+            return 0.0
         return steps_of(trainer, duration, type(self).__name__, name)  # growth may last to the very end
 
     @override

@@ -56,14 +56,16 @@ def masks_of(batch: Any, images: Sequence[Path], targets: Sequence[Path], trick:
         MisconfigurationException: For a part that belongs to places in the image, and is neither an image nor a mask.
     """
     sides, masks = require_images(batch, images, trick), []
+    volumes = [get(batch, path).shape[2:] for path in images if get(batch, path).ndim > 4]
     for path, part in walk(batch):
         is_spatial = isinstance(part, Tensor) and rows_and_columns(part, sides) is not None
         found = f"{spelled(path)}, {f'a tensor {tuple(part.shape)}' if isinstance(part, Tensor) else type(part)}"
         problem = None
-        if path in targets and is_spatial and part.ndim > 3 and part.shape[1:3] == part.shape[-2:] == sides:
+        could_be_both = is_spatial and part.ndim > 3 and part.shape[1:3] == part.shape[-2:] == sides
+        if path in targets and could_be_both and part.shape[1:] not in volumes:
             problem = (
-                f"cannot know which dimensions are height and width in {found}: make it a mask (B, H, W) of labels, or"
-                " use images of another size"
+                f"cannot know which dimensions are height and width in {found}: make it a mask of labels without"
+                " channels, give volumes a dimension for them, (B, 1, D, H, W), or use images of another size"
             )
         elif path in images:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.batches.callback import BatchCallback
-from lightning_tricks.core.batches.cutting import has_one_entry_a_sample, is_pairwise
+from lightning_tricks.core.batches.cutting import (
+    has_entries_for_pairs,
+    has_one_entry_a_sample,
+    is_pairwise,
+    is_symmetric,
+)
 from lightning_tricks.core.batches.paths import (
     INPUTS,
     Path,
     described,
     get,
+    is_attention_mask,
     is_read_only,
     locate,
     other_samples,
@@ -53,6 +60,7 @@ class MixingCallback(BatchCallback):
         self.drawn: Drawn | None = None  # the random numbers of the last batch; None if it was not mixed
         # The layout of the last batch; None if the next batch must be checked.
         self._layout: tuple[Any, ...] | None = None
+        self._features: set[Path] = set()  # paths of parts on a device that have no entries for pairs of samples
         self._size = 0  # number of samples of the last batch
         self._known: dict[str, list[Path]] = {}  # paths of the last batch's inputs and targets
 
@@ -63,7 +71,7 @@ class MixingCallback(BatchCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._layout = None  # The first batch of a fit is checked.
+        self._layout, self._features = None, set()  # The first batch of a fit is checked.
 
     @override
     def _begin(self) -> None:
@@ -129,8 +137,8 @@ class MixingCallback(BatchCallback):
             if not (x.is_floating_point() or x.is_complex()):
                 name = ".".join(map(str, path))
                 raise self._cannot(
-                    f"mixes floating-point inputs, got {x.dtype} for {name!r}: convert it in the data set, or use"
-                    " HiddenMixup for token ids",
+                    f"mixes floating-point inputs, got {x.dtype} for {name!r}: convert it in the data set or, on the"
+                    " device, in on_after_batch_transfer, or use HiddenMixup for token ids",
                     context,
                 )
             if x.is_nested or not x.ndim or len(x) != size:
@@ -147,8 +155,7 @@ class MixingCallback(BatchCallback):
         inputs = locate(batch, self.inputs, INPUTS, 0)
         rest = []
         for path, part in walk(batch):
-            pairs = isinstance(part, Tensor) and is_pairwise(part, size)
-            if pairs and (self.mixes_inputs or path in targets):
+            if (self.mixes_inputs or path in targets) and self._is_pairwise(path, part, size):
                 raise self._cannot(f"cannot mix {spelled(path)}, which has entries for pairs of samples", context)
             if path not in inputs and path not in targets:
                 rest.append((path, part))
@@ -160,7 +167,8 @@ class MixingCallback(BatchCallback):
                 continue
             if not _has_samples(batch, path, size):
                 continue
-            if not self.mixes_inputs and not part.is_floating_point():  # attention masks would interrupt compiled code
+            # What a network sees would interrupt its compiled code, and need not be mixed where a layer is.
+            if not self.mixes_inputs and not _may_be_label(path, part, [get(batch, target) for target in targets]):
                 continue
             context.unmixed[path] = Unmixed(
                 trick=type(self).__name__,
@@ -168,8 +176,21 @@ class MixingCallback(BatchCallback):
                 name=_named(path),
                 inputs=tuple(map(_named, inputs)),
                 targets=tuple(map(_named, targets)),
-                in_network=self.mixes_inputs and self.inputs is None and part.is_floating_point(),
+                in_network=self.mixes_inputs
+                and self.inputs is None
+                and part.is_floating_point()
+                and not is_attention_mask(path),
             )
+
+    def _is_pairwise(self, path: Path, part: Any, size: int) -> bool:
+        """Whether a part has entries for pairs of samples; what was not symmetric once makes no device wait again."""
+        if not isinstance(part, Tensor) or not has_entries_for_pairs(part, size) or path in self._features:
+            return False
+        if is_symmetric(part):
+            return is_pairwise(part, size)
+        if not part.is_cpu:
+            self._features.add(path)
+        return False
 
     def _cannot(self, rule: str, context: BatchContext) -> MisconfigurationException:
         return MisconfigurationException(f"{type(self).__name__} {rule}. The batch has {described(context.batch)}.")
@@ -213,6 +234,23 @@ def _has_samples(batch: Any, path: Path, size: int) -> bool:
     if not holders or any(is_read_only(holder) for holder in holders):
         return False
     return len(part) == size or has_one_entry_a_sample(holders[-1], size)
+
+
+_LABEL = re.compile(r"(^|_)(label|target|tag|class)(e?s)?(_|$)", re.IGNORECASE)
+_TOKENS = re.compile(r"(^|_)(ids|mask)$", re.IGNORECASE)
+
+
+def _may_be_label(path: Path, part: Tensor, targets: list[Tensor]) -> bool:
+    """Whether a part may be a second label, a weight or a length, and not what a network sees, such as tokens.
+
+    A label has one number for each sample, or as many as the target, or is called one.
+    """
+    name = str(path[-1])
+    if is_attention_mask(path) or name.lower() in INPUTS:
+        return False
+    if part.is_floating_point() or part.numel() == len(part) or _LABEL.search(name):
+        return True
+    return not _TOKENS.search(name) and any(part.shape == target.shape for target in targets)
 
 
 def permutation(numbers: random.Random, like: Tensor) -> Tensor:

@@ -143,6 +143,15 @@ def _kind(batch: Any, path: Path) -> Any:
     return (part.dtype, part.shape[1:]) if isinstance(part, Tensor) and not part.is_nested else None
 
 
+def is_attention_mask(path: Path) -> bool:
+    """Whether a part is a mask of tokens by its name, also in floating-point numbers.
+
+    >>> is_attention_mask(("text", "decoder_attention_mask")), is_attention_mask(("mask",))
+    (True, False)
+    """
+    return bool(path) and re.search(r"(^|_)(attention|padding)_mask$", str(path[-1])) is not None
+
+
 def check_names(argument: str, names: Names) -> None:
     """Raise unless ``names`` is a name, a list of names or None."""
     several = names if isinstance(names, list | tuple) else [names]

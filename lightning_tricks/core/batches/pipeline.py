@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_tricks.core.batches.form import require_no_attributes
 from lightning_tricks.core.batches.paths import Path, get, put, spelled
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import data_parallel, transfers_batch
@@ -46,7 +47,10 @@ class BatchContext:
 
     def plan_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
         """Let the losses of targets follow the plan."""
-        self.targets |= dict.fromkeys(paths, type(callback).__name__)
+        trick = type(callback).__name__
+        for path in paths:
+            require_no_attributes(get(self.batch, path), spelled(path), trick)
+        self.targets |= dict.fromkeys(paths, trick)
 
     def mix_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:
         """Let the losses of targets follow the plan, mixed with those of their partners."""

@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_tricks.core.batches.paths import Path, described, get, mapped, put
+from lightning_tricks.core.batches.form import in_form_of, require_no_attributes
+from lightning_tricks.core.batches.paths import Path, described, get, is_attention_mask, put, spelled, walk
 from lightning_tricks.core.lightning.trainer import step_arguments
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.target import mixed_target
 from lightning_tricks.core.replay.rerun import copy_containers, forbid_writes
 from lightning_tricks.core.replay.trial import trial_steps
+
+_TRICK = "HardExampleFilter"
 
 
 def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) -> Tensor | None:
@@ -30,7 +33,8 @@ def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) 
     module, found = trainer.lightning_module, list[Tensor]()
     plan = LossPlan(record=found.append)
     for path in targets:
-        batch = put(batch, path, mixed_target([get(batch, path)], plan))
+        require_no_attributes(target := get(batch, path), spelled(path), _TRICK)
+        batch = put(batch, path, mixed_target([target], plan))
     arguments = step_arguments(module, copy_containers(batch), trainer.fit_loop.batch_idx + 1)
     with trial_steps(trainer, module), forbid_writes(module, batch):
         output = trainer.strategy.training_step(*arguments)
@@ -58,24 +62,31 @@ def shrunk(batch: Any, inputs: Sequence[Path], scale: float) -> Any:
         sides = x.shape[-2:]
         height, width = (max(1, round(scale * side)) for side in sides)
         for path in inputs:
-            batch = put(batch, path, F.interpolate(get(batch, path), (height, width), mode="bilinear"))
+            image = get(batch, path)
+            small = F.interpolate(image, (height, width), mode="bilinear")
+            batch = put(batch, path, in_form_of(small, image, spelled(path), _TRICK))
         rows = (torch.arange(height, device=x.device) * sides[0] // height)[:, None]
         columns = torch.arange(width, device=x.device) * sides[1] // width
         return _changed(
-            batch, lambda leaf: leaf.ndim > 2 and leaf.shape[-2:] == sides, lambda mask: mask[..., rows, columns]
+            batch, lambda path, leaf: leaf.ndim > 2 and leaf.shape[-2:] == sides, lambda mask: mask[..., rows, columns]
         )
     if not x.is_floating_point() and x.ndim == 2:
         tokens = max(1, round(scale * x.shape[1]))
-        return _changed(
-            batch,
-            lambda leaf: leaf.shape[:2] == x.shape and not (leaf.ndim == 2 and leaf.is_floating_point()),  # labels
-            lambda leaf: leaf[:, :tokens],
-        )
+
+        def is_of_tokens(path: Path, leaf: Tensor) -> bool:  # and no labels of samples
+            known = leaf.ndim > 2 or not leaf.is_floating_point() or is_attention_mask(path)
+            return known and leaf.shape[:2] == x.shape
+
+        return _changed(batch, is_of_tokens, lambda leaf: leaf[:, :tokens])
     raise MisconfigurationException(
-        f"score_scale={scale} shrinks images (B, C, H, W) or integer sequences (B, T), got a batch with"
-        f" {described(batch)}: name inputs=, or remove score_scale."
+        f"score_scale={scale} shrinks images (B, C, H, W) in floating-point numbers, to which on_after_batch_transfer"
+        f" may convert them, or integer sequences (B, T), got a batch with {described(batch)}: name inputs=, or remove"
+        " score_scale."
     )
 
 
-def _changed(batch: Any, suits: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]) -> Any:
-    return mapped(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) and suits(leaf) else leaf)
+def _changed(batch: Any, suits: Callable[[Path, Tensor], bool], change: Callable[[Tensor], Tensor]) -> Any:
+    for path, leaf in walk(batch):
+        if isinstance(leaf, Tensor) and suits(path, leaf):
+            batch = put(batch, path, in_form_of(change(leaf), leaf, spelled(path), _TRICK))
+    return batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class LossPlan:
         self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix the input of a loss
         self.tricks, self.number = "the trick", 0  # names of the tricks and number of the batch, for error messages
         self.samples = 0
+        self._ids: dict[int, Tensor] = {}  # the samples' numbers, each repeated so many times
         self.losses = 0  # number of losses that followed the plan
         self.unclear = ""  # why the last loss that did not follow the plan could not
         self.open = True  # False once the batch is done, when its targets are plain labels again
@@ -45,6 +47,23 @@ class LossPlan:
     def needs_torch_loss(self) -> bool:
         """Whether only a loss of torch may see the target; a formula by hand could be the negative of a loss."""
         return self.choose is not None or self.mix_predictions is not None
+
+    def number_samples(self, samples: int, device: torch.device) -> Tensor | None:
+        """Note how many samples the batch has, and return their numbers (B,); None if all samples count equally."""
+        self.samples = samples
+        if self.by_samples and 1 not in self._ids:  # all targets share them, so that they are known again
+            self._ids[1] = torch.arange(samples, device=device)
+        return self._ids.get(1)
+
+    def repeated_ids(self, times: int) -> Tensor:
+        """The samples' numbers, each ``times`` times one after the other (B * times,)."""
+        if times not in self._ids:
+            self._ids[times] = self._ids[1][:, None].expand(-1, times).reshape(-1)
+        return self._ids[times]
+
+    def times_repeated(self, sample_ids: Tensor) -> int | None:
+        """How many times each sample's number is repeated, without a look at them; None for any other numbers."""
+        return next((times for times, ids in self._ids.items() if ids is sample_ids), None)
 
     def refusal(self, rule: str) -> MisconfigurationException:
         """The error for a loss that cannot follow the plan."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, Weight
+from lightning_tricks.core.mixed_targets.scores import SampleScores, summed_losses
 
 Loss = Callable[..., Tensor]
 
@@ -60,9 +61,12 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
     if sample_ids is None or len(sample_ids) != len(elements[0]) or func.__name__ == "ctc_loss":
         raise AmbiguousSamples(ambiguous_samples(func))
     weights = [_by_entry(weight, sample_ids) for weight in plan.weights(len(calls))]
-    chosen = _chosen(func, calls[0]["reduction"], _sum(elements, weights), sample_ids, plan, _counted(calls[0]))
+    values, reduction, mask = _sum(elements, weights), calls[0]["reduction"], counted(calls[0])
+    chosen = _chosen(func, reduction, values, sample_ids, plan, mask)
     if chosen is None:
-        return _sum([_reduced(func, term) for term in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
+        loss = _sum([_reduced(func, term) for term in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
+        divisor = {"sum": 1, "batchmean": len(values)}.get(reduction)
+        return loss if plan.record is None else _recorded(loss, values, mask, sample_ids, plan, divisor)
     entries, factor = chosen
     calls = [_narrowed(call, entries) for call in calls]
     weights = [weight[entries] if isinstance(weight, Tensor) else weight for weight in weights]
@@ -71,9 +75,20 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
 
 
 def planned_reduction(
-    func: Loss, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], sample_ids: Tensor | None, plan: LossPlan
+    func: Loss,
+    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    sample_ids: Tensor | None,
+    plan: LossPlan,
+    entry_weights: Tensor | None = None,
 ) -> Tensor:
     """Compute a sum or mean over losses of samples, which was written by hand, by a plan.
+
+    Args:
+        func: The function, a sum or a mean.
+        calls: The positional and the keyword arguments in every branch.
+        sample_ids: The sample of every entry along the first dimension; None if it is unknown.
+        plan: The plan of the batch.
+        entry_weights: How much every loss counts, for the record; None if all count as 1.
 
     Raises:
         AmbiguousSamples: If it is not clear which samples the values belong to.
@@ -85,7 +100,21 @@ def planned_reduction(
     values, factor = _sum([arguments[0] for arguments, _ in calls], weights), 1.0
     if (chosen := _chosen(func, func.__name__, values, sample_ids, plan, None)) is not None:
         values, factor = values[chosen[0]], chosen[1]
-    return func(values, *args[1:], **kwargs) * factor
+    loss = func(values, *args[1:], **kwargs) * factor
+    if plan.record is None:
+        return loss
+    divisor = 1 if func.__name__ == "sum" else values.numel() // loss.numel()
+    return _recorded(loss, values, entry_weights, sample_ids, plan, divisor)
+
+
+def _recorded(
+    loss: Tensor, values: Tensor, weights: Tensor | None, sample_ids: Tensor, plan: LossPlan, divisor: float | None
+) -> Tensor:
+    """A sum or mean of losses, whose samples' losses are recorded and change if it is divided later."""
+    scores = SampleScores(values, weights, sample_ids, plan.samples, divisor)
+    assert plan.record is not None
+    plan.record(scores.values)
+    return loss if divisor is None or loss.ndim else summed_losses(loss, [(scores, divisor)])
 
 
 class AmbiguousSamples(RuntimeError):
@@ -102,11 +131,9 @@ def ambiguous_samples(func: Loss) -> str:
 
 
 def _chosen(
-    func: Loss, reduction: str, losses: Tensor, sample_ids: Tensor, plan: LossPlan, counted: Tensor | None
+    func: Loss, reduction: str, losses: Tensor, sample_ids: Tensor, plan: LossPlan, mask: Tensor | None
 ) -> tuple[Tensor, float] | None:
     """The indices of the entries whose samples count, and a factor of the mean; None if all count."""
-    if plan.record is not None:
-        plan.record(_per_sample(losses, sample_ids, plan.samples, counted))
     if plan.choose is None:
         return None
     if reduction == "sum" or len(sample_ids) < plan.samples:
@@ -114,20 +141,17 @@ def _chosen(
             f"{func.__name__}() of the target, which sums losses of which some are left out, or sees only a part of the"
             " samples. Take the mean over all of them."
         )
-    choice = plan.choose(_per_sample(losses, sample_ids, plan.samples, counted))
-    return None if choice is None else (torch.isin(sample_ids, choice[0]).nonzero().flatten(), choice[1])
+    choice = plan.choose(SampleScores(losses, mask, sample_ids, plan.samples, None).values)
+    times = plan.times_repeated(sample_ids)
+    if choice is None or times == 1:
+        return choice
+    samples, factor = choice
+    if times is None:  # the number of entries is unknown, for which a GPU waits
+        return torch.isin(sample_ids, samples).nonzero().flatten(), factor
+    return (samples[:, None] * times + torch.arange(times, device=samples.device)).flatten(), factor
 
 
-def _per_sample(losses: Tensor, sample_ids: Tensor, samples: int, counted: Tensor | None) -> Tensor:
-    """The mean loss of every sample (samples,), without ignored entries; -inf for a sample that has no others."""
-    losses = losses.detach().reshape(len(losses), -1)
-    losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
-    counts = losses.new_ones(losses.shape) if counted is None else counted.reshape(len(losses), -1).to(losses.dtype)
-    total, count = (losses.new_zeros(samples).index_add(0, sample_ids, summed.sum(1)) for summed in (losses, counts))
-    return torch.where(count > 0, total / count, -torch.inf)
-
-
-def _counted(call: dict[str, Any]) -> Tensor | None:
+def counted(call: Mapping[str, Any]) -> Tensor | None:
     """A mask of the entries that are not ignored; None for a loss that ignores none."""
     if "ignore_index" not in call or call["target"].is_floating_point():
         return None
@@ -158,11 +182,11 @@ def _reduced(func: Loss, each: tuple[dict[str, Any], Tensor, Weight]) -> Tensor:
 
 def _divisor(func: Loss, call: dict[str, Any], elements: Tensor) -> float | Tensor:
     """The number that a mean divides the sum of its elements by."""
-    counted, weight = _counted(call), call.get("weight")
+    mask, weight = counted(call), call.get("weight")
     if call["reduction"] == "batchmean":
         return len(elements)
-    if counted is not None:
-        return counted.sum() if weight is None else (weight[call["target"].where(counted, 0)] * counted).sum()
+    if mask is not None:
+        return mask.sum() if weight is None else (weight[call["target"].where(mask, 0)] * mask).sum()
     if weight is not None and func.__name__ in ("mse_loss", "l1_loss"):
         return weight.sum()
     return elements.numel()

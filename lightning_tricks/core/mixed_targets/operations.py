@@ -22,11 +22,11 @@ def writes(func: Function) -> bool:
 
 
 def uses_metadata_only(func: Function, args: Sequence[Any]) -> bool:
-    """Whether a function uses only the shape, dtype and device of a target, as ``zeros_like`` does."""
+    """Whether a function uses only the shape, dtype and device of a target, as ``zeros_like`` and ``x.to(y)`` do."""
     name = func.__name__
     if name.endswith("_like") or (name.startswith("new_") and name != "new_tensor"):
         return True
-    return name.endswith("_as") and type(args[0]) is Tensor
+    return (name.endswith("_as") or name == "to") and type(args[0]) is Tensor
 
 
 def differentiates(func: Function) -> bool:
@@ -49,6 +49,25 @@ def moves(func: Function) -> bool:
     return func.__name__ in _MOVE
 
 
+def keeps_order(func: Function) -> bool:
+    """Whether a function only gives a tensor another shape, as ``flatten`` does."""
+    return func.__name__ in _RESHAPE
+
+
+def cuts_behind_samples(func: Function, args: Sequence[Any]) -> bool:
+    """Whether a function cuts a tensor behind its first dimension alone, as ``x[..., 1:]`` and ``x[:, 0]`` do.
+
+    >>> import torch
+    >>> cuts_behind_samples(torch.Tensor.__getitem__, (torch.zeros(2, 3), (..., slice(1, None))))
+    True
+    """
+    if func.__name__ != "__getitem__" or not isinstance(args[1], tuple):
+        return False
+    first, *rest = args[1]
+    whole = first is Ellipsis or (type(first) is slice and first == slice(None))
+    return whole and len(rest) < args[0].ndim and all(type(key) in (slice, int) for key in rest)
+
+
 def keeps_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the i-th entry of the result depends only on the i-th entries of the arguments."""
     name = func.__name__.strip("_")
@@ -60,6 +79,26 @@ def keeps_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
 def is_elementwise(func: Function) -> bool:
     """Whether a function works entry by entry, with broadcasting."""
     return func.__name__.strip("_") in _ELEMENTWISE
+
+
+def weighs(func: Function) -> bool:
+    """Whether a function multiplies or divides its arguments, or replaces some entries by those of another."""
+    return func.__name__.strip("_").removeprefix("i") in _WEIGH
+
+
+def joins(func: Function) -> bool:
+    """Whether a function puts tensors beside one another."""
+    return func.__name__ in ("cat", "concat", "stack", "hstack", "vstack")
+
+
+def divides(func: Function) -> bool:
+    """Whether a function divides its first argument by the second.
+
+    >>> import torch
+    >>> divides(torch.div), divides(torch.Tensor.__itruediv__), divides(torch.Tensor.__rtruediv__)
+    (True, True, False)
+    """
+    return func.__name__.strip("_").removeprefix("i") in _DIVIDE
 
 
 def writes_by_sample(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -93,11 +132,14 @@ _READ = {
     *("detach", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__get__", "__array__", "__float__"),
     *("__int__", "__bool__", "__index__", "__complex__", "__format__", "__repr__"),
 }
+_RESHAPE = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"}
 _MOVE = {
-    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "__get__"),
+    *(*_RESHAPE, "__get__"),
     *("__getitem__", "index_select", "masked_select", "narrow", "select", "repeat", "repeat_interleave", "expand"),
     *("expand_as", "unbind", "flip", "permute", "transpose", "t", "movedim", "swapaxes", "swapdims"),
 }
+_DIVIDE = {"div", "divide", "truediv", "true_divide"}
+_WEIGH = {*_DIVIDE, "mul", "rmul", "multiply", "where", "masked_fill", "setitem"}
 _ELEMENTWISE = {
     *("add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "rdiv", "divide", "truediv", "neg"),
     *("rtruediv", "true_divide", "pow", "rpow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log"),

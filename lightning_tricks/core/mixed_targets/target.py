@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_tricks.core.mixed_targets.entry_weights import entry_weights
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.losses import (
     AmbiguousSamples,
@@ -32,11 +33,12 @@ from lightning_tricks.core.mixed_targets.operations import (
     reads_value,
     reduces_samples,
     uses_metadata_only,
+    weighs,
     writes,
     writes_by_sample,
 )
 from lightning_tricks.core.mixed_targets.sample_ids import sample_ids_of
-from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart
+from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart, require_no_part
 
 
 class MixedTarget(torch.Tensor):
@@ -45,6 +47,7 @@ class MixedTarget(torch.Tensor):
     plan: LossPlan
     branches: tuple[Tensor, ...]
     sample_ids: Tensor | None  # the sample of every entry along the first dimension; None where samples count equally
+    entry_weights: Tensor | None = None  # how much entries of a loss count in their sum, for the record; None for 1
     is_loss: bool  # whether the value depends on the weights
     unclear: str  # why the value cannot be a part of the loss; empty if it can
 
@@ -67,8 +70,8 @@ class MixedTarget(torch.Tensor):
 
 def mixed_target(branches: Sequence[Tensor], plan: LossPlan) -> MixedTarget:
     """Make a target from one or two branches of the same shape (B, ...)."""
-    first, plan.samples = branches[0], len(branches[0])
-    sample_ids = torch.arange(len(first), device=first.device) if plan.by_samples else None
+    first = branches[0]
+    sample_ids = plan.number_samples(len(first), first.device)
     return _with_branches(first.as_subclass(MixedTarget), branches, plan, sample_ids)
 
 
@@ -100,6 +103,7 @@ def returned_loss(loss: Any) -> Any:
     Raises:
         MisconfigurationException: If a part of the loss cannot follow the plan.
     """
+    require_no_part(loss)
     if not isinstance(loss, MixedTarget) or not loss.plan.open or not loss.is_loss or loss.branches[0].ndim:
         return loss
     with torch._C.DisableTorchFunctionSubclass():
@@ -166,7 +170,11 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not _has_tensor(first):
         return first
     results = [first, *(func(*arguments, **named) for arguments, named in calls[1:])]
-    return _join(results, func, calls, args, targets, unclear)
+    joined = _join(results, func, calls, args, targets, unclear)
+    if plan.record is not None and _is_of_losses(joined):
+        known = [value.entry_weights for value in (*args, *kwargs.values()) if _is_of_losses(value)]
+        joined.entry_weights = entry_weights(func, calls[0], _of_weights(args, kwargs), known, joined.branches[0])
+    return joined
 
 
 def _join(
@@ -192,7 +200,8 @@ def _join(
     value, sample_ids = first, None
     if first.ndim and plan.by_samples:
         moved = bool(args) and isinstance(args[0], MixedTarget) and moves(func)
-        sample_ids = sample_ids_of(func, calls, results, [(t.sample_ids, t.branches[0].ndim) for t in targets], moved)
+        known = [(target.sample_ids, target.branches[0].ndim) for target in targets]
+        sample_ids = sample_ids_of(func, calls, results, known, moved, plan)
     elif loss and not first.ndim:
         if plan.by_samples:
             unclear = unclear or ambiguous_samples(func)
@@ -239,6 +248,10 @@ def _write(func: Callable[..., Any], args: Any, kwargs: Any, targets: list[Mixed
         sample_ids = known[0] if known and writes_by_sample(func, (plain, *rest), kwargs) else None
         target.__class__ = MixedTarget  # the user may go on with the tensor itself, and not with what is returned here
         _with_branches(cast(MixedTarget, target), branches, targets[0].plan, sample_ids)
+    if target.plan.record is not None and weighs(func) and _is_of_losses(target):
+        of_weights, named = _of_weights(args, kwargs)
+        func(*of_weights, **named)
+        target.entry_weights = of_weights[0]
     for number, into in enumerate(target.branches):
         others, named = _arguments(rest, kwargs, number)
         func(into, *others, **named)
@@ -308,5 +321,21 @@ def _by_samples(func: Callable[..., Any], calls: Sequence[Any], targets: list[Mi
         named = [arguments(func, *call) for call in calls]
         return None if named[0]["reduction"] == "none" else planned_loss(func, named, sample_ids, plan)
     if targets[0].is_loss and not targets[0].unclear and reduces_samples(func, *calls[0]):
-        return planned_reduction(func, calls, sample_ids, plan)
+        return planned_reduction(func, calls, sample_ids, plan, targets[0].entry_weights)
     return None
+
+
+def _is_of_losses(value: Any) -> bool:
+    """Whether a value is a target with several losses."""
+    return isinstance(value, MixedTarget) and value.is_loss and value.branches[0].ndim > 0
+
+
+def _of_weights(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function with the weights of losses in place of the losses."""
+
+    def weights(value: Any) -> Any:
+        if not _is_of_losses(value):
+            return _branch(value, 0)
+        return torch.ones_like(value.branches[0]) if value.entry_weights is None else value.entry_weights.clone()
+
+    return tuple(map(weights, args)), {name: weights(value) for name, value in kwargs.items()}

@@ -136,6 +136,16 @@ class Items(Resumable):
         self.batches = batches
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Batches of which nobody knows how many there are."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
 KINDS = [lt.ProgressiveResizing, lt.SequenceLengthWarmup]
 
 
@@ -176,6 +186,15 @@ def test_a_fraction_of_a_training_of_unknown_length_is_refused() -> None:
         MisconfigurationException, match=r"SequenceLengthWarmup\(stop=0\.3\) is a fraction .* \(an int\)"
     ):
         seen(lt.SequenceLengthWarmup(), max_epochs=-1, max_steps=-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_growth_the_length_of_the_training_may_be_unknown(kind: Any) -> None:
+    given, module = Stream(samples(kind())), build(Sized)
+    fit(module, train=given, max_epochs=1, limit_val_batches=0)
+    for nothing in (kind(initial=1.0), lt.HardExampleFilter(keep=1.0, start=0.2)):
+        tricked = noting(build(Sized), train=given, callbacks=[nothing], max_epochs=1, limit_val_batches=0)
+        assert_equal(weights(tricked), weights(module))
 
 
 @pytest.mark.parametrize("kind", KINDS)

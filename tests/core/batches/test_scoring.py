@@ -350,6 +350,14 @@ class Tokens(Task):
         return self.loss(self.layers(h if self.dense else h.mean(1)), batch["y"])
 
 
+class Attends(Tokens):
+    def __init__(self) -> None:
+        super().__init__(dense=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "mask": batch["attention_mask"]}, batch_idx)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("kind", [Images, Tokens])
 def test_samples_are_compared_by_a_smaller_version(kind: Any, dense: bool) -> None:
@@ -367,6 +375,37 @@ def test_samples_are_compared_by_a_smaller_version(kind: Any, dense: bool) -> No
     run_one(module, batch, lt.HardExampleFilter(score_scale=0.5))
     for name, value in module.kept[0].items():
         assert torch.equal(value, batch[name][kept])
+
+
+def test_a_mask_of_tokens_in_floating_point_numbers_shrinks_with_them() -> None:
+    ends = []
+    for kind in (torch.float32, torch.long):
+        batch = {"x": rows(20, 7), "attention_mask": rows(2, 7).to(kind), "y": rows(2)}
+        ends.append(run_one(build(Attends), batch, lt.HardExampleFilter(score_scale=0.5)))
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize("kind", [Images, Tokens])
+def test_a_smaller_version_can_be_flattened_by_view(kind: Any) -> None:
+    def flat(z: Tensor, y: Tensor) -> Tensor:
+        z = z.movedim(1, -1).reshape(-1, 2) if kind is Images else z.view(-1, 2)
+        return CE(z, y.view(-1))
+
+    images = torch.randn(8, 3, 7, 10, generator=torch.Generator().manual_seed(2))
+    batch = (
+        {"x": images, "y": rows(2, 7, 10)}
+        if kind is Images
+        else {"x": rows(20, 7), "mask": rows(2, 7), "y": rows(2, 7)}
+    )
+    ends = []
+    for loss in (
+        flat,
+        lambda z, y: CE(z.movedim(1, -1).flatten(0, -2) if kind is Images else z.flatten(0, -2), y.flatten()),
+    ):
+        module = build(kind, dense=True)
+        module.loss = loss
+        ends.append(run_one(module, batch, lt.HardExampleFilter(score_scale=0.5)))
+    assert_equal(*ends)
 
 
 def test_one_hot_targets_of_the_shape_of_an_image_are_no_mask() -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.operations import (
+    cuts_behind_samples,
     differentiates,
     keeps_samples,
     moves,
@@ -132,6 +133,21 @@ def test_reductions_of_samples(args, kwargs, expected):
     for func in (torch.sum, Tensor.mean):
         assert reduces_samples(func, (torch.zeros(3, 2), *args), kwargs) == expected
     assert not reduces_samples(torch.amax, (torch.zeros(3, 2), *args), kwargs)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ((..., slice(1, None)), True), ((slice(None), 0), True), ((slice(None), slice(None, -1), 2), True),
+        ((slice(1, None), 0), False), ((0, slice(None)), False), (slice(None), False), ((..., 0, 0, 0), False),
+        ((slice(None), None), False), ((slice(None), torch.tensor([0, 1])), False), ((torch.tensor([0]), 1), False),
+    ],
+)  # fmt: skip
+def test_cuts_behind_samples_leave_the_first_dimension_alone(key, expected):
+    x = torch.arange(3)[:, None, None].expand(3, 4, 5)
+    assert cuts_behind_samples(Tensor.__getitem__, (x, key)) == expected
+    if expected:
+        assert (x[key].flatten(1) if x[key].ndim > 1 else x[key][:, None]).unique(dim=1).tolist() == [[0], [1], [2]]
 
 
 class Log(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.sample_ids import sample_ids_of
 
 SAMPLES, LABELS = torch.arange(3), torch.tensor([[1, 2], [3, 4], [5, 6]])
@@ -30,6 +31,26 @@ def follow(func, *rest, moved=True, argument=LABELS, **kwargs):
 def test_owners_are_moved_with_the_entries(func, rest, expected):
     found = follow(func, *rest)
     assert (None if found is None else found.tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "times"),
+    [((-1,), 4), ((3, 4), 1), ((6, 2), 2), ((12, 1), 4), ((3, 2, 2), 1), ((2, 6), None), ((1, 12), None)],
+)
+def test_owners_of_a_reshaped_tensor_are_known_without_a_look_at_them(shape, times):
+    plan = LossPlan(torch.ones(3))
+    labels, ids = torch.arange(12).view(3, 4), plan.number_samples(3, torch.device("cpu"))
+    for before, known in (
+        (labels, ids),
+        (labels.flatten(), plan.repeated_ids(4)),
+        (labels.view(6, 2), plan.repeated_ids(2)),
+    ):
+        result = before.reshape(shape)
+        call = [((before, shape), {})]
+        looked = sample_ids_of(torch.Tensor.reshape, call, [result], [(known.clone(), before.ndim)], True, plan)
+        found = sample_ids_of(torch.Tensor.reshape, call, [result], [(known, before.ndim)], True, plan)
+        assert (None if found is None else found.tolist()) == (None if looked is None else looked.tolist())
+        assert found is (None if times is None else plan.repeated_ids(times))
 
 
 def test_owners_are_kept_entry_by_entry_but_not_through_broadcasting_or_an_order():
