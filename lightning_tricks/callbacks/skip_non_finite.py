@@ -6,11 +6,12 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.checks import check_count, some
 from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps, optimizer_number
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
 from lightning_tricks.core.nonfinite.step_guard import (
@@ -89,6 +90,7 @@ class SkipNonFinite(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._watch, self._window = FiniteCheck(), Window()
+        self._window.start(trainer, pl_module, self._undo)
         self._skips = grad_scaler(trainer) is None
         if self._skips:
             self._guard.start(trainer, "SkipNonFinite", self._undo)
@@ -110,6 +112,8 @@ class SkipNonFinite(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if not is_fitting(trainer):  # a step that adapts the module to a test set
+            return
         number = optimizer_number(trainer, optimizer)
         if self._watch.finite(trainer, [optimizer]):
             self._in_a_row[number] = 0
@@ -117,7 +121,11 @@ class SkipNonFinite(Trick):
             return
         self._in_a_row[number] = in_a_row = self._in_a_row.get(number, 0) + 1
         self.skipped_steps += 1
-        self._window.restore()
+        if lost := self._window.restore():
+            raise MisconfigurationException(
+                f"SkipNonFinite leaves out a step that has written into {some(lost)} by itself, for the first time,"
+                " which cannot be put back: update such weights in on_train_batch_end, or by their .data."
+            )
         trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         if in_a_row >= self.max_consecutive:
             raise FloatingPointError(
