@@ -22,6 +22,7 @@ from lightning_tricks.core.checks import check_bool, check_choice, check_count, 
 from lightning_tricks.core.lightning.trainer import data_parallel, extremes, is_fitting, log_every_n_steps
 from lightning_tricks.core.mixed_targets.loss_plan import Choose
 from lightning_tricks.core.replay.rerun import is_replaying, run_number
+from lightning_tricks.core.replay.trial import WithoutGradients
 from lightning_tricks.core.trick import Conflict
 
 __all__ = ["HardExampleFilter", "ohem_loss"]
@@ -160,13 +161,14 @@ class HardExampleFilter(BatchCallback):
         self.order = int(mode == "loss")  # runs after a filter in "prune" mode
         self._kept: tuple[float, Tensor] | None = None  # share and threshold of the last batch that was filtered
         self._filtered = False  # whether the present batch was filtered
+        self._scoring = WithoutGradients()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        self._kept = None
+        self._kept, self._scoring = None, WithoutGradients()
         if self.mode == "prune" and not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 f'HardExampleFilter(mode="prune") runs training_step twice, which would step the optimizers twice, got'
@@ -229,7 +231,8 @@ class HardExampleFilter(BatchCallback):
             )
         if self.score_scale is not None:
             batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
-        return per_sample_losses(trainer, batch, targets)
+        score = partial(per_sample_losses, trainer, batch, targets)
+        return self._scoring(trainer.lightning_module, score, lambda: None)
 
     def _selected(self, batch: Any, kept: Samples, size: int) -> Any:
         return select_samples(batch, kept, size, type(self).__name__, len(self.targets_in(batch)))
