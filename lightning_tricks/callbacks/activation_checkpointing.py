@@ -52,8 +52,9 @@ class ActivationCheckpointing(Trick):
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At fit start, if no block is found; in the backward pass, for a block that changes
-            what cannot be set back for its second run: a file, a closure, a tensor inside a container.
+        MisconfigurationException: At fit start, if no block is found, or for one that torch.jit has compiled; in the
+            backward pass, for a block that changes what cannot be set back for its second run: a file, a closure, a
+            tensor inside a container or a weight that is not written by its ``.data``.
 
     Example:
         >>> import lightning.pytorch as pl

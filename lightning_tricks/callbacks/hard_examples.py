@@ -72,11 +72,13 @@ class HardExampleFilter(BatchCallback):
 
     ``mode="prune"`` first runs ``training_step`` without gradients to find them, and then gives the module a batch of
     these samples alone, so that the training step takes less time (selective backpropagation). The scoring pass logs
-    nothing and leaves BatchNorm statistics, metrics and attributes of the module unchanged. The training pass draws the
-    same random numbers as the scoring pass. ``score_scale`` makes scoring cheap. ``mode="loss"`` keeps the largest
-    losses of the ordinary forward pass, which neither saves nor costs time. Samples are compared by the losses of
-    ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode separately for every loss, which
-    must be a mean. (A value that you compute from ``reduction="none"`` must be larger for worse samples.)
+    nothing and leaves BatchNorm statistics, metrics and attributes of the module unchanged, and weights that the step
+    writes by their ``.data``. The training pass draws the same random numbers as the scoring pass, which computes
+    gradients only if the step differentiates inside (forces, a gradient penalty). ``score_scale`` makes scoring cheap.
+    ``mode="loss"`` keeps the largest losses of the ordinary forward pass, which neither saves nor costs time. Samples
+    are compared by the losses of ``torch.nn.functional`` in the step: in "prune" mode by their sum, in "loss" mode
+    separately for every loss, which must be a mean. (A value that you compute from ``reduction="none"`` must be larger
+    for worse samples.)
 
     "prune" cuts every part of the batch with one entry per sample. It refuses a symmetric matrix over pairs of samples
     (B, B), and a second set of samples beside that of the target, in a container like that of the target with usual
@@ -109,7 +111,8 @@ class HardExampleFilter(BatchCallback):
         ValueError: For a value out of range, or one that the mode does not use.
         MisconfigurationException: At fit start for a ``training_step(dataloader_iter)``, for "prune" in manual
             optimization, for "loss" with SAM's ``micro_batch_size``; at the first batch if targets are not found or no
-            loss was computed from them.
+            loss was computed from them; in "prune" mode before a step that writes into its batch or, not by their
+            ``.data``, into parameters.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -32,7 +32,8 @@ class SkipNonFinite(Trick):
     """Skips the optimizer step if any loss or gradient in the accumulation window is NaN or infinite.
 
     All ranks decide together, by one all-reduced number. All batches of the accumulation window are dropped, without a
-    trace in weights, optimizer state, BatchNorm statistics and other buffers, averages (``EMA``) and ``global_step``.
+    trace in weights (those that a step writes by itself included, in automatic optimization), optimizer state,
+    BatchNorm statistics and other buffers, averages (``EMA``) and ``global_step``.
     Schedules that count steps wait, so the run ends as many steps before the end of its schedule as were skipped. The
     loader, random numbers and logged values are not restored, nor is the count of batches for a scheduler with a
     ``frequency``. List this callback before callbacks that read gradients (``AutoClip``), so that they do not see those
@@ -42,7 +43,8 @@ class SkipNonFinite(Trick):
     restores the buffers, which a bad batch would spoil for good; ``global_step`` and schedules go on.
 
     ``skipped_steps`` is the number so far, logged as ``tricks/skipped_steps``. The cost per optimizer step is one pass
-    over the gradients, a copy of the buffers and one wait for the device.
+    over the gradients, a copy of the buffers (and of weights that steps write by themselves), and one wait for the
+    device.
 
     Args:
         max_consecutive: Number of consecutive skipped steps after which training stops, at least 1.

@@ -46,7 +46,8 @@ class Throughput(Trick):
     tokens, without padding if it has a mask; ``tricks/teraflops``, the operations per second by torch's
     ``FlopCounterMode``; and ``tricks/mfu``, their share of what Lightning's table says that the devices could do, where
     it knows them. The operations of one training step are counted, of forward and backward pass, recomputation
-    included, and scaled by the tokens or else the samples of the others. A compiled module has no such counts.
+    included, and scaled by the tokens or else the samples of the others. Its results are those that it would have
+    uncounted. A compiled module has no such counts, and neither has a step that fails where operations are counted.
 
     Lightning's ThroughputMonitor asks for functions of a batch, which no YAML has, and for the operations of a batch;
     it waits for the device in every step, has no number before 100 steps, and is not in the progress bar.

@@ -36,9 +36,9 @@ class WithoutGradients:
             try:
                 with logs.of(module):
                     return run(False)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # which error it is depends on how the step differentiates
+            except RuntimeError as error:
+                if "grad" not in str(error):  # as in "does not require grad", "doesn't require gradient"
+                    raise
                 again()
         with logs.of(module):
             result = run(True)
