@@ -93,8 +93,8 @@ WRAPPED = (
         "training_step",
         "args, kwargs",
         "GradCacheMixin, HardExampleFilter, SAM, SWA, ScheduleFree",
-        "a chunk is embedded again under the autocast and in the forward pass of DDP or FSDP2 that a step has; gradients"
-        " inside of a step that DDP runs without any",
+        "a chunk is embedded again under the autocast and in the forward pass of DDP or FSDP2 that a step has;"
+        " gradients inside of a step that DDP runs without any",
     ),
     WrappedMethod(
         _STRATEGY,

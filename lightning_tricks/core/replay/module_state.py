@@ -60,10 +60,11 @@ class ModuleState:
         self._module, self._deep, self._compared = module, deep, compared
         self._spaces: list[tuple[str, Any, dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
-        self._copied: list[tuple[Tensor, Any, Tensor, str]] = []  # tensors, their versions, contents and paths
-        # Tensors that are not copied, by id: what changes when they are written, and their paths.
+        self._copied: dict[int, tuple[Tensor, Any, Tensor, str]] = {}  # tensors, their versions, contents, paths; by id
+        # Weights, and tensors that are not copied, by id: what changes when they are written (None if they may be),
+        # and their paths. A step that takes the .data of one moves it to those that it has touched.
         self._watched: dict[int, tuple[Tensor, Any, str]] = {}
-        self._touched: list[Tensor] = []  # those that were copied because a step took their .data
+        self._touched: list[Tensor] = []
         self._counted: list[tuple[Any, Any, str]] = []  # objects, the numbers in them, and their paths
         self._containers: list[tuple[Any, list[Contents], str]] = []  # containers, what is in them, and their paths
         self._bytes: list[tuple[Any, bytes, str]] = []  # arrays and random generators, what they hold, and their paths
@@ -103,13 +104,13 @@ class ModuleState:
     def _note_weight(self, weight: Tensor, path: str, owner: nn.Module) -> None:
         # Of one number: a temperature or a scale, which steps like to bound.
         copied = weight.numel() == 1 or (self._deep and id(weight) not in self._registered)
-        if copied and not _is_moved(weight):
-            if not is_freed(weight):
-                self._note_tensor(weight, path, data_of(weight))
-            return
-        # Writing the norms of an embedding's rows once more changes nothing.
-        repeatable = isinstance(owner, _EMBEDDINGS) and owner.max_norm is not None
-        self._watched.setdefault(id(weight), (weight, None if repeatable else weight._version, path))
+        if copied and not (_is_moved(weight) or is_freed(weight)) and id(weight) not in self._watched:
+            self._note_tensor(weight, path, data_of(weight))
+            self._watched[id(weight)] = weight, None, path
+        elif isinstance(owner, _EMBEDDINGS) and owner.max_norm is not None:
+            self._watched[id(weight)] = weight, None, path  # bounding its rows once more changes nothing
+        else:
+            self._watched.setdefault(id(weight), (weight, weight._version, path))
 
     def _note_tensor(self, value: Tensor, path: str, data: Tensor | None = None) -> None:
         """Remember the contents of a tensor.
@@ -122,7 +123,7 @@ class ModuleState:
         """
         if not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
             contents = bits(value).clone()
-            self._copied.append((value, versions([value]), contents, path))
+            self._copied[id(value)] = value, versions([value]), contents, path
             if data is None:
                 self._restore.append(partial(_restore_buffer, value, bits(value), contents))
             else:
@@ -181,8 +182,9 @@ class ModuleState:
         # One that was written has lost what it held.
         if _mark(tensor, mark) == mark and not (_is_moved(tensor) or is_freed(tensor)):
             del self._watched[id(tensor)]
-            self._note_tensor(tensor, path, data_of(tensor))
             self._touched.append(tensor)
+            if id(tensor) not in self._copied:
+                self._note_tensor(tensor, path, data_of(tensor))
 
     def now(self) -> ModuleState:
         """The state of the module at present, with copies of the tensors that this state has copied since."""
@@ -203,9 +205,10 @@ class ModuleState:
 
     def written(self) -> str | None:
         """The path of a weight, or of a tensor inside a container, that is not as it was; None if all are."""
-        own = self._weights | {id(tensor) for tensor in self._touched}
-        for tensor, _, contents, path in self._copied:
-            if id(tensor) in own and not (is_freed(tensor) or same_values(bits(tensor), contents)):
+        touched = {id(tensor) for tensor in self._touched}
+        for tensor, ((version, _),), contents, path in self._copied.values():
+            maybe = id(tensor) in touched or (id(tensor) in self._weights and tensor._version != version)
+            if maybe and not (is_freed(tensor) or same_values(bits(tensor), contents)):
                 return path
         return next((path for tensor, mark, path in self._watched.values() if _mark(tensor, mark) != mark), None)
 
@@ -261,7 +264,7 @@ class ModuleState:
         for tensor, mark, path in self._watched.values():
             if _mark(tensor, mark) != mark:
                 return path
-        for tensor, version, contents, path in self._copied:
+        for tensor, version, contents, path in self._copied.values():
             if is_freed(tensor):
                 continue
             if versions([tensor]) != version if tensor.is_nested else not same_values(bits(tensor), contents):
