@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
+from tests.ranks import run_ranks
 
 FEW: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
 
@@ -118,6 +119,27 @@ def test_pruning_trains_on_the_hardest_samples(kind: type[PlainNet]) -> None:
         optimizer.step()
     fit(ours, train=loader(40), callbacks=[lt.HardExampleFilter(0.5)], **FEW)
     assert_close(weights(ours), weights(naive))
+
+
+RANKS: dict[str, Any] = {**FEW, "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+
+
+def on_two_ranks() -> dict[str, Any]:
+    module = build(Forces)
+    fit(module, train=rank_loader(), callbacks=[lt.HardExampleFilter(0.5)], **RANKS)
+    return {name: value.numpy() for name, value in weights(module).items()}
+
+
+def test_pruning_on_two_ranks_has_the_mean_of_their_gradients() -> None:
+    naive = build(Forces)
+    optimizer, naive.log = naive.configure_optimizers(), lambda *_, **__: None
+    for number, (x, y) in enumerate(loader(48, 16)):
+        optimizer.zero_grad()
+        for rank in (slice(0, 8), slice(8, 16)):
+            (naive.training_step(hardest(naive, (x[rank], y[rank]), 4), number) / 2).backward()
+        optimizer.step()
+    for found in run_ranks(on_two_ranks):
+        assert_close({name: torch.from_numpy(value) for name, value in found.items()}, weights(naive))
 
 
 def test_scoring_has_no_gradients_where_it_needs_none_and_leaves_those_that_accumulate() -> None:

@@ -22,7 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
-from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
+from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.ranks import run_ranks
 
 Write = Callable[[Tensor, Tensor], object]
 
@@ -486,3 +487,36 @@ def test_the_last_good_state_has_the_weights_from_before_the_bad_batch(tmp_path:
         fit(module, train=stream(3), callbacks=[stops, steps], **FEW)
     (path,) = tmp_path.rglob("last_good.ckpt")
     assert_equal(torch.load(path, weights_only=False)["state_dict"], steps.kept)
+
+
+# -- shards -----------------------------------------------------------------------------------------------------------
+
+SHARDED: dict[str, type[PlainNet]] = {
+    "assigned": Taught,
+    "operation": made(Taught, write=THROUGH_DATA["operation"]),
+    "decay": Decays,
+}
+
+
+def on_two_ranks() -> list[float]:
+    """The largest differences that tricks make, which are to make none."""
+    settings: dict[str, Any] = {**FEW, "devices": 2, "use_distributed_sampler": False}
+    found = []
+    for kind in SHARDED.values():
+        recomputed = lt.ActivationCheckpointing("^layers$")
+        tricks = [None, TWICE["SAM"](), TWICE["prune"](), lt.SkipNonFinite(), recomputed]
+        ended = []
+        for trick in tricks:
+            module, strategy = build(kind), lt.FSDP2Preset(precision="32-true", modules=["Linear"])
+            callbacks = [] if trick is None else [trick]
+            fit(module, train=rank_loader(), callbacks=callbacks, strategy=strategy, **settings)
+            ended.append(weights(module))
+        plain, *others = ended
+        found += [max((own[name] - plain[name]).abs().max().item() for name in plain) for own in others]
+    return found
+
+
+@pytest.mark.slow
+def test_shards_are_written_once() -> None:
+    for found in run_ranks(on_two_ranks):
+        assert found == [0.0] * 4 * len(SHARDED)
