@@ -61,6 +61,8 @@ class Look:
         self._before: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._hooks = ExitStack()
         for layer in self._layers.values():
+            if isinstance(layer, torch.jit.ScriptModule):
+                continue  # which takes no hooks
             self._hooks.callback(layer.register_forward_hook(self._output).remove)
         for optimizer in optimizers:
             self._hooks.callback(optimizer.register_step_post_hook(self._stepped).remove)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.replay.offload import offload
-from lightning_tricks.core.replay.recompute import recompute
+from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import check_patterns, select_blocks
 from lightning_tricks.core.trick import Conflict, Trick
 
@@ -52,8 +52,9 @@ class ActivationCheckpointing(Trick):
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At fit start, if no block is found; in the backward pass, for a block that changes
-            what cannot be set back for its second run: a file, a closure, a tensor inside a container.
+        MisconfigurationException: At fit start, if no block is found, or for one that torch.jit has compiled; in the
+            backward pass, for a block that changes what cannot be set back for its second run: a file, a closure, a
+            tensor inside a container or a weight that is not written by its ``.data``.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -94,6 +95,7 @@ class ActivationCheckpointing(Trick):
                 f" {error}"
             ) from None
         torch.compiler.reset()  # code that was compiled earlier would still keep activations
-        for block in found.values():
+        for name, block in found.items():
+            require_python([block] if self.policy == "offload" else block.modules(), name)
             run = partial(offload, block) if self.policy == "offload" else partial(recompute, block, self.policy)
             self._wrap(block, "forward", run)

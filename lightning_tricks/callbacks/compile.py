@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, final
@@ -19,7 +20,7 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
 from lightning_tricks.core.replay.rerun import tensors_in
-from lightning_tricks.core.selection import check_patterns, select_blocks
+from lightning_tricks.core.selection import check_patterns, is_called, select_blocks
 from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.core.weights.fsdp2 import is_split
 
@@ -113,6 +114,11 @@ class Compile(Trick):
         runs: dict[str, Callable[..., Any]] = {}
         # The wrappers and hooks that other callbacks add in on_fit_start are compiled, too.
         for name, module in self._found(pl_module).items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise MisconfigurationException(
+                    f"Compile: {name} is a TorchScript module, which torch.jit has compiled: name other modules, or use"
+                    " the module that was compiled."
+                )
             if any(isinstance(child, nn.Embedding) and is_split(child.weight) for child in module.modules()):
                 raise MisconfigurationException(
                     f"Compile: {name or 'forward'} has an nn.Embedding that tensor_parallel splits, which torch.compile"
@@ -210,12 +216,15 @@ class _Compiled:
 
         key = _signature(self.module, args, kwargs)
         undo: list[Callable[[], None]] = []
+        watching: AbstractContextManager[None] = nullcontext()
         if key not in self.seen:
             device = next(self.module.parameters(), torch.empty(0)).device
             state, numbers = ModuleState(self.module, deep=True), random_state(device)
-            undo = [state.restore, partial(set_random_state, numbers, device)]
+            undo = [state.refuse_writes, state.restore, partial(set_random_state, numbers, device)]
+            watching = state.watching()
         try:
-            result = self._compiled(forward, *args, **kwargs)
+            with watching:
+                result = self._compiled(forward, *args, **kwargs)
         except Exception as error:
             # After a successful call of this kind only an error of the compiler counts, which may compile again if an
             # attribute has another value.
@@ -232,9 +241,9 @@ class _Compiled:
 def _networks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost submodules with parameters that can be called."""
     for name, child in module.named_children():
-        if next(child.parameters(), None) is None:
-            continue  # a metric or a loss
-        if type(child).forward is nn.Module.forward:  # a ModuleList
+        if next(child.parameters(), None) is None or isinstance(child, torch.jit.ScriptModule):
+            continue  # a metric or a loss, or one that is compiled already
+        if not is_called(child):  # a ModuleList
             yield from ((f"{name}.{inner}", grandchild) for inner, grandchild in _networks(child))
         else:
             yield name, child

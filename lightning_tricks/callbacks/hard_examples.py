@@ -22,6 +22,7 @@ from lightning_tricks.core.checks import check_bool, check_choice, check_count, 
 from lightning_tricks.core.lightning.trainer import data_parallel, extremes, is_fitting, log_every_n_steps
 from lightning_tricks.core.mixed_targets.loss_plan import Choose
 from lightning_tricks.core.replay.rerun import is_replaying, run_number
+from lightning_tricks.core.replay.trial import WithoutGradients
 from lightning_tricks.core.trick import Conflict
 
 __all__ = ["HardExampleFilter", "ohem_loss"]
@@ -71,13 +72,14 @@ class HardExampleFilter(BatchCallback):
 
     ``mode="prune"`` first runs ``training_step`` without gradients to find them, and then gives the module a batch of
     these samples alone, so that the training step takes less time (selective backpropagation). The scoring pass logs
-    nothing and leaves BatchNorm statistics, metrics and attributes of the module unchanged. The training pass draws the
-    same random numbers as the scoring pass. ``score_scale`` makes scoring cheap. ``mode="loss"`` keeps the largest
-    losses of the ordinary forward pass, which neither saves nor costs time. Samples are compared by the losses of
-    ``torch.nn.functional`` in the step, as they are for each sample alone: a mean over the positions that a mask leaves
-    is that over its own, however long it is, and a sum is its sum. In "prune" mode several losses are summed, in "loss"
-    mode samples are compared separately for every loss, which must be a mean. (A value that you compute from
-    ``reduction="none"`` must be larger for worse samples.)
+    nothing and leaves BatchNorm statistics, metrics and attributes of the module unchanged, and weights that the step
+    writes by their ``.data``. The training pass draws the same random numbers as the scoring pass, which computes
+    gradients only if the step differentiates inside (forces, a gradient penalty). ``score_scale`` makes scoring cheap.
+    ``mode="loss"`` keeps the largest losses of the ordinary forward pass, which neither saves nor costs time. Samples
+    are compared by the losses of ``torch.nn.functional`` in the step, as they are for each sample alone: a mean over
+    the positions that a mask leaves is that over its own, however long it is, and a sum is its sum. In "prune" mode
+    several losses are summed, in "loss" mode samples are compared separately for every loss, which must be a mean. (A
+    value that you compute from ``reduction="none"`` must be larger for worse samples.)
 
     "prune" cuts every part of the batch with one entry per sample. It refuses a symmetric matrix over pairs of samples
     (B, B), and a second set of samples beside that of the target, in a container like that of the target with usual
@@ -110,7 +112,8 @@ class HardExampleFilter(BatchCallback):
         ValueError: For a value out of range, or one that the mode does not use.
         MisconfigurationException: At fit start for a ``training_step(dataloader_iter)``, for "prune" in manual
             optimization, for "loss" with SAM's ``micro_batch_size``; at the first batch if targets are not found or no
-            loss was computed from them.
+            loss was computed from them; in "prune" mode before a step that writes into its batch or, not by their
+            ``.data``, into parameters.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -162,13 +165,14 @@ class HardExampleFilter(BatchCallback):
         self.order = int(mode == "loss")  # runs after a filter in "prune" mode
         self._kept: tuple[float, Tensor] | None = None  # share and threshold of the last batch that was filtered
         self._filtered = False  # whether the present batch was filtered
+        self._scoring = WithoutGradients()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        self._kept = None
+        self._kept, self._scoring = None, WithoutGradients()
         if self.mode == "prune" and not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 f'HardExampleFilter(mode="prune") runs training_step twice, which would step the optimizers twice, got'
@@ -236,7 +240,8 @@ class HardExampleFilter(BatchCallback):
             )
         if self.score_scale is not None:
             batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
-        return per_sample_losses(trainer, batch, targets)
+        score = partial(per_sample_losses, trainer, batch, targets)
+        return self._scoring(trainer.lightning_module, score, lambda: None)
 
     def _selected(self, batch: Any, kept: Samples, size: int) -> Any:
         return select_samples(batch, kept, size, type(self).__name__, len(self.targets_in(batch)))

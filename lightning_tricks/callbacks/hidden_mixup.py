@@ -101,7 +101,12 @@ class HiddenMixup(MixingCallback):
                 f" {', '.join(map(repr, near))}."
             )
         torch.compiler.reset()  # code that was compiled without the hook would not call it
-        hook = layers[self.layer].register_forward_pre_hook(self._before, with_kwargs=True)
+        try:
+            hook = layers[self.layer].register_forward_pre_hook(self._before, with_kwargs=True)
+        except RuntimeError as error:
+            raise MisconfigurationException(
+                f"HiddenMixup mixes the inputs of {self.layer}, which takes no hook ({error}): name another layer."
+            ) from error
         self._undo.callback(hook.remove)
 
     @override

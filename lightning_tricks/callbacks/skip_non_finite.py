@@ -6,11 +6,12 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.checks import check_count, some
 from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps, optimizer_number
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
 from lightning_tricks.core.nonfinite.step_guard import (
@@ -31,7 +32,8 @@ class SkipNonFinite(Trick):
     """Skips the optimizer step if any loss or gradient in the accumulation window is NaN or infinite.
 
     All ranks decide together, by one all-reduced number. All batches of the accumulation window are dropped, without a
-    trace in weights, optimizer state, BatchNorm statistics and other buffers, averages (``EMA``) and ``global_step``.
+    trace in weights (those that a step writes by itself included, in automatic optimization), optimizer state,
+    BatchNorm statistics and other buffers, averages (``EMA``) and ``global_step``.
     Schedules that count steps wait, so the run ends as many steps before the end of its schedule as were skipped. The
     loader, random numbers and logged values are not restored, nor is the count of batches for a scheduler with a
     ``frequency``. List this callback before callbacks that read gradients (``AutoClip``), so that they do not see those
@@ -41,7 +43,8 @@ class SkipNonFinite(Trick):
     restores the buffers, which a bad batch would spoil for good; ``global_step`` and schedules go on.
 
     ``skipped_steps`` is the number so far, logged as ``tricks/skipped_steps``. The cost per optimizer step is one pass
-    over the gradients, a copy of the buffers and one wait for the device.
+    over the gradients, a copy of the buffers (and of weights that steps write by themselves), and one wait for the
+    device.
 
     Args:
         max_consecutive: Number of consecutive skipped steps after which training stops, at least 1.
@@ -89,6 +92,7 @@ class SkipNonFinite(Trick):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._watch, self._window = FiniteCheck(), Window()
+        self._window.start(trainer, pl_module, self._undo)
         self._skips = grad_scaler(trainer) is None
         if self._skips:
             self._guard.start(trainer, "SkipNonFinite", self._undo)
@@ -110,6 +114,8 @@ class SkipNonFinite(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if not is_fitting(trainer):  # a step that adapts the module to a test set
+            return
         number = optimizer_number(trainer, optimizer)
         if self._watch.finite(trainer, [optimizer]):
             self._in_a_row[number] = 0
@@ -117,7 +123,11 @@ class SkipNonFinite(Trick):
             return
         self._in_a_row[number] = in_a_row = self._in_a_row.get(number, 0) + 1
         self.skipped_steps += 1
-        self._window.restore()
+        if lost := self._window.restore():
+            raise MisconfigurationException(
+                f"SkipNonFinite leaves out a step that has written into {some(lost)} by itself, for the first time,"
+                " which cannot be put back: update such weights in on_train_batch_end, or by their .data."
+            )
         trainer.callback_metrics["tricks/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         if in_a_row >= self.max_consecutive:
             raise FloatingPointError(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
@@ -71,6 +72,11 @@ class TerminateOnNonFinite(Trick):
             self._gradients = not scaled and not engine_of(trainer).is_deepspeed
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._window.start(trainer, pl_module, self._undo)
+
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -80,6 +86,8 @@ class TerminateOnNonFinite(Trick):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if not is_fitting(trainer):  # a step that adapts the module to a test set
+            return
         self._watch.note(trainer, loss)
         if not self._watch.finite(trainer, []):
             self._stop(trainer, pl_module)
@@ -88,6 +96,8 @@ class TerminateOnNonFinite(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if not is_fitting(trainer):
+            return
         if self._gradients and not self._watch.finite(trainer, [optimizer]):
             self._stop(trainer, pl_module)
         self._window.end(pl_module)
@@ -104,11 +114,12 @@ class TerminateOnNonFinite(Trick):
         self._batch = None
 
     def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._window.restore()
+        lost = self._window.restore()
         report = self._watch.report(trainer, pl_module)
         raise FloatingPointError(
             f"TerminateOnNonFinite has stopped training after step {trainer.global_step}, in batch"
             f" {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}; {report}. {self._keep(trainer)}"
+            + (f" {some(lost)} are as the step has written them by itself." if lost else "")
         )
 
     def _keep(self, trainer: pl.Trainer) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -16,7 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from lightning_tricks.core.batches.paths import INPUTS, Names, check_names, described, find, get, locate
+from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import log_every_n_steps, takes_dataloader_iter, will_step
+from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
+from lightning_tricks.core.replay.recorder import with_own_batch
+from lightning_tricks.core.replay.trial import LogsOnce
 from lightning_tricks.core.trick import Trick
 
 __all__ = ["Throughput"]
@@ -39,7 +46,8 @@ class Throughput(Trick):
     tokens, without padding if it has a mask; ``tricks/teraflops``, the operations per second by torch's
     ``FlopCounterMode``; and ``tricks/mfu``, their share of what Lightning's table says that the devices could do, where
     it knows them. The operations of one training step are counted, of forward and backward pass, recomputation
-    included, and scaled by the tokens or else the samples of the others. A compiled module has no such counts.
+    included, and scaled by the tokens or else the samples of the others. Its results are those that it would have
+    uncounted. A compiled module has no such counts, and neither has a step that fails where operations are counted.
 
     Lightning's ThroughputMonitor asks for functions of a batch, which no YAML has, and for the operations of a batch;
     it waits for the device in every step, has no number before 100 steps, and is not in the progress bar.
@@ -95,7 +103,33 @@ class Throughput(Trick):
             self._paused = time.perf_counter()
             self._counter = FlopCounterMode(display=False)
             self._counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+            self._counter.flop_registry = _Formulas(self._counter.flop_registry, trainer.strategy.root_device)
+            # By hand a step may have stepped the optimizers before it fails, or taken its batch from the loader.
+            if pl_module.automatic_optimization and not self._iterates:
+                step = partial(self._step, pl_module)
+                self._counting.callback(wrap_method(trainer.strategy, "training_step", step))
             self._counting.enter_context(self._counter)
+
+    def _step(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a training step, and once more if it fails, which may be because its operations are counted."""
+        logs, again = LogsOnce(), with_own_batch(partial(original, *args, **kwargs))
+        try:
+            state, numbers = ModuleState(module), random_state(module.device)
+        except MisconfigurationException:  # it could not be run once more
+            return original(*args, **kwargs)
+        try:
+            with logs.of(module), state.watching():
+                return original(*args, **kwargs)
+        except Exception as error:  # whatever the code of the step raises
+            self._counting.close()
+            self._counter = FlopCounterMode(display=False)  # which has counted nothing
+            with suppress(MisconfigurationException):
+                state.refuse_writes()
+                state.restore()
+                set_random_state(numbers, module.device)
+                with logs.of(module):
+                    return again()
+            raise error
 
     @override
     def on_train_batch_end(
@@ -153,6 +187,24 @@ class Throughput(Trick):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused
+
+
+class _Formulas(dict[Any, Any]):
+    """torch's formulas, by operation; the operations that a device has a kernel for count as known.
+
+    The counter takes unknown ones apart where it can, and their results would be rounded in another way.
+    """
+
+    def __init__(self, formulas: dict[Any, Any], device: torch.device) -> None:
+        super().__init__(formulas)
+        self._key = getattr(torch._C.DispatchKey, device.type.upper())
+
+    @override
+    def __contains__(self, operation: Any) -> bool:
+        if super().__contains__(operation):
+            return True
+        has_kernel = getattr(operation, "has_kernel_for_dispatch_key", None)
+        return has_kernel is not None and has_kernel(self._key)
 
 
 class _NoModules(nullcontext[None]):

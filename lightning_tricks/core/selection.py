@@ -6,6 +6,7 @@ names, or the name of a class, which selects all of its instances (and their par
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -192,7 +193,8 @@ def _size(module: nn.Module) -> int:
 
 def is_called(module: nn.Module) -> bool:
     """Whether a module has a forward pass; a ModuleList has none."""
-    return type(module).forward is not nn.Module.forward
+    # Not type(module).forward: the class of TorchScript modules has a descriptor there that raises.
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def last_norms(module: nn.Module) -> dict[str, nn.Module]:

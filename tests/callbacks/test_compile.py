@@ -255,6 +255,31 @@ def test_a_compiler_that_fails_costs_no_step(broken: list[int], fails_from: int,
     assert_equal(compiled, trained(kind))
 
 
+class Codes(nn.Module):
+    """Moves codes by its inputs, before an operation that breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.opaque = nn.Parameter(torch.zeros(16), requires_grad=False), Opaque()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.lerp_(x.detach().mean(0), 0.5)
+        return self.opaque(x + self.codes.clone())
+
+
+class Coded(Net):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers.insert(1, Codes())
+
+
+def test_weights_that_a_compiled_part_has_written_are_written_once(broken: list[int]) -> None:
+    broken[0] = 1
+    with pytest.warns(UserWarning, match="no such operation here"):
+        compiled = trained(Coded, lt.Compile("layers", backend="broken"))
+    assert_equal(compiled, trained(Coded))
+
+
 def test_without_fallback_the_error_comes_through(broken: list[int]) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such operation"):
         trained(Net, lt.Compile(backend="broken", fallback=False))

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 import lightning_tricks as lt
 from tests.conformance.runs import fp16
-from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
+from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 
 SETTINGS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
@@ -165,3 +166,50 @@ def test_the_mixin_passes_the_arguments_of_manual_backward_on() -> None:
 
     fit(build(ByHand), limit_train_batches=1, max_epochs=1)
     torch.testing.assert_close(gradients[1], 3 * gradients[0])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # transformers 5.24
+@pytest.mark.parametrize("micro_batch_size", [None, 4])
+def test_the_reentrant_checkpoints_of_a_transformer_are_refused_with_the_remedy(micro_batch_size: int | None) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        return module.model(input_ids=(batch[0].abs() * 5).long(), labels=batch[1]).loss
+
+    def module(**settings: Any) -> Any:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+        made = build(type("Checkpointed", (PlainNet,), {"training_step": step}))
+        made.model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, **sizes)).train()
+        made.model.gradient_checkpointing_enable(settings)
+        return made
+
+    trick = lt.SAMCallback(micro_batch_size=micro_batch_size)
+    remedy = r'SAM sees no gradient in a reentrant checkpoint: .*checkpointing_enable\(\{"use_reentrant": False\}\)'
+    with pytest.raises(MisconfigurationException, match=remedy):
+        fit(module(use_reentrant=True), callbacks=[trick], max_epochs=1, limit_val_batches=0)
+    fit(module(use_reentrant=False), callbacks=[trick], max_epochs=1, limit_val_batches=0)
+
+
+STAGED: dict[str, Callable[[], Any]] = {
+    "LayerFreezing": lambda: lt.LayerFreezing(start=4, stop=8, parameters=["layers.0"]),
+    "GradualUnfreeze": lambda: lt.GradualUnfreeze([5], parameters=["layers.0"]),
+}
+
+
+@pytest.mark.parametrize("staged", STAGED.values(), ids=STAGED)
+def test_micro_batches_train_what_is_not_frozen_at_the_time(staged: Callable[[], Any]) -> None:
+    plain, ours = build(PlainNet), build(PlainNet)
+    fit(plain, callbacks=[staged()], max_epochs=3)
+    fit(ours, callbacks=[lt.SAMCallback(rho=0.0, micro_batch_size=4), staged()], max_epochs=3)
+    assert_close(weights(ours), weights(plain))
+    sharp, whole = build(PlainNet), build(PlainNet)
+    fit(sharp, callbacks=[lt.SAMCallback(rho=0.2, micro_batch_size=8), staged()], max_epochs=3)
+    fit(whole, callbacks=[lt.SAMCallback(rho=0.2), staged()], max_epochs=3)
+    assert_close(weights(sharp), weights(whole))
+
+
+def test_a_loss_of_nothing_that_trains_is_refused_by_name() -> None:
+    class Frozen(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx).detach()
+
+    with pytest.raises(MisconfigurationException, match="The loss of Frozen depends on no weight that trains now"):
+        fit(build(Frozen), callbacks=[lt.SAMCallback(micro_batch_size=4)])

@@ -515,3 +515,26 @@ def test_a_fit_after_one_that_failed_in_the_backward_pass() -> None:
     fit(plain)
     assert_equal(weights(again), weights(plain))
     assert trick._tried is None  # which would keep the weights
+
+
+class Indexed(NormNet):
+    """Has a parameter of integers, which no optimizer can train."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.index = torch.nn.Parameter(torch.arange(8).flip(0), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x[:, self.index])
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_parameter_of_integers_stays_as_it_is(first: bool) -> None:
+    class Ordered(Indexed):
+        def configure_optimizers(self) -> Any:
+            own = list(self.parameters())
+            return torch.optim.SGD(sorted(own, key=lambda weight: weight.is_floating_point() is first), lr=0.1)
+
+    plain, ours = build(Ordered), build(Ordered)
+    fit(plain), fit(ours, callbacks=[lt.StepInBackward()])
+    assert_equal(weights(ours), weights(plain))

@@ -249,6 +249,123 @@ def test_steps_that_take_an_iterator_are_counted_too() -> None:
     assert rates(Own()).keys() == {"samples_per_second", "teraflops"}
 
 
+# -- counting changes no number ---------------------------------------------------------------------------------------
+
+
+class Forces(PlainNet):
+    """Fits an energy and the forces that are its gradient."""
+
+    activation: type[nn.Module] = nn.SiLU
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        layers = (nn.Linear(8, 32), self.activation(), nn.Linear(32, 32), self.activation())
+        self.layers = nn.Sequential(*layers, nn.Linear(32, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        energy = self.layers(x)
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return (forces + x.detach()).square().mean() + F.mse_loss(energy[:, 0], batch[1].float())
+
+
+def forces(activation: type[nn.Module]) -> type[Forces]:
+    return type(f"Forces{activation.__name__}", (Forces,), {"activation": activation})
+
+
+class Recurrent(PlainNet):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.LSTM(2, 2, 2, batch_first=True, dropout=0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.layers(batch[0].view(-1, 4, 2))[0][:, -1], batch[1])
+
+
+class Attends(PlainNet):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers = nn.TransformerEncoderLayer(2, 2, 8, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.layers(batch[0].view(-1, 4, 2)).mean(1), batch[1])
+
+
+class Convolves(PlainNet):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        body = (nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Hardswish(), nn.AvgPool2d(2), nn.Flatten())
+        self.layers = nn.Sequential(nn.Unflatten(1, (1, 2, 4)), *body, nn.Linear(8, 2), nn.GLU())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self(batch[0])[:, 0], batch[1].float())
+
+
+class Infers(PlainNet):
+    """Has a teacher in inference mode, where torch tells the counter of linear layers as they are."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.teacher = nn.Linear(8, 2).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.inference_mode():
+            taught = self.teacher(batch[0])
+        return super().training_step(batch, batch_idx) + F.mse_loss(self(batch[0]), taught.clone())
+
+
+ACTIVATIONS = (nn.SiLU, nn.GELU, nn.Softplus, nn.ELU, nn.Mish, nn.LogSigmoid, nn.LeakyReLU)
+
+
+@pytest.mark.parametrize("kind", [*map(forces, ACTIVATIONS), Recurrent, Attends, Convolves, Infers, Net])
+def test_a_step_whose_operations_are_counted_is_the_same_bit_for_bit(kind: type[PlainNet]) -> None:
+    plain, counted = build(kind), build(kind)
+    fit(plain, max_epochs=1, limit_val_batches=0)
+    assert ("teraflops" in rates(counted, limit_val_batches=0)) is (
+        kind is not Recurrent
+    )  # whose kernel has no formula
+    assert_equal(weights(counted), weights(plain))
+
+
+def test_a_teacher_in_inference_mode_is_counted() -> None:
+    with_teacher, without = rates(build(Infers), loader(80)), rates(build(PlainNet), loader(80))
+    operations = [found["teraflops"] * 1e12 / found["samples_per_second"] for found in (with_teacher, without)]
+    # The student's forward pass once more, with a gradient of its weights and of what it hands on; the teacher's.
+    again = 2 * (8 * 16 * 2 + 16 * 2 * 3)
+    assert operations[0] - operations[1] == pytest.approx(again + 2 * 8 * 2)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_step_that_cannot_be_counted_is_taken_all_the_same() -> None:
+    class Traces(Net):
+        calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.calls += 1
+            self.log("calls", float(self.calls), on_step=False, on_epoch=True, reduce_fx="sum")
+            twice = torch.jit.trace(lambda x: x * 2, batch[0])  # which raises where operations are counted
+            return super().training_step([twice(batch.pop(0)), batch[0]], batch_idx)
+
+    plain, counted = build(Traces), build(Traces)
+    expected = fit(plain, max_epochs=1, limit_val_batches=0).callback_metrics["calls"]
+    found = rates(counted, limit_val_batches=0)
+    assert found.keys() == {"samples_per_second"}
+    assert_equal(weights(counted), weights(plain))
+    assert counted.calls == plain.calls == 6
+    assert counted.trainer.callback_metrics["calls"] == expected
+
+
+def test_an_error_of_the_step_itself_is_the_one_that_is_seen() -> None:
+    class Fails(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == throughput.WARMED_UP:
+                raise KeyError("planned")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(KeyError, match="planned"):
+        rates(build(Fails))
+
+
 def test_a_wrong_name_is_refused() -> None:
     with pytest.raises(TypeError, match="tokens must be a key"):
         lt.Throughput(tokens=1.5)  # type: ignore[arg-type]

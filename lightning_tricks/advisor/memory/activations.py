@@ -158,7 +158,7 @@ def measure(model: nn.Module, batch: Any, samples: int, regime: Regime) -> Activ
         samples: The batch size for which the result is exact; other sizes follow from the two measurements.
         regime: The conditions under which the step runs.
     """
-    state, training = ModuleState(model), [(module, module.training) for module in model.modules()]
+    state, training = ModuleState(model, deep=True), [(module, module.training) for module in model.modules()]
     try:
         with isolate_rng():
             model.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -12,11 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.trial import trial_steps
+from lightning_tricks.core.replay.trial import WithoutGradients, trial_steps
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.tensors import copies
 
@@ -30,26 +32,42 @@ def batchnorm_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
+def scripted_batchnorm(module: nn.Module) -> dict[str, nn.Module]:
+    """The BatchNorm layers in TorchScript modules that keep running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.jit.ScriptModule)
+        and "BatchNorm" in getattr(layer, "original_name", "")
+        and "running_mean" in layer._buffers
+    }
+
+
 def require_recalibration(trick: Trick, trainer: pl.Trainer, pl_module: pl.LightningModule, remedy: str) -> None:
     """Raise if the module has BatchNorm statistics, and a ``training_step`` that cannot be run to recalculate them.
 
     Whether what a step changes can be restored is seen at the first one.
     """
-    if not batchnorm_layers(pl_module):
-        return
-    name = type(pl_module).__name__
+    name, layers = type(pl_module).__name__, batchnorm_layers(pl_module)
     rule = f"{type(trick).__name__} runs training_step for the BatchNorm statistics of the averaged weights"
-    if not pl_module.automatic_optimization:
+    if not layers and not scripted_batchnorm(pl_module):
+        return
+    if layers and not pl_module.automatic_optimization:
         raise MisconfigurationException(
             f"{rule}, which must not step the optimizers, got {name}.automatic_optimization=False: {remedy}."
         )
-    if takes_dataloader_iter(pl_module):
+    if layers and takes_dataloader_iter(pl_module):
         raise MisconfigurationException(
             f"{rule} on batches, got {name}.training_step(dataloader_iter): take the batch, or {remedy}."
         )
 
     def look(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         undo()
+        if scripted := [path for path, layer in scripted_batchnorm(pl_module).items() if layer.training]:
+            raise MisconfigurationException(
+                f"{rule}, which torch.jit does not let it recalculate in {some(scripted)}: script the module after"
+                f" training, or {remedy}."
+            )
         with _naming(rule, remedy):
             state = ModuleState(pl_module, deep=True)
         output = original(*args, **kwargs)
@@ -92,19 +110,7 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
     layers = {name: layer for name, layer in batchnorm_layers(pl_module).items() if layer.training}
     if not layers:
         return {}
-    sums, steps = {name: torch.zeros_like(_statistics(layer)) for name, layer in layers.items()}, 0
-    # In compiled code a layer without momentum would break the graph.
-    with _undone(trainer, pl_module), torch.compiler.set_stance("force_eager"):
-        for layer in layers.values():
-            layer.momentum = None  # the statistics are then the mean over the calls in one step
-        for arguments in training_steps(trainer, pl_module):
-            for layer in layers.values():
-                layer.reset_running_stats()
-            trainer.strategy.training_step(*arguments)
-            for name, layer in layers.items():
-                found = _statistics(layer) * cast(Tensor, layer.num_batches_tracked)
-                sums[name] += torch.where(found.isfinite().all(), found, 0.0)
-            steps += 1
+    sums, steps = WithoutGradients()(pl_module, partial(_sums, trainer, pl_module, layers), lambda: None)
     if not trainer.strategy.reduce_boolean_decision(steps > 0, all=False):
         raise RuntimeError(
             "The training loader yielded no batch when it was read again for the BatchNorm statistics of the averaged"
@@ -112,6 +118,34 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
             " ScheduleFree, use a norm without statistics, as GroupNorm."
         )
     return _means({name: trainer.strategy.reduce(total, reduce_op="mean") for name, total in sums.items()})
+
+
+def _sums(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, layers: dict[str, _BatchNorm], gradients: bool
+) -> tuple[dict[str, Tensor], int]:
+    """The sums of the layers' statistics over the batches of this rank, and the number of batches.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its module.
+        layers: The layers, by name.
+        gradients: Whether ``training_step`` differentiates inside.
+    """
+    sums, steps = {name: torch.zeros_like(_statistics(layer)) for name, layer in layers.items()}, 0
+    # In compiled code a layer without momentum would break the graph.
+    with _undone(trainer, pl_module, gradients) as restore_weights, torch.compiler.set_stance("force_eager"):
+        for layer in layers.values():
+            layer.momentum = None  # the statistics are then the mean over the calls in one step
+        for arguments in training_steps(trainer, pl_module):
+            for layer in layers.values():
+                layer.reset_running_stats()
+            trainer.strategy.training_step(*arguments)
+            restore_weights()
+            for name, layer in layers.items():
+                found = _statistics(layer) * cast(Tensor, layer.num_batches_tracked)
+                sums[name] += torch.where(found.isfinite().all(), found, 0.0)
+            steps += 1
+    return sums, steps
 
 
 def _statistics(layer: _BatchNorm) -> Tensor:
@@ -131,19 +165,24 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-    """Log nothing inside the block, and restore everything at its end."""
+def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule, gradients: bool) -> Iterator[Callable[[], None]]:
+    """Log nothing inside the block, and restore everything at its end; yields a function that restores the weights."""
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in pl_module.parameters()]
     # A step may write into weights by hand: those of a teacher, or all of them to decay.
     kept = [parameter.detach().clone() for parameter, _, _ in parameters]
-    try:
-        for parameter, _, _ in parameters:
-            parameter.grad = None
-        with trial_steps(trainer, pl_module, deep=True), loaders_untouched(trainer):
-            yield
-    finally:
+
+    @torch.no_grad()
+    def restore_weights() -> None:
         for (parameter, _, _), before in zip(parameters, kept, strict=True):
             if parameter.shape == before.shape:  # ZeRO-3 may have gathered it, of shards that are as before
                 parameter.detach().copy_(before)
+
+    try:
+        for parameter, _, _ in parameters:
+            parameter.grad = None
+        with trial_steps(trainer, pl_module, deep=True, gradients=gradients), loaders_untouched(trainer):
+            yield restore_weights
+    finally:
+        restore_weights()
         for parameter, trains, gradient in parameters:
             parameter.requires_grad_(trains).grad = gradient

@@ -22,10 +22,18 @@ from lightning_tricks.core.replay.trial import trial_steps
 _TRICK = "HardExampleFilter"
 
 
-def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) -> Tensor | None:
+def per_sample_losses(
+    trainer: pl.Trainer, batch: Any, targets: Sequence[Path], gradients: bool = False
+) -> Tensor | None:
     """The losses of a batch's samples (B,), by a training step without gradients that leaves no trace.
 
     Several losses of the step are summed. None if the step returns None, to skip the batch.
+
+    Args:
+        trainer: The Trainer.
+        batch: The batch.
+        targets: The paths of the targets.
+        gradients: Whether the step differentiates inside.
 
     Raises:
         MisconfigurationException: If the step computes no loss of ``torch.nn.functional`` from the targets.
@@ -36,7 +44,7 @@ def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) 
         require_no_attributes(target := get(batch, path), spelled(path), _TRICK)
         batch = put(batch, path, mixed_target([target], plan))
     arguments = step_arguments(module, copy_containers(batch), trainer.fit_loop.batch_idx + 1)
-    with trial_steps(trainer, module), forbid_writes(module, batch):
+    with trial_steps(trainer, module, gradients=gradients), forbid_writes(module, batch):
         output = trainer.strategy.training_step(*arguments)
     plan.open = False
     if output is None:
@@ -46,7 +54,7 @@ def per_sample_losses(trainer: pl.Trainer, batch: Any, targets: Sequence[Path]) 
             f"{type(module).__name__}.training_step computed no loss of torch.nn.functional from the target, by which"
             ' HardExampleFilter(mode="prune") compares samples. Compute one, or name another target=.'
         )
-    losses = torch.stack(found)
+    losses = torch.stack(found).detach()
     missing = losses == -torch.inf  # some of the losses may have no entry of a sample
     return losses.masked_fill(missing, 0.0).sum(0).masked_fill(missing.all(0), -torch.inf)
 

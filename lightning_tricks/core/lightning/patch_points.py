@@ -70,7 +70,8 @@ WRAPPED = (
         _STRATEGY,
         "training_step",
         "args, kwargs",
-        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, SWA, ScheduleFree, find_non_finite",
+        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, SWA, ScheduleFree, find_non_finite,"
+        " SkipNonFinite, TerminateOnNonFinite, Throughput",
         "the step with the module's batch, under autocast and DDP; its loss, before anything is computed from it",
     ),
     WrappedMethod(
@@ -91,8 +92,9 @@ WRAPPED = (
         _MODULE,
         "training_step",
         "args, kwargs",
-        "GradCacheMixin",
-        "a chunk is embedded again under the autocast and in the forward pass of DDP or FSDP2 that a step has",
+        "GradCacheMixin, HardExampleFilter, SAM, SWA, ScheduleFree",
+        "a chunk is embedded again under the autocast and in the forward pass of DDP or FSDP2 that a step has;"
+        " gradients inside of a step that DDP runs without any",
     ),
     WrappedMethod(
         _STRATEGY,
@@ -294,6 +296,13 @@ WRAPPED = (
         "a schedule that the module steps itself, which no hook tells",
     ),
     WrappedMethod(
+        "torch.Tensor",
+        "data",
+        "",
+        "SAM, GradCacheMixin, HardExampleFilter, ActivationCheckpointing, Compile, SkipNonFinite, TerminateOnNonFinite",
+        "an attribute: writes through it raise no version, and a second run of a step would do them again",
+    ),
+    WrappedMethod(
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
         "save",
         "state_dict, path",
@@ -430,7 +439,12 @@ PRIVATE = (
         "the device, known only when the Trainer has its accelerator",
     ),
     # torch
-    PrivateName("torch", "_C", "mixed targets", "DisableTorchFunctionSubclass, as torch's documentation has it"),
+    PrivateName(
+        "torch",
+        "_C",
+        "mixed targets, replay, SAM, Throughput",
+        "DisableTorchFunctionSubclass, as torch's documentation has it; DispatchKey; ConcreteModuleType",
+    ),
     PrivateName(
         "torch._C",
         "_current_graph_task_id",
@@ -451,11 +465,13 @@ PRIVATE = (
         "torch.autograd",
         "_unsafe_preserve_version_counter",
         "EMA, SWA, SAM, sharpness",
-        "a checkpoint saved between forward and backward: the weights change and come back bit for bit",
+        "weights that change and come back bit for bit, as in a checkpoint saved between forward and backward",
     ),
     PrivateName("torch.Tensor", "_backward_hooks", "SAM", "whether hooks run in the backward pass"),
     PrivateName("torch.Tensor", "_post_accumulate_grad_hooks", "SAM", "whether hooks run in the backward pass"),
-    PrivateName("torch.Tensor", "_version", "SAM, offloading", "whether something wrote into a tensor"),
+    PrivateName("torch.Tensor", "_version", "SAM, guards, offloading", "whether something wrote into a tensor"),
+    PrivateName("torch.jit.ScriptModule", "_c", "replay", "attributes of a TorchScript module, which are kept in C++"),
+    PrivateName("torch._C.ScriptModule", "_type", "replay", "the names of those attributes"),
     PrivateName(
         "torch.Tensor",
         "_base",

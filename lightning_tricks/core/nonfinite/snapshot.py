@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -29,6 +30,7 @@ class Snapshot:
         # Under FSDP2, validation leaves the root's weights gathered, in tensors that the next step frees.
         local_weights(trainer, module, "RewindOnSpike").reshard()
         self._weights = [(weight, _host(weight)) for weight in module.parameters()]
+        self._places = [(owner._parameters, dict(owner._parameters)) for owner in module.modules()]
         self._buffers = Buffers(module, "cpu")
         self._optimizers = [
             ({weight: (state, _host_all(state)) for weight, state in optimizer.state.items()}, _settings(optimizer))
@@ -47,6 +49,10 @@ class Snapshot:
     @torch.no_grad()
     def restore(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Restore the snapshot; this can be repeated."""
+        for now, before in self._places:
+            for name in before.keys() & now.keys():  # pruning moves a weight to another name, which it keeps
+                if now[name] is not before[name] and not isinstance(before[name], DTensor):
+                    now[name] = before[name]  # a step has made a new parameter
         for parameter, saved in self._weights:
             local_part(parameter).copy_(saved)
         self._buffers.restore()

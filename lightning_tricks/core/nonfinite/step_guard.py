@@ -10,13 +10,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import grad_scaler, has_comm_state, subtract_steps
+from lightning_tricks.core.replay.data_watch import data_of, restore_data, watching_data
 from lightning_tricks.core.trick import Conflict
-from lightning_tricks.core.weights.tensors import local_part
+from lightning_tricks.core.weights.fsdp2 import FSDP2
+from lightning_tricks.core.weights.tensors import bits, local_part
 
 STEPS_LEFT_OUT = (
     Conflict(
@@ -97,26 +100,87 @@ def starts_window(trainer: pl.Trainer, batch_idx: int) -> bool:
     return trainer.lightning_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
 
 
+class OwnWrites:
+    """The weights that training steps write by themselves, such as a momentum encoder's, kept from before a window.
+
+    Those that are written by their ``.data`` are copied when a step takes it. Others are found after they were written
+    for the first time, and are copied before every window from then on.
+
+    Args:
+        module: The module in a fit.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        FSDP2(module).reshard()  # so that the module's parameters are the optimizer's
+        self._weights = {
+            name: weight
+            for name, weight in module.named_parameters()
+            if not (is_lazy(weight) or weight.is_inference() or hasattr(weight, "ds_id"))  # ZeRO-3 moves weights
+        }
+        self._ids = {id(weight) for weight in self._weights.values()}
+        self._known: dict[int, Tensor] = {}  # the weights that steps were seen to write
+        self._copies: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # weights, their memory and what they held
+        self._lost: list[str] = []  # names of weights that were written in this window, and not copied
+
+    def begin_window(self) -> None:
+        """Call this before the first training step of a window."""
+        self._copies, self._lost = {}, []
+        for weight in self._known.values():
+            self._copy(weight)
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a training step."""
+        versions = [weight._version for weight in self._weights.values()]
+        with watching_data(dict.fromkeys(self._ids), self._copy):
+            output = original(*args, **kwargs)
+        for (name, weight), version in zip(self._weights.items(), versions, strict=True):
+            if weight._version != version and id(weight) not in self._copies:
+                self._lost.append(name)
+                self._known[id(weight)] = weight
+        return output
+
+    def _copy(self, weight: Tensor) -> None:
+        if id(weight) not in self._copies:
+            self._copies[id(weight)] = weight, data_of(weight), bits(weight).clone()
+
+    @torch.no_grad()
+    def restore(self) -> list[str]:
+        """Restore the weights from before the window; returns the names of those that were not copied before it."""
+        for weight, data, contents in self._copies.values():
+            restore_data(weight, data, contents)
+        return self._lost
+
+
 class Window:
-    """Keeps copies of a module's buffers from before the batches of an optimizer step."""
+    """Keeps a module's buffers, and the weights that its steps write, from before the batches of an optimizer step."""
 
     def __init__(self) -> None:
         self._buffers: Buffers | None = None
+        self._writes: OwnWrites | None = None
+
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule, undo: ExitStack) -> None:
+        """Look at training steps until ``undo`` is closed; those that step optimizers themselves are left out."""
+        if module.automatic_optimization:
+            self._writes = OwnWrites(module)
+            undo.callback(wrap_method(trainer.strategy, "training_step", self._writes.step))
 
     def begin_batch(self, trainer: pl.Trainer, module: nn.Module, batch_idx: int) -> None:
         """Call this before the training step of a batch."""
         if self._buffers is None or starts_window(trainer, batch_idx):
             self._buffers = Buffers(module)
+            if self._writes is not None:
+                self._writes.begin_window()
 
     def end(self, module: pl.LightningModule) -> None:
         """Call this before an optimizer step that is not left out."""
         if not module.automatic_optimization:
             self._buffers = Buffers(module)  # the next window may begin in the same batch
 
-    def restore(self) -> None:
-        """Restore the buffers, for a new window."""
+    def restore(self) -> list[str]:
+        """Restore buffers and weights, for a new window; returns the names of weights that could not be restored."""
         assert self._buffers is not None, "copied when the batch began"
         self._buffers.restore()
+        return [] if self._writes is None else self._writes.restore()
 
 
 class StepGuard:

@@ -10,7 +10,7 @@ import random
 import re
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
 from datetime import date, time, timedelta
 from enum import Enum
 from functools import cache, partial
@@ -106,6 +106,25 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None
         )
     attributes = list(_attributes(value))
     return partial(_restore, value, base, _contents(value, base), attributes)
+
+
+def run_all(functions: Iterable[Callable[[], object]]) -> None:
+    """Call functions in their order, also those after one that raises; the first error is raised at the end.
+
+    Example:
+        >>> run_all([lambda: print("one"), lambda: 1 / 0, lambda: print("three")])
+        Traceback (most recent call last):
+        ...
+        ZeroDivisionError: division by zero
+    """
+    errors: list[BaseException] = []
+    for function in functions:
+        try:
+            function()
+        except BaseException as error:  # also Ctrl-C
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _restore(value: Any, base: type | None, contents: list[Any], attributes: list[tuple[str, Any]]) -> None:

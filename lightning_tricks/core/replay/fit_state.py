@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_tricks.core.replay.containers import generator_restorer, refill, restorer
+from lightning_tricks.core.replay.containers import generator_restorer, refill, restorer, run_all
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.weights.fsdp2 import FSDP2
+from lightning_tricks.core.weights.tensors import bits
 
 
 class ObjectState:
@@ -59,9 +60,8 @@ class ObjectState:
                 self.note(attribute, deep=isinstance(value, _WITH_TENSORS))
 
     def restore(self) -> None:
-        """Restore everything."""
-        for restore in self._restore:
-            restore()
+        """Restore everything, also what comes after something that could not be restored."""
+        run_all(self._restore)
 
 
 class TrainedModuleState:
@@ -70,16 +70,18 @@ class TrainedModuleState:
     def __init__(self, module: nn.Module, state: ObjectState) -> None:
         self._shards = FSDP2(module)  # reshard() and local() also work for a module that is not sharded
         self._shards.reshard()
-        self._state, self._owners, self._weights = ModuleState(module, deep=True), [], []
+        self._state = ModuleState(module, deep=True)
+        self._owners: list[tuple[Any, ...]] = []  # modules, their classes, and how to restore their structure
+        self._weights: list[tuple[Any, ...]] = []  # the arguments of _restore_weight
         for owner in module.modules():
             structure = [restorer(vars(owner)[name], name) for name in _STRUCTURE if name in vars(owner)]
             self._owners.append((owner, type(owner), [restore for restore in structure if restore is not None]))
             state.note([value for name, value in vars(owner).items() if name not in _STRUCTURE])
         for weight in module.parameters():
-            part, gradient = self._shards.local(weight.detach()), weight.grad
+            part, gradient = self._shards.local(bits(weight)), weight.grad
             assert part is not None, "FSDP2 has a part of every weight"
-            kept = (part, part.clone(), gradient, None if gradient is None else gradient.detach().clone())
-            self._weights.append((weight, weight.requires_grad, kept))
+            gradients = None if gradient is None else (gradient, bits(gradient).clone())
+            self._weights.append((weight, weight.requires_grad, part, part.clone(), gradients))
 
     def refuse_counts(self) -> None:
         """Raise if an object of the module has changed that cannot be restored, with its path."""
@@ -87,25 +89,31 @@ class TrainedModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything; can be called once."""
-        self._shards.reshard()
-        for owner, kind, structure in self._owners:
-            if type(owner) is not kind:
-                owner.__class__ = kind
-                _forget_sharding(owner)
-            for restore in structure:
-                restore()
-        self._state.restore()
-        for weight, trains, (part, before, gradient, gradient_copy) in self._weights:
-            weight.requires_grad_(trains)
-            if not isinstance(weight, DTensor) and not _same_memory(weight, part):
-                weight.data = part  # on its earlier device, in its earlier dtype
-            now = self._shards.local(weight.detach())
-            assert now is not None, "FSDP2 has a part of every weight"
-            now.copy_(before)
-            weight.grad = gradient
-            if gradient is not None and gradient_copy is not None:
-                gradient.detach().copy_(gradient_copy)
+        """Restore everything, also what comes after something that could not be restored; can be called once."""
+        owners = [partial(self._restore_owner, *kept) for kept in self._owners]
+        weights = [partial(self._restore_weight, *kept) for kept in self._weights]
+        run_all([self._shards.reshard, *owners, self._state.restore, *weights])
+
+    def _restore_owner(self, owner: nn.Module, kind: type[nn.Module], structure: list[Callable[[], None]]) -> None:
+        if type(owner) is not kind:
+            owner.__class__ = kind
+            _forget_sharding(owner)
+        for restore in structure:
+            restore()
+
+    def _restore_weight(
+        self, weight: nn.Parameter, trains: bool, part: Tensor, before: Tensor, gradients: tuple[Tensor, Tensor] | None
+    ) -> None:
+        weight.requires_grad_(trains)
+        if not isinstance(weight, DTensor) and not _same_memory(weight, part):
+            weight.data = part  # on its earlier device, in its earlier dtype
+        now = self._shards.local(bits(weight))
+        assert now is not None, "FSDP2 has a part of every weight"
+        now.copy_(before)
+        weight.grad = None
+        if gradients is not None:
+            weight.grad, held = gradients
+            bits(weight.grad).copy_(held)
 
 
 _STRUCTURE = frozenset(vars(nn.Module()))
@@ -129,7 +137,7 @@ def _restorer_of(value: Any, deep: bool) -> Callable[[], object] | None:
     if (generator := generator_restorer(value)) is not None:
         return generator
     if deep and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return partial(value.detach().copy_, value.detach().clone())
+        return partial(bits(value).copy_, bits(value).clone())
     if deep and numpy and isinstance(value, numpy.ndarray):
         return partial(numpy.copyto, value, value.copy())
     return None

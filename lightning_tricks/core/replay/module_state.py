@@ -1,19 +1,21 @@
-"""The state of a module that a training step may change besides its parameters, kept and restored."""
+"""The state of a module that a training step may change by itself, kept and restored."""
 
 from __future__ import annotations
 
 import io
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import cached_property, partial
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_tricks.core.replay.containers import (
     SIMPLE,
@@ -23,25 +25,31 @@ from lightning_tricks.core.replay.containers import (
     is_of_library,
     is_plain,
     restorer,
+    run_all,
 )
+from lightning_tricks.core.replay.data_watch import data_of, give_memory, is_freed, restore_data, watching_data
 from lightning_tricks.core.replay.rerun import versions
+from lightning_tricks.core.weights.tensors import bits, same_values
 
 _STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks
 
 
 class ModuleState:
-    """The buffers and attributes of a module and its submodules, which a step may change.
+    """The buffers and attributes of a module and its submodules, and the weights that a step writes by itself.
 
     Tensors (BatchNorm statistics, torchmetrics), numbers, generators and arrays are restored. So are nested containers:
     lists, dictionaries, sets and deques of every kind, with their order, limits and attributes, named tuples,
-    dataclasses, and every container and object that is written in Python. A tensor inside a container is copied with
-    ``deep`` only, since there may be many: else ``refuse_writes`` raises if a step wrote into one. Files, closures, and
-    objects that hold such or an object written in C, are left: ``refuse_counts`` raises if a number in one has changed.
-    Attributes of classes, and objects of torch and Lightning such as data sets, are ignored.
+    dataclasses, and every container and object that is written in Python, and the attributes of TorchScript modules.
+    Files, closures, and objects that hold such or an object written in C, are left: ``refuse_counts`` raises if a
+    number in one has changed. Attributes of classes, and objects of torch and Lightning such as data sets, are ignored.
+
+    Weights are large and seldom written by a step (a momentum encoder, a codebook), and so are tensors inside of
+    containers. They are copied when a step that runs in ``watching()`` takes their ``.data``, through which it may
+    write, and restored. What a step writes into them in other ways, ``refuse_writes`` finds and refuses.
 
     Args:
         module: The module.
-        deep: Whether to copy tensors inside containers, too.
+        deep: Whether to copy tensors inside containers at once, and the weights of modules in them.
         compared: Whether ``changed`` will be called, for which arrays and random generators are copied once more.
 
     Raises:
@@ -50,53 +58,88 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, *, deep: bool = False, compared: bool = False) -> None:
         self._module, self._deep, self._compared = module, deep, compared
-        self._spaces: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # paths, dictionaries and copies of them
+        self._spaces: list[tuple[str, Any, dict[str, Any]]] = []  # paths, dictionaries and copies of them
         self._restore: list[Callable[[], object]] = []
-        self._copied: list[tuple[Tensor, Any, Tensor, str]] = []  # tensors, their versions, contents and paths
-        self._written: list[tuple[Tensor, Any, str]] = []  # tensors inside containers, their versions and paths
+        self._copied: dict[int, tuple[Tensor, Any, Tensor, str]] = {}  # tensors, their versions, contents, paths; by id
+        # Weights, and tensors that are not copied, by id: what changes when they are written (None if they may be),
+        # and their paths. A step that takes the .data of one moves it to those that it has touched.
+        self._watched: dict[int, tuple[Tensor, Any, str]] = {}
+        self._touched: list[Tensor] = []
         self._counted: list[tuple[Any, Any, str]] = []  # objects, the numbers in them, and their paths
         self._containers: list[tuple[Any, list[Contents], str]] = []  # containers, what is in them, and their paths
         self._bytes: list[tuple[Any, bytes, str]] = []  # arrays and random generators, what they hold, and their paths
         self._seen: set[int] = set()
+        self._weights: set[int] = set()  # ids of parameters
         self._root = type(module).__name__
+        self._registered = {id(weight) for weight in module.parameters()} if deep else set()
         self._note_modules(module, self._root)
 
-    @cached_property
-    def _weights(self) -> set[int]:
-        """The ids of the registered parameters; an RNN of torch holds them in a list, too."""
-        return {id(weight) for weight in self._module.parameters()}
-
     def _note_modules(self, module: nn.Module, path: str) -> None:
-        for name, child in module.named_modules():
+        modules = list(module.named_modules())
+        # First all weights: an RNN of torch holds its own in a list, too.
+        self._weights.update(id(weight) for _, child in modules for weight in child._parameters.values())
+        for name, child in modules:
             self._note_module(child, f"{path}.{name}" if name else path)
 
     def _note_module(self, module: nn.Module, path: str) -> None:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        self._spaces += [(path, space, dict(space)) for space in (module.__dict__, module._buffers, module._modules)]
-        for space in (module.__dict__, module._buffers):
+        spaces: list[Any] = [module.__dict__, module._buffers]
+        if isinstance(module, torch.jit.ScriptModule):
+            spaces.append(_ScriptAttributes(module))
+        self._spaces += [(path, space, dict(space)) for space in (*spaces, module._parameters, module._modules)]
+        for name, weight in module._parameters.items():
+            if weight is not None and not (is_lazy(weight) or weight.is_inference()):
+                self._note_weight(weight, f"{path}.{name}", module)
+        for space in spaces:
             for name, value in space.items():
                 if name in _STRUCTURE or isinstance(value, SIMPLE) or _is_constant(value):
                     continue
-                if not isinstance(value, Tensor):
-                    self._note(value, f"{path}.{name}")
-                else:
+                if isinstance(value, Tensor) and id(value) not in self._weights:
                     self._note_tensor(value, f"{path}.{name}")
+                else:
+                    self._note(value, f"{path}.{name}")
 
-    def _note_tensor(self, value: Tensor, path: str) -> None:
+    def _note_weight(self, weight: Tensor, path: str, owner: nn.Module) -> None:
+        # Of one number: a temperature or a scale, which steps like to bound.
+        copied = weight.numel() == 1 or (self._deep and id(weight) not in self._registered)
+        if copied and not (_is_moved(weight) or is_freed(weight)) and id(weight) not in self._watched:
+            self._note_tensor(weight, path, data_of(weight))
+            self._watched[id(weight)] = weight, None, path
+        elif isinstance(owner, _EMBEDDINGS) and owner.max_norm is not None:
+            self._watched[id(weight)] = weight, None, path  # bounding its rows once more changes nothing
+        else:
+            self._watched.setdefault(id(weight), (weight, weight._version, path))
+
+    def _note_tensor(self, value: Tensor, path: str, data: Tensor | None = None) -> None:
+        """Remember the contents of a tensor.
+
+        Args:
+            value: The tensor.
+            path: Its path.
+            data: The ``.data`` of a weight, or of another tensor that a step has taken it of, through which it is
+                restored; None for other tensors, of which graphs must notice that they are written.
+        """
         if not (value.is_inference() or is_lazy(value) or _is_expanded(value)):
-            contents = value.detach().clone()
-            self._copied.append((value, versions([value]), contents, path))
-            self._restore.append(partial(_restore_tensor, value, value.detach(), contents))
+            contents = bits(value).clone()
+            self._copied[id(value)] = value, versions([value]), contents, path
+            if data is None:
+                self._restore.append(partial(_restore_buffer, value, bits(value), contents))
+            else:
+                self._restore.append(partial(restore_data, value, data, contents))
+            if type(value) not in (Tensor, nn.Parameter) and not is_traceable_wrapper_subclass(value):
+                self._note(vars(value), path)  # names of columns, for example
 
     def _note(self, value: Any, path: str) -> None:
         """Remember how to restore a value that is not immutable."""
         if isinstance(value, Tensor):
+            if id(value) in self._weights or value.is_inference():
+                return
             if self._deep:
                 self._note_tensor(value, path)
-            elif not (value.is_inference() or (value.requires_grad and id(value) in self._weights)):
-                self._written.append((value, self._mark(value), path))
+            else:
+                self._watched.setdefault(id(value), (value, versions([value]), path))
         elif isinstance(value, nn.Module):  # a module in a container, which is not registered
             self._note_modules(value, path)
         elif id(value) in self._seen:
@@ -128,33 +171,63 @@ class ModuleState:
                     if not isinstance(item, SIMPLE):
                         self._note(item, path + form.format(key))
 
-    def _mark(self, tensor: Tensor) -> Any:
-        """What changes when something is written into a tensor, or when it is moved, unless it is a weight."""
-        return tensor._version if id(tensor) in self._weights else versions([tensor])  # ZeRO-3 moves weights
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Copy the tensors whose ``.data`` is read or set inside the block, so that ``restore`` restores them, too."""
+        with watching_data(self._watched, self._copy):
+            yield
+
+    def _copy(self, tensor: Tensor) -> None:
+        _, mark, path = self._watched[id(tensor)]
+        # One that was written has lost what it held.
+        if _mark(tensor, mark) == mark and not (_is_moved(tensor) or is_freed(tensor)):
+            del self._watched[id(tensor)]
+            self._touched.append(tensor)
+            if id(tensor) not in self._copied:
+                self._note_tensor(tensor, path, data_of(tensor))
+
+    def now(self) -> ModuleState:
+        """The state of the module at present, with copies of the tensors that this state has copied since."""
+        state = ModuleState(self._module, deep=self._deep)
+        for tensor in self._touched:
+            if id(tensor) in state._watched:
+                state._copy(tensor)
+        return state
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore every attribute and its contents."""
-        for _, space, before in self._spaces:
-            for name in space.keys() - before.keys():
-                del space[name]
-            for name, value in before.items():
-                if space.get(name) is not value:
-                    space[name] = value
-        for restore in self._restore:
-            restore()
+        """Restore every attribute and its contents, as far as each lets itself be restored.
+
+        Raises:
+            Exception: Of what could not be restored, once all others are.
+        """
+        run_all([*(partial(_restore_names, space, before) for _, space, before in self._spaces), *self._restore])
+
+    def written(self) -> str | None:
+        """The path of a weight, or of a tensor inside a container, that is not as it was; None if all are."""
+        touched = {id(tensor) for tensor in self._touched}
+        for tensor, ((version, _),), contents, path in self._copied.values():
+            maybe = id(tensor) in touched or (id(tensor) in self._weights and tensor._version != version)
+            if maybe and not (is_freed(tensor) or same_values(bits(tensor), contents)):
+                return path
+        return next((path for tensor, mark, path in self._watched.values() if _mark(tensor, mark) != mark), None)
 
     def refuse_writes(self) -> None:
-        """Raise if something was written into a tensor inside a container, which ``restore`` cannot undo.
+        """Raise if something was written into a tensor that was not copied, which ``restore`` cannot undo.
 
         Raises:
             MisconfigurationException: With the path of the tensor.
         """
-        for tensor, version, path in self._written:
-            if self._mark(tensor) != version:
+        for tensor, mark, path in self._watched.values():
+            if _mark(tensor, mark) != mark:
+                what, remedy = f"tensor {path}", "make a new tensor, or register it as a buffer, which is restored"
+                if id(tensor) in self._weights:
+                    kind = "parameter" if tensor.requires_grad else "frozen parameter"
+                    what = f"{kind} {path.removeprefix(self._root + '.')}"
+                    remedy = "update it in on_train_batch_end, or by its .data, which is restored"
                 raise MisconfigurationException(
-                    f"A step of {self._root} writes into the tensor {path}, and a second run of the step would do so"
-                    " again: make a new tensor, or register it as a buffer, which is restored."
+                    f"A step of {self._root} writes into the {what}, and a second run of the step would do so again:"
+                    f" {remedy}."
                 )
 
     def refuse_counts(self) -> None:
@@ -178,22 +251,28 @@ class ModuleState:
     def changed(self) -> str | None:
         """The path of an attribute, container, array, generator or tensor that is not as it was; None if all are."""
         for path, space, before in self._spaces:
-            for name in {**space, **before}:
-                if name not in _STRUCTURE and not _same(space.get(name, _GONE), before.get(name, _GONE)):
+            now = before if isinstance(space, _ScriptAttributes) else dict(space.items())
+            for name in {**now, **before}:
+                if name not in _STRUCTURE and not _same(now.get(name, _GONE), before.get(name, _GONE)):
                     return f"{path}.{name}"
         for container, groups, path in self._containers:
-            now = list(contents_of(container))
             if any(
                 keys != before_keys or len(items) != len(before_items) or not all(map(_same, items, before_items))
-                for (_, keys, items), (_, before_keys, before_items) in zip(now, groups, strict=True)
+                for (_, keys, items), (_, before_keys, before_items) in zip(contents_of(container), groups, strict=True)
             ):
                 return path
-        for tensor, version, contents, path in self._copied:
-            if versions([tensor]) != version and not _equal(tensor, contents):
+        for tensor, mark, path in self._watched.values():
+            if _mark(tensor, mark) != mark:
+                return path
+        for tensor, version, contents, path in self._copied.values():
+            if is_freed(tensor):
+                continue
+            if versions([tensor]) != version if tensor.is_nested else not same_values(bits(tensor), contents):
                 return path
         return next((path for value, held, path in self._bytes if bytes_in(value) != held), None)
 
 
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _GONE = object()
 _SIMPLE_TYPES = frozenset(SIMPLE)
 
@@ -207,24 +286,57 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, SIMPLE) and type(a) is type(b) and a == b)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included; nested ones, which torch cannot compare, never do."""
-    if a.is_nested or a.shape != b.shape:
-        return False
-    if a.layout != torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether several entries of a tensor share memory, so that it cannot be written to."""
     return tensor.layout == torch.strided and not tensor.is_nested and 0 in tensor.stride()
 
 
-def _restore_tensor(tensor: Tensor, data: Tensor, contents: Tensor) -> None:
-    if versions([tensor])[0][1] != versions([data])[0][1]:  # its .data was set
-        tensor.data = data
+def _mark(tensor: Tensor, like: Any) -> Any:
+    """What changes when something is written into a tensor, in the form of an earlier one; None for any write."""
+    return None if like is None else versions([tensor]) if isinstance(like, list) else tensor._version
+
+
+def _is_moved(weight: Tensor) -> bool:
+    """Whether ZeRO-3 moves a weight, by its ``.data``."""
+    return hasattr(weight, "ds_id")
+
+
+def _restore_names(space: Any, before: dict[str, Any]) -> None:
+    """Restore which names a dictionary has, and the objects that they stand for."""
+    now = space if isinstance(space, dict) else dict(space.items())
+    for name in now.keys() - before.keys():
+        del space[name]
+    for name, value in before.items():
+        held = now.get(name, _GONE)
+        if held is not value and not (isinstance(held, DTensor) or isinstance(value, DTensor)):  # FSDP2 exchanges those
+            space[name] = value
+
+
+def _restore_buffer(tensor: Tensor, data: Tensor, contents: Tensor) -> None:
+    give_memory(tensor, data)
     data.copy_(contents)
+
+
+class _ScriptAttributes:
+    """The attributes of a TorchScript module as a dictionary: they are kept in C++, and lists come as copies."""
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        self._held = module._c
+        kind: Any = torch._C.ConcreteModuleType.from_jit_type(self._held._type())
+        attributes = kind.get_attributes()
+        self._names = [name for name in attributes if name not in module._parameters and name not in module._buffers]
+
+    def keys(self) -> list[str]:
+        return self._names
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, self[name]) for name in self._names]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held.getattr(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._held.setattr(name, value)
 
 
 def _numbers_in(value: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import cache, partial
@@ -49,6 +49,19 @@ def recompute(
         1
     """
     return _in_eager(block, policy, forward, args, kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+
+def require_python(parts: Iterable[nn.Module], name: str) -> None:
+    """Raise if one of the parts of a block is a TorchScript module, of which torch does not see what it computes.
+
+    Raises:
+        MisconfigurationException: If one is.
+    """
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+        raise MisconfigurationException(
+            f"Activation checkpointing works on modules in Python, and torch.jit has compiled {name} or a part of it:"
+            " name other modules, or use the module that was compiled."
+        )
 
 
 @partial(torch.compiler.disable, recursive=False)  # code that is compiled inside the block stays compiled
@@ -112,13 +125,20 @@ class _Start:
             self.state = ModuleState(block)
         self.numbers = random_state(self.device)
 
+    @contextmanager
+    def first_run(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """The context of the first run, after which the block must be as a second one finds it."""
+        with self.state.watching(), inner:
+            yield
+
     def __enter__(self) -> None:  # called more than once with retain_graph
         with _naming():
             self.state.refuse_writes()
-        after = ModuleState(self.block)
+        after = self.state.now()
         with ExitStack() as stack:
             stack.callback(after.restore)
             self.state.restore()
+            stack.enter_context(after.watching())
             stack.enter_context(random_numbers_of(self.numbers, self.device))
             stack.enter_context(self.inner)
             self._leave, self._after = stack.pop_all(), after
@@ -143,7 +163,8 @@ def _naming() -> Iterator[None]:
 
 def _contexts(block: nn.Module, contexts: Callable[[], Contexts]) -> Contexts:
     first, second = contexts()
-    return first, _Start(block, second)
+    start = _Start(block, second)
+    return start.first_run(first), start
 
 
 def _no_contexts() -> Contexts:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import RandomState, random_state
+from lightning_tricks.core.replay.random_numbers import RandomState, random_state, set_random_state
 from lightning_tricks.core.replay.rerun import begin_run, copy_containers, forbid_writes
+from lightning_tricks.core.replay.trial import WithoutGradients, gradients_inside
 
 
 @dataclass
@@ -33,13 +35,13 @@ class StepRecorder:
         self.step: RecordedStep | None = None
         self._undo = ExitStack()
         self._wanted: Callable[[], bool] = lambda: True
-        self._gradients = True
+        self._gradients, self._without_gradients = True, WithoutGradients()
 
     def start(
         self, trainer: pl.Trainer, module: pl.LightningModule, wanted: Callable[[], bool], *, gradients: bool = True
     ) -> None:
-        """Record the steps of ``module`` from now on while ``wanted()``; without ``gradients`` they build no graph."""
-        self._wanted, self._gradients = wanted, gradients
+        """Record the steps of ``module`` from now on while ``wanted()``; without ``gradients`` they return no graph."""
+        self._wanted, self._gradients, self._without_gradients = wanted, gradients, WithoutGradients()
         self._undo.callback(wrap_method(trainer.strategy, "training_step", partial(self._record, module)))
 
     def stop(self) -> None:
@@ -57,11 +59,35 @@ class StepRecorder:
         if not (torch.is_grad_enabled() and self._wanted()):  # scoring and recalibration run without gradients
             return original(*args, **kwargs)
         begin_run()
-        self.step = RecordedStep(
-            with_own_batch(partial(original, *args, **kwargs)), random_state(module.device), ModuleState(module)
-        )
-        with torch.set_grad_enabled(self._gradients), forbid_writes(module, (args, kwargs)):
-            return original(*args, **kwargs)
+        state = ModuleState(module)
+        run = partial(original, *args, **kwargs)
+        step = RecordedStep(with_own_batch(run), random_state(module.device), state)
+        with state.watching(), forbid_writes(module, (args, kwargs)):
+            output = run() if self._gradients else self._run_without_graph(module, run, step)
+        self.step = step
+        return output
+
+    def _run_without_graph(self, module: pl.LightningModule, run: Callable[[], Any], step: RecordedStep) -> Any:
+        def attempt(gradients: bool) -> Any:
+            with torch.no_grad(), gradients_inside(module) if gradients else nullcontext():
+                return run()
+
+        def again() -> None:
+            nonlocal run
+            run = with_own_batch(step.run)
+            step.state.restore()
+            set_random_state(step.random, module.device)
+
+        return _without_graph(self._without_gradients(module, attempt, again))
+
+
+def _without_graph(output: Any) -> Any:
+    """What a step returns, with a loss of its own graph: others ask a loss whether it has a gradient."""
+    if isinstance(output, Tensor):
+        return output.detach().requires_grad_()
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        return {**output, "loss": output["loss"].detach().requires_grad_()}
+    return output
 
 
 def with_own_batch(run: partial[Any]) -> partial[Any]:

@@ -15,6 +15,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_tricks.core.replay.data_watch import watching_data
+from lightning_tricks.core.weights.tensors import bits, same_values
+
 _again = ContextVar("_again", default=False)
 _runs = count()
 _run = ContextVar("_run", default=-1)
@@ -124,35 +127,56 @@ def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
 
 @contextmanager
 def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise if a step inside the block changes what a second run of it would read.
+    """Raise if a step of a module inside the block writes into its batch, which a second run of it would read.
 
     Raises:
-        MisconfigurationException: For a write into the batch, or into a frozen parameter, such as a teacher's. Trained
-            parameters may be written to: what layers do there (``max_norm`` of an embedding) may be repeated.
+        MisconfigurationException: If it does.
     """
     found = _collected(batch)
-    tensors = [value for value in found if isinstance(value, Tensor)]
+    tensors = {id(value): value for value in found if isinstance(value, Tensor)}
     objects = [(value, dict(vars(value))) for value in found if not isinstance(value, Tensor)]
-    frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
-    before, kept = versions(tensors), versions(list(frozen.values()))
-    yield
-    if (now := versions(list(frozen.values()))) != kept:
-        name = next(name for name, a, b in zip(frozen, kept, now, strict=True) if a != b)
-        raise MisconfigurationException(
-            f"{type(module).__name__}.training_step writes into the frozen parameter {name}, and a second run of it"
-            " would do so again: update it in on_train_batch_end."
-        )
+    before, copies = versions(list(tensors.values())), dict[int, Tensor]()
+
+    def keep(tensor: Tensor) -> None:
+        copies.setdefault(id(tensor), bits(tensor).clone())
+
+    with watching_data(tensors, keep):
+        yield
     changed = [held for held, attributes in objects if any(vars(held).get(n) is not a for n, a in attributes.items())]
     if changed:
         raise MisconfigurationException(
             f"{type(module).__name__}.training_step sets an attribute of a {type(changed[0]).__name__} in its batch,"
             " which a second run of it would see: use a new object, for example copy.copy of it."
         )
-    if versions(tensors) != before:
+    written = versions(list(tensors.values())) != before
+    if written or not all(same_values(bits(tensors[key]), copy) for key, copy in copies.items()):
         raise MisconfigurationException(
             f"{type(module).__name__}.training_step writes into its batch, which a second run of it would see: make a"
             " new tensor, for example x = x * 2 in place of x.mul_(2)."
         )
+
+
+@contextmanager
+def naming_reentrant_checkpoints(loss: Tensor, trick: str) -> Iterator[None]:
+    """Name a trick that takes the gradients of a loss by themselves, which torch's reentrant checkpoints do not allow.
+
+    Raises:
+        MisconfigurationException: In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
+            raise reentrant_checkpoint(trick) from error
+        raise
+
+
+def reentrant_checkpoint(trick: str) -> MisconfigurationException:
+    """The error of a trick that needs gradients from inside of a reentrant checkpoint."""
+    return MisconfigurationException(
+        f"{trick} sees no gradient in a reentrant checkpoint: pass use_reentrant=False to torch.utils.checkpoint, or to"
+        ' transformers as gradient_checkpointing_enable({"use_reentrant": False}).'
+    )
 
 
 def find_graph_node(loss: Tensor, wanted: Callable[[str], bool]) -> str | None:

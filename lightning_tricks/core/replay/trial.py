@@ -1,10 +1,10 @@
-"""Trial steps: training steps that log nothing and leave no trace."""
+"""Steps without gradients, and trial steps: they also log nothing and leave no trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -14,28 +14,111 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 
+T = TypeVar("T")
+
+
+class WithoutGradients:
+    """Runs steps without gradients, until one needs them: it differentiates inside, for forces or a penalty."""
+
+    def __init__(self) -> None:
+        self.needs_gradients = False
+
+    def __call__(self, module: pl.LightningModule, run: Callable[[bool], T], again: Callable[[], object]) -> T:
+        """The result of ``run(False)``, or of ``run(True)`` if that raises an error that gradients avoid.
+
+        Args:
+            module: The module, which logs once what both runs log.
+            run: A function of whether the step computes gradients.
+            again: A function that puts back what the first run has changed.
+        """
+        logs = LogsOnce()
+        if not self.needs_gradients:
+            try:
+                with logs.of(module):
+                    return run(False)
+            except RuntimeError as error:
+                if "grad" not in str(error):  # as in "does not require grad", "doesn't require gradient"
+                    raise
+                again()
+        with logs.of(module):
+            result = run(True)
+        self.needs_gradients = True
+        return result
+
+
+class LogsOnce:
+    """Leaves out of a second run of a step what the first one has logged before it failed."""
+
+    def __init__(self) -> None:
+        self._calls, self._done = 0, 0
+
+    @contextmanager
+    def of(self, module: pl.LightningModule) -> Iterator[None]:
+        """Run the step of a module inside the block, for the first or the second time."""
+        self._calls, self._done = 0, self._calls
+        undo = wrap_method(module, "log", self._log)
+        try:
+            yield
+        finally:
+            undo()
+
+    def _log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._calls += 1
+        if self._calls > self._done:
+            original(*args, **kwargs)
+
 
 @contextmanager
-def trial_steps(trainer: pl.Trainer, pl_module: pl.LightningModule, *, deep: bool = False) -> Iterator[None]:
+def gradients_inside(pl_module: pl.LightningModule) -> Iterator[None]:
+    """Let ``training_step`` compute gradients inside the block, though its caller and DDP's forward pass have none."""
+
+    def with_gradients(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return original(*args, **kwargs)
+
+    undo = wrap_method(pl_module, "training_step", with_gradients)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def trial_steps(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, *, deep: bool = False, gradients: bool = False
+) -> Iterator[None]:
     """Run steps without gradients inside the block, with the random numbers that the next step will draw.
 
     Args:
         trainer: The Trainer.
         pl_module: Its module.
-        deep: Whether steps may write into tensors inside containers, which are copied before.
+        deep: Whether steps may write into tensors inside containers, which are copied before, and into weights, which
+            the caller restores.
+        gradients: Whether ``training_step`` differentiates inside.
     """
     device, loggers, state = pl_module.device, trainer.loggers, ModuleState(pl_module, deep=deep)
     ddp: Any = trainer.strategy.model
     exchanges = getattr(ddp, "require_forward_param_sync", None)  # DDP stops it after a forward pass without gradients
+    kept = [(weight, weight.grad) for weight in pl_module.parameters()] if gradients else []
     try:
+        for weight, _ in kept:
+            weight.grad = None  # a step may call backward()
         wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, which state.restore() removes
         trainer.loggers = [DummyLogger() for _ in loggers]
-        with torch.no_grad(), random_numbers_of(random_state(device), device):
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(random_numbers_of(random_state(device), device))
+            stack.enter_context(state.watching())
+            if gradients:
+                stack.enter_context(gradients_inside(pl_module))
             yield
-        state.refuse_writes()
+        if not deep:
+            state.refuse_writes()
         state.refuse_counts()
     finally:
         trainer.loggers = loggers
-        state.restore()
+        for weight, gradient in kept:
+            weight.grad = gradient
         if exchanges is not None:
             ddp.require_forward_param_sync = exchanges
+        state.restore()

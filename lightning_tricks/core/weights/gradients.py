@@ -40,8 +40,9 @@ class GradientCallback(Trick):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if self._weights is None:  # outside of a fit: a step that adapts the module to a test set
+            return
         _require_unscaled(trainer, optimizer, type(self).__name__)
-        assert self._weights is not None, "set in setup"
         everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if found := [parameter for parameter in everything if parameter.grad is not None]:
             require_dense(pl_module, [(p, p.grad) for p in found if p.grad is not None], type(self).__name__)

@@ -59,7 +59,8 @@ class LocalWeights:
 
     def gradients(self, loss: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """This rank's parts of the gradients, None where the loss does not depend on a weight; ``.grad`` stays."""
-        return torch.autograd.grad(loss, weights, allow_unused=True)
+        with torch._C.DisableTorchFunctionSubclass():  # a loss of another class gives gradients of that class
+            return torch.autograd.grad(loss, weights, allow_unused=True)
 
     def copies(self, names: Sequence[str]) -> list[int]:
         """The numbers of ranks that hold the same part as this rank of parameters and buffers."""

@@ -102,10 +102,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small(weights: list[Tensor]) -> list[Tensor]:
-    """Two weights like the first and the last of a group, with at most eight entries in a dimension."""
+    """Two weights like the first and the last of a group that can train, with at most eight entries in a dimension."""
+    numbers = [weight for weight in weights if weight.is_floating_point() or weight.is_complex()]
     return [
         torch.randn([min(size, 8) for size in weight.shape], device=weight.device).to(weight.dtype).requires_grad_()
-        for weight in (weights[:1] + weights[-1:])
+        for weight in (numbers[:1] + numbers[-1:])
     ]
 
 

@@ -10,10 +10,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor of the same memory, detached, of which every method is torch's own.
+
+    A class that is written in Python may have a ``clone`` that needs more than numbers, such as names of columns.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # as in "Extending PyTorch" of torch's documentation
+        return Tensor.detach(tensor)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, detached."""
-    tensor = tensor.detach()
+    tensor = bits(tensor)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, dense or sparse, hold the same, NaN included."""
+    if a.shape != b.shape:
+        return False
+    if a.layout != torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,14 @@ from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import extremes, scaled, unsynced
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import RandomState, random_numbers_of, random_state
-from lightning_tricks.core.replay.rerun import copy_containers, forbid_writes, replaying
+from lightning_tricks.core.replay.random_numbers import RandomState, random_numbers_of, random_state, set_random_state
+from lightning_tricks.core.replay.rerun import (
+    copy_containers,
+    forbid_writes,
+    naming_reentrant_checkpoints,
+    replaying,
+)
+from lightning_tricks.core.replay.trial import WithoutGradients
 from lightning_tricks.core.weights.gradients import require_dense
 
 
@@ -54,6 +60,8 @@ class GradCache:
         self._step: _CachedStep | None = None
         self._run: Callable[..., Any] = lambda *_: None  # runs a training step with a batch, under autocast and DDP
         self._checked: set[str] = set()  # what was looked at once, which is enough
+        self._without_gradients = WithoutGradients()
+        self._watching = ExitStack()  # what ends with the present training step
 
     @property
     def pending(self) -> bool:
@@ -70,7 +78,8 @@ class GradCache:
         self._run, self.in_chunks = partial(_run, original, args, kwargs), True
         try:
             # DDP must not expect a backward pass of this forward pass; FSDP2 must.
-            with torch.set_grad_enabled(self._shards), forbid_writes(self.module, (batch, args, kwargs)):
+            with ExitStack() as self._watching, forbid_writes(self.module, (batch, args, kwargs)):
+                self._watching.enter_context(torch.set_grad_enabled(self._shards))
                 output = original(batch, *args, **kwargs)
         finally:
             self.in_chunks = False
@@ -99,8 +108,22 @@ class GradCache:
         chunks = [(select_samples(batch, place, samples, self.name), place) for place in places]
         random, state = random_state(self.module.device), ModuleState(self.module)
         before = _attributes(self.module)
-        with torch.no_grad():
-            parts = [self._embed(chunk, place) for chunk, place in chunks]
+
+        def embed(gradients: bool) -> list[tuple[Tensor, ...]]:
+            with torch.set_grad_enabled(gradients):
+                return [tuple(x.detach() for x in self._embed(chunk, place)) for chunk, place in chunks]
+
+        def again() -> None:
+            state.restore()
+            set_random_state(random, self.module.device)
+
+        self._watching.enter_context(state.watching())  # also contrast, and what training_step does after it
+        parts = self._without_gradients(self.module, embed, again)
+        if (path := state.written()) is not None:
+            raise MisconfigurationException(
+                f"{type(self.module).__name__}.embed writes into {path}, and {self.name} runs it once for every chunk:"
+                " write into it before or after super().training_step(batch, batch_idx), or in on_train_batch_end."
+            )
         embeddings = [torch.cat(several) for several in zip(*parts, strict=True)]
         for embedding in embeddings:
             embedding.requires_grad_(_has_gradient(embedding))
@@ -185,10 +208,10 @@ class GradCache:
         gradients, of_contrast = self._gradients(step, descend)
         step.state.refuse_writes()
         step.state.refuse_counts()
-        after = ModuleState(self.module)
+        after = step.state.now()
         try:
             step.state.restore()
-            with replaying(), random_numbers_of(step.random, self.module.device):
+            with replaying(), random_numbers_of(step.random, self.module.device), after.watching():
                 for chunk, place in step.chunks:
                     last = place is step.chunks[-1][1]
                     with nullcontext() if last else unsynced(self.trainer):
@@ -209,7 +232,8 @@ class GradCache:
             descend(loss)
             return [embedding.grad for embedding in step.embeddings], {}
         weights = [weight for weight in self.module.parameters() if weight.requires_grad]
-        found = torch.autograd.grad(loss, [*leaves, *weights], allow_unused=True)
+        with naming_reentrant_checkpoints(loss, "GradCacheMixin"):
+            found = torch.autograd.grad(loss, [*leaves, *weights], allow_unused=True)
         by_leaf = dict(zip(leaves, found, strict=False))
         pairs = zip(weights, found[len(leaves) :], strict=True)
         of_contrast = {weight: gradient for weight, gradient in pairs if gradient is not None}

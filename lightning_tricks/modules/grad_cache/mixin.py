@@ -49,8 +49,9 @@ class GradCacheMixin(_Module):
         TypeError: If the mixin comes after LightningModule.
         MisconfigurationException: At fit start or in the first step, for what cannot be right: ``chunk`` is no count,
             ``embed`` or ``contrast`` is missing, a batch that cannot be cut, an ``embed`` whose tensors have no row for
-            every sample, a loss that does not depend on them or reads attributes that ``embed`` sets, manual
-            optimization, ``dataloader_iter``, DeepSpeed, ``static_graph=True``, SAM, mixed or filtered samples.
+            every sample, a loss that does not depend on them or reads attributes that ``embed`` sets, weights that
+            ``embed`` writes, manual optimization, ``dataloader_iter``, DeepSpeed, ``static_graph=True``, SAM, mixed or
+            filtered samples.
 
     Example:
         >>> import lightning_tricks as lt

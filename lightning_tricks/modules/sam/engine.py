@@ -17,13 +17,20 @@ from torch.optim import LBFGS, Optimizer
 from lightning_tricks.core.batches.cutting import count_samples, naming_single_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.trainer import scaled, step_schedules, unsynced
+from lightning_tricks.core.replay.containers import run_all
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
-from lightning_tricks.core.replay.rerun import begin_run, find_graph_node, replaying
+from lightning_tricks.core.replay.rerun import (
+    begin_run,
+    find_graph_node,
+    naming_reentrant_checkpoints,
+    reentrant_checkpoint,
+    replaying,
+)
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
-from lightning_tricks.core.weights.tensors import copy_
+from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
 from lightning_tricks.modules.sam.misuse import (
     ClosureGuard,
     ScheduleWatch,
@@ -81,18 +88,24 @@ class SAMEngine:
         """Perturb for each micro-batch by itself; the first run, of the full batch, has logged and moved statistics."""
         first.state.refuse_writes()
         first.state.refuse_counts()
-        after, random, norms = ModuleState(self.module), first.random, []
+        after, random, norms = first.state.now(), first.random, []
         parts = micro_batches(first.run, size)
         try:
             for number, (share, run) in enumerate(parts, 1):
                 with nullcontext() if number == len(parts) else unsynced(self.module.trainer):
                     step = RecordedStep(with_own_batch(run), random, first.state)
                     first.state.restore()
-                    with random_numbers_of(random, self.module.device), self._naming(size):
+                    with random_numbers_of(random, self.module.device), self._naming(size), first.state.watching():
                         loss = scaled(self.module.trainer, self._loss_again(run) * share)
                         random = random_state(self.module.device)
+                    if not loss.requires_grad:
+                        raise MisconfigurationException(
+                            f"The loss of {type(self.module).__name__} depends on no weight that trains now, so that"
+                            " SAM has nothing to perturb: return None from training_step while everything is frozen."
+                        )
                     norms.append(self._run_twice(loss, step, weights, partial(self._descend_by, share, descend)))
         finally:
+            first.state.restore()  # also what only a part of the batch has led to
             after.restore()
         self.norm = torch.stack(norms).sum()
 
@@ -113,7 +126,7 @@ class SAMEngine:
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
         step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
-        with self.closures.watching(method):
+        with self.closures.watching(method), step.state.watching():
             loss = loss_of(closure())
         weights = self._perturbed(own if isinstance(own, list) else [own])
         try:
@@ -186,30 +199,38 @@ class SAMEngine:
                 f"The loss of {type(self.module).__name__} depends on no weight that SAM perturbs: pass the optimizer"
                 " of the weights that it trains as optimizer=."
             )
-        parts = [part for part in map(self.weights.local, moved) if part is not None]
+        parts = self._parts(moved)
         with torch.no_grad():
             before = [part.clone() for part in parts]
         step.state.refuse_writes()
         step.state.refuse_counts()
-        after = ModuleState(self.module)
-        try:
-            step.state.restore()
-            self.weights.reshard()
-            self.perturbed = parts, before
-            names = [weights[weight] for weight in moved]
-            norm = self.sam.perturb_(parts, gradients, names, partial(self.weights.norm, of=moved))
-            del gradients  # Frees as much memory as the weights take.
-            with random_numbers_of(step.random, self.module.device):
-                again = self._loss_again(step.run)
-            self._descend(descend, again)
-            after.refuse_counts()
-        finally:
-            self.weights.reshard()
-            copy_(parts, before)
-            after.restore()
-            self.perturbed = None
+        after = step.state.now()
+        with hidden_from_autograd(parts):
+            try:
+                step.state.restore()
+                self.weights.reshard()
+                parts = self._parts(moved)  # the step may have given a weight another .data
+                self.perturbed = parts, before
+                names = [weights[weight] for weight in moved]
+                norm = self.sam.perturb_(parts, gradients, names, partial(self.weights.norm, of=moved))
+                del gradients  # Frees as much memory as the weights take.
+                with random_numbers_of(step.random, self.module.device), after.watching():
+                    again = self._loss_again(step.run)
+                self._descend(descend, again)
+                after.refuse_counts()
+            finally:
+                self._undo(parts, before, after)
         self.norm = norm / scaled(self.module.trainer, torch.ones_like(norm))
         return self.norm
+
+    def _parts(self, weights: list[Tensor]) -> list[Tensor]:
+        """This rank's parts of weights."""
+        return [part for part in map(self.weights.local, weights) if part is not None]
+
+    def _undo(self, parts: list[Tensor], before: list[Tensor], after: ModuleState) -> None:
+        """Put the module into its state after the first run of a step, also if some of it cannot be restored."""
+        run_all([after.restore, self.weights.reshard, partial(copy_, parts, before)])
+        self.perturbed = None
 
     def _descend(self, descend: Callable[[Tensor], None], loss: Tensor) -> None:
         """Run the backward pass at the perturbed weights; what it changes besides gradients would be undone."""
@@ -236,10 +257,11 @@ class SAMEngine:
 
     def _gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
-        gradients = self.weights.gradients(loss, trained) if trained else []
+        with naming_reentrant_checkpoints(loss, "SAM"):
+            gradients = self.weights.gradients(loss, trained) if trained else []
         pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
         if len(pairs) < len(trained) and find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
-            raise MisconfigurationException("SAM sees no gradient in a reentrant checkpoint: pass use_reentrant=False.")
+            raise reentrant_checkpoint("SAM")
         require_dense(self.module, pairs, "SAM")
         return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
 

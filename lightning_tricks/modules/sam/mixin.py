@@ -36,8 +36,9 @@ class SAMMixin(_Module):
     module's own state is copied twice a step, so large tensors and lists belong in the data module.
 
     The second run starts from the same batch, random numbers and state as the first and logs nothing; afterwards
-    buffers (BatchNorm statistics), metrics and plain attributes of the module are as the first run left them. What a
-    step does to objects outside the module (a file, an object of your own) it does twice.
+    buffers (BatchNorm statistics), metrics and plain attributes of the module are as the first run left them, and so
+    are weights that the step itself writes by their ``.data``, such as a momentum encoder's. What a step does to
+    objects outside the module (a file, an object of your own) it does twice.
 
     In a module with ``automatic_optimization = False`` call ``sam_backward(closure)`` in place of
     ``manual_backward(loss)``, or ``sam_step(closure)``, which also accumulates, clips and steps.
@@ -50,7 +51,7 @@ class SAMMixin(_Module):
         MisconfigurationException: At fit start or in the first step, for what cannot be right: ``sam`` is not a
             ``SAM``, ``dataloader_iter``, ``static_graph=True``, 16-bit weights, DeepSpeed, sparse gradients, reentrant
             activation checkpointing, a ``backward`` or ``configure_callbacks`` that leaves out ``super()``, a step that
-            writes into its batch or into frozen parameters, manual optimization that never calls SAM.
+            writes into its batch or, not by their ``.data``, into parameters, manual optimization that never calls SAM.
 
     Example:
         >>> import lightning_tricks as lt

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.replay.recompute import recompute
+from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import Patterns, is_called, listed, repeated_blocks, select_modules
 
 LARGE = 20_000_000  # Parameters: an embedding of 26,000 tokens in 768 dimensions.
@@ -75,6 +75,7 @@ def checkpoint_blocks(module: nn.Module, modules: Patterns | None, undo: ExitSta
             " modules=[...], for example their class names, or remove it."
         )
     for block in blocks:
+        require_python(block.modules(), type(block).__name__)
         undo.callback(wrap_method(block, "forward", partial(recompute, block, "full")))
 
 

@@ -93,7 +93,7 @@ def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs
     dtype = next(unsplit[0][2].parameters()).dtype
     args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)
     error: Exception | None = None
-    with random_numbers_of(numbers, device):
+    with random_numbers_of(numbers, device), state.watching():
         try:
             owner.eval()
             ours = forward(owner, *args, **kwargs)

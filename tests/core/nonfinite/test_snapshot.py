@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
 import lightning_tricks as lt
 from lightning_tricks.core.nonfinite.snapshot import Snapshot
@@ -91,3 +92,30 @@ def test_everything_is_as_it_was() -> None:
     callback = GoesBack()
     fit(build(Adam), callbacks=[lt.EMA(0.9, at_end="raw"), callback])
     assert callback.went == 4
+
+
+class Remakes(Net):
+    """Makes a new parameter for its codes in every step."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.codes = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.codes = nn.Parameter(self.codes * 0.5, requires_grad=False)
+        return super().training_step([batch[0] + self.codes.clone(), batch[1]], batch_idx)
+
+
+class Returns(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.snapshot, self.before = Snapshot(trainer, pl_module), weights(pl_module)
+        if batch_idx in (3, 4):
+            self.snapshot.restore(trainer, pl_module)
+            assert_equal(weights(pl_module), self.before)
+
+
+def test_a_parameter_that_a_step_has_made_anew_goes_back() -> None:
+    module = build(Remakes)
+    fit(module, callbacks=[Returns()], max_epochs=1, limit_val_batches=0)
+    assert module.codes.tolist() == [0.125] * 8  # one step before the snapshot, and two behind the last return

@@ -441,3 +441,21 @@ def test_a_module_gets_back_what_replaced_parts_of_it() -> None:
     assert module.layers[4].weight.requires_grad
     assert module.training
     assert_equal(weights(module), before)
+
+
+class Broken(random.Random):
+    def setstate(self, state: Any) -> None:
+        raise ValueError("planned")
+
+
+@pytest.mark.parametrize("place", ["module", "trainer"])
+def test_a_part_that_cannot_be_restored_leaves_no_other_out(place: str) -> None:
+    module, run = build(Net), trainer(callbacks=[ModelCheckpoint()], enable_checkpointing=True)
+    owner, callbacks, before = module if place == "module" else run, list(run.callbacks), weights(module)
+    owner.broken = Broken(0)
+    with pytest.raises(ValueError, match="planned"):
+        find_lr(run, module, loader(), steps=20)
+    assert_equal(weights(module), before)
+    assert all(weight.grad is None for weight in module.parameters())
+    assert run.callbacks == callbacks
+    assert (run.global_step, run.fit_loop.max_epochs) == (0, 2)

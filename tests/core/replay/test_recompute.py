@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.offload import offload
-from lightning_tricks.core.replay.recompute import recompute
+from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import select_blocks
 from tests.nets import assert_equal, weights
 
@@ -175,8 +175,54 @@ class Taught(nn.Module):
 def test_a_write_into_a_frozen_weight_of_a_list_is_refused_as_well() -> None:
     block = Taught()
     output = recompute(block, "full", block.forward, torch.randn(3, 4))
-    with pytest.raises(MisconfigurationException, match=r"Taught writes into the tensor Taught.pairs\[0\]\[0\]"):
+    with pytest.raises(MisconfigurationException, match=r"Taught writes into the frozen parameter teacher.weight"):
         output.sum().backward()
+
+
+class Codes(nn.Module):
+    """Moves codes by the means of its inputs, through their ``.data``, as an EMA of vector quantization does."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4), write
+        self.codes = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.codes, x.detach().mean(0))
+        return torch.tanh(self.linear(x) * self.codes.clone())
+
+
+def assigned(codes: Tensor, x: Tensor) -> None:
+    codes.data = 0.5 * codes.data + 0.5 * x
+
+
+@policies
+@pytest.mark.parametrize("write", [assigned, lambda codes, x: codes.data.lerp_(x, 0.5)])
+def test_weights_that_a_block_writes_itself_are_written_once(write: Any, policy: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(Codes(write)), nn.Sequential(Codes(write))), torch.randn(3, 4)
+    again = wrapped(model, policy)
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(model(x)).square().sum()  # each block twice
+
+    for _ in range(2):
+        assert_equal(trained(again, loss), trained(model, loss))
+
+
+def trained(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss(model).backward()
+    gradients = {f"{name}.grad": weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {**gradients, **weights(model)}
+
+
+def test_torchscript_is_refused() -> None:
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    for block in (scripted, nn.Sequential(nn.Tanh(), scripted)):
+        with pytest.raises(MisconfigurationException, match=r"torch\.jit has compiled encoder or a part"):
+            require_python(block.modules(), "encoder")
+    require_python(nn.Linear(4, 4).modules(), "encoder")
 
 
 def twice(model: nn.Module, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -110,21 +111,72 @@ class Writes(PlainNet):
         return super().training_step(batch, batch_idx)
 
 
-class Freezes(PlainNet):
+class WritesData(PlainNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.layers[0].bias.requires_grad_(False).mul_(0.9)
+        batch[0].data.mul_(2)
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [(Writes, "writes into its batch"), (Freezes, r"the frozen parameter layers\.0\.bias")]
-)
-def test_a_step_that_cannot_be_run_again_is_refused(kind: type[Net], message: str) -> None:
-    module = build(kind)
-    module.layers[0].bias.requires_grad_(False)
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(module, callbacks=[Records()])
+@pytest.mark.parametrize("kind", [Writes, WritesData])
+def test_a_step_that_cannot_be_run_again_is_refused(kind: type[Net]) -> None:
+    with pytest.raises(MisconfigurationException, match="writes into its batch"):
+        fit(build(kind), callbacks=[Records()])
+
+
+class Decays(PlainNet):
+    """Decays a weight in place, and another one through its ``.data``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].bias.mul_(0.9)
+        self.layers[0].weight.data.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_state_of_a_step_knows_what_it_has_written() -> None:
+    records = Records()
+    fit(build(Decays), callbacks=[records], max_epochs=1, limit_train_batches=1, limit_val_batches=0)
+    assert records.steps[0] is not None
+    state = records.steps[0].state
+    assert state.written() == "Decays.layers.0.weight"
+    with pytest.raises(MisconfigurationException, match=r"parameter layers\.0\.bias"):
+        state.refuse_writes()
+
+
+class Slopes(PlainNet):
+    """A penalty on the gradient of its inputs, from the second batch on; logs before and behind it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        loss = F.cross_entropy(self(x), y)
+        self.log("task", loss, on_epoch=True)
+        if batch_idx:
+            loss = loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+        self.log("all", loss, on_epoch=True)
+        return {"loss": loss} if batch_idx == 2 else loss
+
+
+def test_a_step_that_differentiates_inside_has_gradients_there_and_logs_once() -> None:
+    logged, losses = [], []
+
+    class Losses(Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+            weights = list(module.parameters())
+            assert torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True) == (None,) * len(weights)
+            losses.append(loss.item())
+
+    class Watched(Slopes):
+        def log(self, name: str, value: Any, **settings: Any) -> None:
+            logged.append(name)
+            super().log(name, value, **settings)
+
+    few: dict[str, Any] = {"limit_val_batches": 0, "max_epochs": 1, "limit_train_batches": 3}
+    plain = fit(build(Slopes, lr=0.0), **few)
+    run = fit(build(Watched, lr=0.0), callbacks=[Records(gradients=False), Losses()], **few)
+    assert logged == ["task", "all"] * 3
+    assert run.callback_metrics == plain.callback_metrics
+    assert losses[-1] == run.callback_metrics["all_step"]
 
 
 def test_a_run_again_has_a_batch_of_its_own() -> None:

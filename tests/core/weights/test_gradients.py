@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.by_engine import local_gradients
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.local import LocalWeights
-from tests.nets import NormNet, PlainNet, build, fit, trainer
+from tests.nets import NormNet, PlainNet, build, fit, loader, trainer, weights
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,46 @@ def test_an_optimizer_that_unscales_by_itself_is_refused(trick: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r"unscaled gradients, got AdamW\(fused=True\) under"):
         fit(build(Fused), callbacks=[trick], plugins=plugins)
     fit(build(Fused), callbacks=[trick], precision="bf16-mixed")
+
+
+class Adapts(PlainNet):
+    """Adapts itself to a test set, by steps of its own optimizer."""
+
+    bad = False
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.automatic_optimization = False
+
+    def descend(self, batch: Any) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            x, y = (part.clone() for part in batch)
+            loss = F.cross_entropy(self(x), y) * (math.nan if self.bad else 1.0)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.descend(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.descend(batch)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize(
+    "trick",
+    [lambda: lt.AdaptiveClip(1e-3), lambda: lt.AutoClip(), lt.SkipNonFinite, lt.TerminateOnNonFinite],
+    ids=["AdaptiveClip", "AutoClip", "SkipNonFinite", "TerminateOnNonFinite"],
+)
+def test_steps_outside_of_a_fit_are_left_alone(trick: Any, bad: bool) -> None:
+    ended = []
+    for stays in (True, False):
+        module = build(Adapts)
+        run = fit(module, callbacks=[trick()])
+        run.callbacks = [callback for callback in run.callbacks if stays or not isinstance(callback, Trick)]
+        module.bad, before = bad, weights(module)
+        run.test(module, loader(24), verbose=False)
+        assert not torch.equal(weights(module)["layers.0.weight"], before["layers.0.weight"])
+        ended.append(weights(module))
+    torch.testing.assert_close(*ended, rtol=0, atol=0, equal_nan=True)
