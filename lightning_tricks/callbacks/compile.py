@@ -211,7 +211,7 @@ class _Compiled:
         key = _signature(self.module, args, kwargs)
         undo: list[Callable[[], None]] = []
         if key not in self.seen:
-            device = next(self.module.parameters(), torch.empty(0)).device
+            device = next((weight.device for weight in self.module.parameters()), torch.device("cpu"))
             state, numbers = ModuleState(self.module, deep=True), random_state(device)
             undo = [state.restore, partial(set_random_state, numbers, device)]
         try:

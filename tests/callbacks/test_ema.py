@@ -742,13 +742,13 @@ def test_ddp_averages_resumes_and_agrees_between_ranks(tmp_path: Any) -> None:
 @pytest.mark.gpu
 def test_cuda_average_equals_naive_and_can_live_in_host_memory() -> None:
     naive, module = NaiveEMA(0.9), build()
-    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], accelerator="cuda", max_epochs=3)
+    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], accelerator="cuda", max_epochs=3, log_every_n_steps=1)
     average = {name: value.cpu() for name, value in naive.average.items()}
     for name, value in average.items():
         torch.testing.assert_close(module.state_dict()[name].cpu().double(), value, atol=1e-6, rtol=1e-6)
     beside, apart = build(), build()
     fit(beside, callbacks=[lt.EMA(0.9)], accelerator="cuda")
-    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator="cuda")
+    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator="cuda", log_every_n_steps=1)
     assert_close(weights(beside), weights(apart))
 
 

@@ -21,7 +21,7 @@ def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, 
     tensors = {
         f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.checkpoint_tensors(parts).items()
     }
-    dcp.save({**tensors, STAMP: torch.tensor(stamp)}, checkpoint_id=folder)
+    dcp.save({**tensors, STAMP: torch.tensor(stamp, device="cpu")}, checkpoint_id=folder)
 
 
 def read(
@@ -38,7 +38,7 @@ def read(
     found: dict[str, Any] = reader.metadata.state_dict_metadata
     keys = dict(zip(parts, weights.checkpoint_tensors(parts), strict=True))
     kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
-    tensors = {STAMP: torch.tensor(-1)}
+    tensors = {STAMP: torch.tensor(-1, device="cpu")}
     for kind, values in kinds.items():
         entries = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
         values.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in entries.items()})
