@@ -83,8 +83,9 @@ def scale_ema_decay(decay: float, *, batch_size: int, base_batch_size: int) -> f
 class EMA(AveragingCallback):
     """Averaged weights for validation, checkpoints and the end: ``average += (1-d) * (weight - average)``.
 
-    The average starts as a copy of the weights, in fp32 or more, once ``start`` is reached. It is updated after every
-    training batch in which an optimizer stepped. d is ``decay``, with warm-up
+    The average starts as a copy of the weights, in fp32 or more, once ``start`` is reached; at step 0 as a copy of what
+    hooks (``on_train_start``) and the first forward pass have made of them. It is updated after every training batch in
+    which an optimizer stepped. d is ``decay``, with warm-up
     ``min(decay, (1+n)/(10+n))`` after n updates. Trainable parameters are averaged; a parameter unfrozen later joins at
     the next epoch. Before the first update the averaged weights *are* the raw weights.
 

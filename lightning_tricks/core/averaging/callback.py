@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
@@ -26,6 +27,7 @@ from lightning_tricks.core.averaging.state import (
     saving_shards,
 )
 from lightning_tricks.core.lightning.fit import plan_step
+from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.trainer import (
@@ -136,8 +138,8 @@ class AveragingCallback(Trick, ABC):
         self._finished, self._first_step = False, trainer.global_step
         if self._running.tracks:
             self._track(joined=self._running.tensors)  # no other weights join in the middle of an epoch
-        elif plan_step(trainer) >= self._steps["start"]:
-            self._track()
+            self._running.remember_weights()
+            around_next_step(trainer, self._undo, partial(self._forget_replaced, trainer))
         self._observer.start(trainer)
 
     @override
@@ -147,7 +149,39 @@ class AveragingCallback(Trick, ABC):
         # Not in on_train_epoch_start, where a later callback (BackboneFinetuning) may still unfreeze weights.
         if batch_idx == 0 and self._running.tracks:
             self._track()
+        # At first, and when a fit has gone back to before its averages.
+        first = self._first_step == trainer.global_step and plan_step(trainer) >= self._steps["start"]
+        if first and not self._running.tracks:
+            around_next_step(trainer, self._undo, partial(self._begins, trainer))
         self._observer.follow(trainer)
+
+    @contextmanager
+    def _begins(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Begin to average at the first step, behind all hooks that draw or load weights before it.
+
+        In automatic optimization that is after the forward pass, which may be what gives weights their first values.
+        """
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic:
+            yield
+        self._track()
+        if not automatic:
+            yield
+
+    @contextmanager
+    def _forget_replaced(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Forget averages of weights that hooks have replaced since the fit began."""
+        if not trainer.strategy.reduce_boolean_decision(not self._running.unchanged(), all=False):
+            yield
+            return
+        rank_zero_warn(
+            f"{type(self).__name__} has averages of weights that {type(trainer.lightning_module).__name__} has replaced"
+            " as this fit began, so a new average begins. To go on with a fit, draw or load weights in on_train_start"
+            " only where self.global_step is 0."
+        )
+        self._averages = Averages(self._running.weights, self.device)
+        with self._begins(trainer):
+            yield
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:

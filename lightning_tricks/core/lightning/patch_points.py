@@ -70,8 +70,10 @@ WRAPPED = (
         _STRATEGY,
         "training_step",
         "args, kwargs",
-        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, SWA, ScheduleFree, find_non_finite",
-        "the step with the module's batch, under autocast and DDP; its loss, before anything is computed from it",
+        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, EMA, SWA, ScheduleFree, LoRA,"
+        " find_non_finite",
+        "the step with the module's batch, under autocast and DDP; its loss, before anything is computed from it; the"
+        " first point behind the module's own hooks, which may write weights and run after those of callbacks",
     ),
     WrappedMethod(
         _MODULE,
@@ -493,8 +495,8 @@ PRIVATE = (
     PrivateName(
         "torch.utils._python_dispatch",
         "is_traceable_wrapper_subclass",
-        "RewindOnSpike",
-        "whether a tensor, such as a state of 4 bits, holds other tensors",
+        "RewindOnSpike, LoRA",
+        "whether a tensor, such as a state or a weight of 4 bits, holds other tensors",
     ),
     PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "SWA, freeze", "the base class of all BatchNorm layers"),
     PrivateName(
