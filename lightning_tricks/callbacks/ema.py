@@ -94,6 +94,10 @@ class EMA(AveragingCallback):
     raw weights in the module. One object can serve several fits; with another Trainer or module it starts anew. List
     callbacks that read weights in their validation hooks after this one.
 
+    What ``on_load_checkpoint`` and the hooks of ``load_state_dict`` do to the weights of an older class is done to both
+    kinds of them. A fit also goes on from a checkpoint of Lightning's ``EMAWeightAveraging`` or ``WeightAveraging``,
+    and these from one of ours. From an average of another kind the raw weights train on, and a new average begins.
+
     ``validate="both"`` validates twice. The metrics of the averaged weights keep their names, and those of the raw
     weights end in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with both metrics. A ModelCheckpoint that
     monitors a ``_raw`` metric saves the raw weights, any other the averaged weights.
@@ -121,7 +125,8 @@ class EMA(AveragingCallback):
         ValueError: For a value out of range.
         MisconfigurationException: At setup, under a strategy whose shards are not accessible (FSDP1, NVMe offload), and
             if two averages would be validated or left in the module; when training starts, if ``start`` is a
-            fraction of an unknown length; on resume, if several averages of the checkpoint could be this one.
+            fraction of an unknown length; on resume, if several averages of the checkpoint could be this one, if its
+            raw weights are lost, or if the module's hooks change weights in a way that cannot be done to both kinds.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -131,6 +136,8 @@ class EMA(AveragingCallback):
         Polyak and Juditsky 1992; warm-up as in TensorFlow's ``ExponentialMovingAverage(num_updates=...)`` and, for
         "power", the inverse gamma schedule of Crowson's k-diffusion.
     """
+
+    kinds = ("EMAWeightAveraging", "WeightAveraging")
 
     def __init__(
         self,

@@ -591,31 +591,6 @@ def test_a_checkpoint_without_average_can_be_resumed_with_one(tmp_path: Any) -> 
     naive.assert_equals(module.state_dict())
 
 
-def test_averages_of_unknown_weights_are_refused_unless_loading_is_lenient(tmp_path: Any) -> None:
-    class Bigger(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra = nn.Linear(8, 8)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step((self.extra(batch[0]), batch[1]), batch_idx)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.layers.parameters(), lr=0.1)
-
-    class Renaming(Net):
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            for name in ("extra.weight", "extra.bias"):
-                checkpoint["state_dict"].pop(name, None)
-
-    fit(build(Bigger), callbacks=[lt.EMA(0.9)], max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(KeyError, match=r"extra\.bias, extra\.weight"):
-        fit(build(Renaming), callbacks=[lt.EMA(0.9)], ckpt_path=tmp_path / "x.ckpt")
-    lenient = build(Net)
-    lenient.strict_loading = False
-    fit(lenient, callbacks=[lt.EMA(0.9)], ckpt_path=tmp_path / "x.ckpt")
-
-
 # ---- exceptions
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -232,28 +232,31 @@ class Averages:
         return {**counts, "raw": {**raw, **saved}, "averaged": averaged}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], tracked: Collection[str]) -> None:
         """Load a state, after the module has loaded the ``state_dict`` of the checkpoint.
 
-        Raises:
-            KeyError: If ``strict`` and the checkpoint averaged weights that the module does not have.
+        Args:
+            state: A state of averages; weights that the module does not have are left out.
+            tracked: The weights that get an average, if the state has them.
         """
+        parts, tensors = self.local_parts({**state["raw"], **state["averaged"]}), {}
+        for name in [name for name in parts if name in tracked]:
+            average = state["averaged"].get(name)
+            tensors[name] = copies([parts[name]])[0] if average is None else average
+        raw = [name for name in state["raw"] if name in parts]
+        copy_([parts[name] for name in raw], [state["raw"][name] for name in raw])
+        self.adopt(tensors, state["steps"], state["updates"])
+
+    def local_parts(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """This rank's parts of the weights of these names that the module has."""
         self.weights.reshard()
         places = _places(self.module)
-        names = {**state["raw"], **state["averaged"]}
-        if strict and (unknown := sorted(names.keys() - places.keys())):
-            raise KeyError(
-                f"The checkpoint has averages of weights that {type(self.module).__name__} does not have:"
-                f" {', '.join(unknown)}. Load it into the module that it was made with, or set strict_loading=False."
-            )
-        self.steps, self.updates, self.tracks = state["steps"], state["updates"], bool(names)
-        for name in [name for name in names if name in places]:
-            owner, key = places[name]
-            part, average = self.weights.local(owner[key]), state["averaged"].get(name)
-            assert part is not None, "a checkpoint holds the parts that this rank saved"
-            self._tensors[name] = copies([part])[0] if average is None else average
-            if name in state["raw"]:
-                copy_([part], [state["raw"][name]])
+        parts = {name: self.weights.local(places[name][0][places[name][1]]) for name in names if name in places}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def adopt(self, tensors: dict[str, Tensor], steps: int, updates: int) -> None:
+        """Take tensors for the averages; the module has its raw weights, which may just have been written."""
+        self._tensors, self.steps, self.updates, self.tracks = tensors, steps, updates, bool(tensors)
         self.weights.update_model()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, 
         f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.checkpoint_tensors(parts).items()
     }
     dcp.save({**tensors, STAMP: torch.tensor(stamp, device="cpu")}, checkpoint_id=folder)
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names of the weights in a folder of shards; a key of DeepSpeed's ends in the rank that has the part."""
+    keys = SafeReader(folder).metadata.state_dict_metadata
+    return {re.sub(r"@\d+$", "", key.partition("/")[2]) for key in keys if key != STAMP}
 
 
 def read(

@@ -226,6 +226,13 @@ WRAPPED = (
     ),
     WrappedMethod(
         _MODULE,
+        "on_load_checkpoint",
+        "checkpoint",
+        "EMA, SWA, ScheduleFree",
+        "the checkpoint as it was saved: what the hook does to its weights is done to the second copy of them as well",
+    ),
+    WrappedMethod(
+        _MODULE,
         "configure_optimizers",
         "",
         "LRSchedule(replace=True), LoRA",

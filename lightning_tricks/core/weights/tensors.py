@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -91,6 +91,13 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
+
+
+def identity(value: object) -> Hashable:
+    """A key that is equal for tied weights, as long as all compared values are alive."""
+    if not isinstance(value, Tensor) or value.numel() == 0:
+        return id(value)
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def checksum(tensor: Tensor) -> int:
