@@ -220,6 +220,38 @@ def test_buffers_are_copied_or_averaged_and_integers_always_copied(buffers: Any)
     assert torch.equal(ours["layers.1.running_mean"], theirs["layers.1.running_mean"]) == (buffers == "copy")
 
 
+class Rebinding(NormNet):
+    """Makes its buffer anew in validation, which ``trainer.validate`` runs in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen = self.seen + 1
+
+
+class InferenceMode(Rebinding):
+    @torch.inference_mode()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Rebinding, InferenceMode])
+@pytest.mark.parametrize("validate", ["averaged", "both"])
+def test_buffers_that_were_made_in_inference_mode_are_averaged(kind: type[Net], validate: Any, tmp_path: Any) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    module = build(kind)
+    run = trainer(callbacks=[lt.EMA(0.9, buffers="average", validate=validate), Save()], max_epochs=1)
+    run.validate(module, loader(24), verbose=False)
+    run.fit(module, loader(), loader(24))
+    assert module.seen.tolist() == [6, 6]  # three batches before the fit, and three with the averaged weights
+
+
 def test_layers_made_in_configure_model_are_averaged() -> None:
     class Lazy(Net):
         def __init__(self) -> None:

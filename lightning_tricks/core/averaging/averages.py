@@ -66,7 +66,8 @@ class Averages:
             self._follow(places)
         self._places = [places[name] for name in self._tensors]
         self._weights = {name: owner[key] for name, (owner, key) in zip(self._tensors, self._places, strict=True)}
-        parts = self._parts()
+        # A buffer that validation has made in inference mode can be written to through another tensor alone.
+        parts = [part.detach() if part.is_inference() else part for part in self._parts()]
         pairs = zip(parts, self._tensors.values(), strict=True)
         self._converts = any(part.dtype != average.dtype or part.device != average.device for part, average in pairs)
         return parts

@@ -82,7 +82,8 @@ def hidden_from_autograd(weights: Sequence[Tensor]) -> AbstractContextManager[No
 
     Without it, a checkpoint that is saved between a forward and its backward pass would make the backward pass raise.
     """
-    return torch.autograd._unsafe_preserve_version_counter(tuple(weights))
+    counted = tuple(weight for weight in weights if not weight.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(counted)
 
 
 @torch.no_grad()
