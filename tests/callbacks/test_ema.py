@@ -220,6 +220,32 @@ def test_buffers_are_copied_or_averaged_and_integers_always_copied(buffers: Any)
     assert torch.equal(ours["layers.1.running_mean"], theirs["layers.1.running_mean"]) == (buffers == "copy")
 
 
+class Growing(NormNet):
+    """Notes something of each epoch in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noted", torch.zeros(1))
+
+    def note(self) -> None:
+        self.noted = torch.cat([self.noted, torch.ones(1)])
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"])
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_buffer_may_change_its_shape(hook: str, buffers: Any, precision: Any, tmp_path: Any) -> None:
+    kind = type("Growing", (Growing,), {hook: Growing.note})
+    module, settings = build(kind), {"precision": precision, "max_epochs": 3}
+    every = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    fit(module, callbacks=[lt.EMA(0.9, buffers=buffers), every], enable_checkpointing=True, **settings)
+    assert module.noted.tolist() == [0, 1, 1, 1]
+    again = build(kind)
+    again.noted = torch.zeros_like(load(tmp_path / "epoch=1.ckpt")["state_dict"]["noted"])
+    fit(again, callbacks=[lt.EMA(0.9, buffers=buffers)], ckpt_path=tmp_path / "epoch=1.ckpt", **settings)
+    assert_equal(weights(again), weights(module))
+
+
 class Rebinding(NormNet):
     """Makes its buffer anew in validation, which ``trainer.validate`` runs in inference mode."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class Averages:
         self._tensors: dict[str, Tensor] = {}
         self._places: list[Place] = []
         self._weights: dict[str, Tensor] = {}  # the averaged parameters and buffers, which may be renamed
-        self._converts = False
+        self._converts = self._averages_buffers = False
         self._offload: Offload | None = None
         # While the averaged weights are shown: the exchange to undo, and the raw values that no average can hold.
         self._shown: tuple[Exchange, list[Tensor]] | None = None
@@ -68,9 +68,19 @@ class Averages:
         self._weights = {name: owner[key] for name, (owner, key) in zip(self._tensors, self._places, strict=True)}
         # A buffer that validation has made in inference mode can be written to through another tensor alone.
         parts = [part.detach() if part.is_inference() else part for part in self._parts()]
+        self._averages_buffers = any(not isinstance(weight, nn.Parameter) for weight in self._weights.values())
+        self._fit_shapes(parts)
         pairs = zip(parts, self._tensors.values(), strict=True)
         self._converts = any(part.dtype != average.dtype or part.device != average.device for part, average in pairs)
         return parts
+
+    def _fit_shapes(self, parts: Sequence[Tensor]) -> None:
+        """Begin the averages of buffers anew whose shape has changed, as copies of them."""
+        tensors = zip(self._tensors.items(), parts, strict=True)
+        new = {name: part for (name, average), part in tensors if average.shape != part.shape}
+        if new:
+            self.tensors.update(zip(new, copies(list(new.values()), self.device), strict=True))
+            self._offload = Offload.between(self._tensors, parts)
 
     def _follow(self, places: Mapping[str, Place]) -> None:
         """Rename the averages of weights that were renamed, by pruning or parametrizations.
@@ -137,6 +147,8 @@ class Averages:
             parts = self._parts()
         except KeyError:  # a weight was renamed
             parts = self.parts()
+        if self._averages_buffers:
+            self._fit_shapes(parts)
         averages = list(self.tensors.values())
         if self._offload is not None:
             self._offload.start(averages, parts, fraction)

@@ -184,6 +184,7 @@ class AveragingCallback(Trick, ABC):
     @contextmanager
     def _forget_replaced(self, trainer: pl.Trainer) -> Iterator[None]:
         """Forget averages of weights that hooks have replaced since the fit began."""
+        self._running.parts()  # follows weights that were renamed
         if not trainer.strategy.reduce_boolean_decision(not self._running.unchanged(), all=False):
             yield
             return

@@ -9,6 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn.utils import parametrize
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.callback import AveragingCallback
@@ -140,3 +142,16 @@ def test_in_manual_optimization_it_begins_before_the_step() -> None:
     expected = {name: torch.stack([each[name] for each in seen]).mean(0) for name in first}
     ended = weights(module)
     assert_close({name: ended[name] for name in expected}, expected)
+
+
+def test_weights_that_are_renamed_as_a_fit_goes_on_keep_their_average(tmp_path: Any) -> None:
+    class Renames(Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 2:
+                parametrize.register_parametrization(pl_module.layers[0], "weight", nn.Identity())
+
+    whole, rest = build(NormNet), build(NormNet)
+    fit(whole, callbacks=[Mean(), Renames()], max_epochs=4)
+    fit(build(NormNet), callbacks=[Mean()]).save_checkpoint(tmp_path / "x.ckpt")
+    fit(rest, callbacks=[Mean(), Renames()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    assert_equal(weights(whole), weights(rest))
