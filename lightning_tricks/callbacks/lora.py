@@ -298,7 +298,7 @@ class LoRA(Trick):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        if self.save == "adapter":
+        if self.save == "adapter" and not self._compares(trainer, self._running):
             self._begun_with, _ = _checksums(self._running, _parts(_frozen(pl_module)))
 
     @override
@@ -360,9 +360,7 @@ class LoRA(Trick):
         Where they are quantized, sharded, or were cast after the adapters were made, they are compared with those that
         the fit began with.
         """
-        whole = record.base == "keep" and engine_of(trainer) in UNSHARDED
-        comparable = whole and trainer.precision in ("32-true", "16-mixed", "bf16-mixed")
-        if comparable:
+        if self._compares(trainer, record):
             changed = record.checksum not in _checksums(record, frozen)
         else:  # a rank looks at its shards alone
             changed = bool(self._begun_with) and self._begun_with not in _checksums(record, _parts(frozen))
@@ -373,6 +371,11 @@ class LoRA(Trick):
                 " or draw weights before the first run, in __init__ or setup, name in LoRA(train=...) what else"
                 " changes, or pass save='all'."
             )
+
+    def _compares(self, trainer: pl.Trainer, record: Record) -> bool:
+        """Whether frozen weights can be compared with those of before the adapters."""
+        whole = record.base == "keep" and engine_of(trainer) in UNSHARDED
+        return whole and trainer.precision in ("32-true", "16-mixed", "bf16-mixed")
 
     def _load(self, trainer: pl.Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint; raise unless it belongs to this module with these settings."""

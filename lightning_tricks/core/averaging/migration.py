@@ -32,7 +32,7 @@ class AsSaved:
     """A checkpoint as it was saved, before the module's ``on_load_checkpoint`` has seen it.
 
     Args:
-        checkpoint: The checkpoint, whose containers are copied, and whose weights are if the module has such a hook.
+        checkpoint: The checkpoint. Its containers are copied, and so are the weights that hooks may write into.
         module: The module that loads it.
         hook: The module's ``on_load_checkpoint``.
         copies_in: A function that gives the raw weights of a checkpoint, as far as they are not in its ``state_dict``,
@@ -46,10 +46,10 @@ class AsSaved:
         hook: Callable[[dict[str, Any]], None],
         copies_in: Callable[[Mapping[str, Any]], tuple[dict[str, Tensor], set[str]]],
     ) -> None:
-        named = (
-            {"state_dict", "current_model_state", "callbacks"} if is_overridden("on_load_checkpoint", module) else {}
-        )
-        others = {key: value for key, value in checkpoint.items() if key not in named}
+        seen = {"state_dict"}  # by the hooks of load_state_dict
+        if is_overridden("on_load_checkpoint", module):
+            seen |= {"callbacks", "current_model_state"}
+        others = {key: value for key, value in checkpoint.items() if key not in seen}
         shared = {id(leaf): leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)}
         self.checkpoint = deepcopy(checkpoint, shared)
         self._module, self._hook = module, hook

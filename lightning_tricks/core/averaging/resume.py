@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.foreign import average_of_lightning, foreign_state
 from lightning_tricks.core.averaging.migration import AsSaved, load_migrated
-from lightning_tricks.core.averaging.state import local_state
+from lightning_tricks.core.averaging.state import has_raw, local_state
 from lightning_tricks.core.checks import some
-from lightning_tricks.core.lightning.trainer import callbacks_of, saves_folder
+from lightning_tricks.core.lightning.trainer import callbacks_of
 
 NONE = {"steps": 0, "updates": 0}  # the state of a new average
 
@@ -58,7 +58,7 @@ def find_state(
         return Found(key, states[key], goes_on=True)
     if any(_own_key(trainer, other, states) for other in callbacks_of(trainer, Callback)):
         return None  # that one loads the raw weights
-    if others := [key for key, state in states.items() if state.get("raw", saves_folder(trainer))]:
+    if others := [key for key, state in states.items() if has_raw(trainer, key, state)]:
         return Found(others[0], {**states[others[0]], **NONE}, goes_on=False)
     name, state = foreign_state(checkpoint, trained)
     if not name:
@@ -88,8 +88,9 @@ def copies_in(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], set[str
     Those of Lightning's callbacks count, too.
     """
     states = _states(checkpoint).values()
-    raw: dict[str, Tensor] = {} if states else dict(checkpoint.get("current_model_state", {}))
-    names = set(average_of_lightning(checkpoint))
+    current = {} if states else checkpoint.get("current_model_state", {})
+    raw = {name: value for name, value in current.items() if isinstance(value, Tensor)}
+    names = {name for name, value in average_of_lightning(checkpoint).items() if isinstance(value, Tensor)}
     for state in states:
         raw |= state.get("raw", {})
         names |= state.get("averaged", {}).keys()

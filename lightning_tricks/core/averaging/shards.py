@@ -25,10 +25,14 @@ def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, 
     dcp.save({**tensors, STAMP: torch.tensor(stamp, device="cpu")}, checkpoint_id=folder)
 
 
-def names_in(folder: Path) -> set[str]:
-    """The names of the weights in a folder of shards; a key of DeepSpeed's ends in the rank that has the part."""
-    keys = SafeReader(folder).metadata.state_dict_metadata
-    return {re.sub(r"@\d+$", "", key.partition("/")[2]) for key in keys if key != STAMP}
+def kinds_in(folder: Path) -> dict[str, set[str]]:
+    """The names of the weights in a folder of shards, by kind; a key of DeepSpeed's ends in the rank of the part."""
+    kinds: dict[str, set[str]] = {}
+    for key in SafeReader(folder).metadata.state_dict_metadata:
+        kind, _, name = key.partition("/")
+        if name:
+            kinds.setdefault(kind, set()).add(re.sub(r"@\d+$", "", name))
+    return kinds
 
 
 def read(

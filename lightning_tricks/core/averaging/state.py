@@ -58,6 +58,15 @@ def _write_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], folder:
         write(_folder(trainer, key, folder), running.weights, kinds, stamp=trainer.global_step)
 
 
+def has_raw(trainer: pl.Trainer, key: str, state: Mapping[str, Any]) -> bool:
+    """Whether a state has the raw weights, since the ``state_dict`` has the averages; all ranks take part."""
+    if "raw" in state or not saves_folder(trainer):
+        return bool(state.get("raw"))
+    from lightning_tricks.core.averaging.shards import kinds_in
+
+    return "raw" in kinds_in(_folder(trainer, key, trainer.ckpt_path or ""))
+
+
 def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mapping[str, Any], step: int) -> Any:
     """This rank's part of the state, from the callback's state or from the folder of shards.
 
@@ -73,9 +82,9 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
         return {**state, **{kind: weights.shard(known[kind]) for kind in KINDS}}
     folder = _folder(trainer, key, trainer.ckpt_path or "")
     try:
-        from lightning_tricks.core.averaging.shards import names_in, read
+        from lightning_tricks.core.averaging.shards import kinds_in, read
 
-        _require_known(trainer, weights, names_in(folder), names)
+        _require_known(trainer, weights, {name for kind in kinds_in(folder).values() for name in kind}, names)
         return {**state, **read(folder, weights, averages.local_parts(names), stamp=step)}
     except (OSError, ValueError, RuntimeError, folder_error()) as error:
         raise MisconfigurationException(

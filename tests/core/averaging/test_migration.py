@@ -131,6 +131,17 @@ class ByVersion(Old):
                     each["momentum_buffer"].t_()
 
 
+class InPlacePreHook(ByPreHook):
+    """Renames weights and changes others in place, there and back."""
+
+    def rename(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        super().rename(module, state, prefix)
+        state["head.weight"] *= 2
+        state["head.weight"] = state["head.weight"] / 2
+        state["stem.weight"] *= -1
+        state["stem.weight"] = -state["stem.weight"]
+
+
 AVERAGES: dict[str, Callable[[], Any]] = {
     "EMA": lambda: lt.EMA(0.9),
     'EMA(buffers="average")': lambda: lt.EMA(0.9, buffers="average"),
@@ -188,7 +199,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Half]
     return run
 
 
-@pytest.mark.parametrize("kind", [Old, ByHook, InPlace, ByPreHook, Reshaped, ByVersion])
+@pytest.mark.parametrize("kind", [Old, ByHook, InPlace, ByPreHook, InPlacePreHook, Reshaped, ByVersion])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("average", AVERAGES)
 def test_a_checkpoint_of_an_older_class_resumes_exactly(

@@ -72,6 +72,20 @@ def test_weights_that_are_frozen_by_now_are_the_raw_ones(tmp_path: Path) -> None
     run_ranks(frozen_later, str(tmp_path))
 
 
+def another_kind(folder: str) -> None:
+    averages = [lt.EMA(0.99, validate="raw", at_end="raw"), lt.EMA(0.9, at_end="raw")]
+    module, run = train("fsdp2", None, callbacks=averages)
+    raw = local_weights(run, module, "test").state()
+    run.save_checkpoint(f"{folder}/x.ckpt")
+    start = AtStart()
+    train("fsdp2", lt.SWA(0.5), callbacks=[start], max_epochs=3, ckpt_path=f"{folder}/x.ckpt")
+    assert_equal(start.weights, raw)
+
+
+def test_an_average_of_another_kind_gives_its_raw_shards(tmp_path: Path) -> None:
+    run_ranks(another_kind, str(tmp_path))
+
+
 def damaged(engine: str, folder: str, damage: str) -> str:
     save(engine, folder)
     torch.distributed.barrier()
