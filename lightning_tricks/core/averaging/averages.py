@@ -227,7 +227,9 @@ class Averages:
 
     def unchanged(self) -> bool:
         """Whether the module has the averaged parameters, with the values that they had at ``remember_weights``."""
-        return self.tensors.keys() <= _places(self.module).keys() and self._checksums == self._current_checksums()
+        if not self.tensors.keys() <= _places(self.module).keys():
+            return False
+        return self._current_checksums()[: len(self._checksums)] == self._checksums  # others may have joined since
 
     def _current_checksums(self) -> list[int]:
         """The checksums of the parameters; their versions would miss writes through ``.data``."""

@@ -84,8 +84,9 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
     try:
         from lightning_tricks.core.averaging.shards import kinds_in, read
 
-        _require_known(trainer, weights, {name for kind in kinds_in(folder).values() for name in kind}, names)
-        return {**state, **read(folder, weights, averages.local_parts(names), stamp=step)}
+        saved = {name for kind in kinds_in(folder).values() for name in kind}
+        _require_known(trainer, weights, saved, names)
+        return {**state, **read(folder, weights, averages.local_parts(saved & {*names}), stamp=step)}
     except (OSError, ValueError, RuntimeError, folder_error()) as error:
         raise MisconfigurationException(
             f"The averages of this checkpoint are in shards in {folder}, which cannot be read: {error}. Resume from the"

@@ -144,14 +144,23 @@ def test_in_manual_optimization_it_begins_before_the_step() -> None:
     assert_close({name: ended[name] for name in expected}, expected)
 
 
-def test_weights_that_are_renamed_as_a_fit_goes_on_keep_their_average(tmp_path: Any) -> None:
-    class Renames(Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            if trainer.current_epoch == 2:
-                parametrize.register_parametrization(pl_module.layers[0], "weight", nn.Identity())
+class Renames(Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 2:
+            parametrize.register_parametrization(pl_module.layers[0], "weight", nn.Identity())
 
+
+class Unfreezes(Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.layers[0].requires_grad_(trainer.current_epoch >= 2)
+
+
+@pytest.mark.parametrize("other", [Renames, Unfreezes])
+def test_weights_that_are_renamed_or_join_as_a_fit_goes_on_keep_the_average(
+    other: type[Callback], tmp_path: Any
+) -> None:
     whole, rest = build(NormNet), build(NormNet)
-    fit(whole, callbacks=[Mean(), Renames()], max_epochs=4)
-    fit(build(NormNet), callbacks=[Mean()]).save_checkpoint(tmp_path / "x.ckpt")
-    fit(rest, callbacks=[Mean(), Renames()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
+    fit(whole, callbacks=[Mean(), other()], max_epochs=4)
+    fit(build(NormNet), callbacks=[Mean(), other()]).save_checkpoint(tmp_path / "x.ckpt")
+    fit(rest, callbacks=[Mean(), other()], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert_equal(weights(whole), weights(rest))
