@@ -38,8 +38,8 @@ KINDS = {
     "advisor": "Advice",
 }
 START = (
-    *("your_library", "transfer", "manual_optimization", "coming_from", "faq", "troubleshooting", "why_different"),
-    "glossary",
+    *("your_library", "transfer", "manual_optimization", "coming_from", "your_own_ema", "faq", "troubleshooting"),
+    *("why_different", "glossary"),
 )
 ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", "architecture", "contributing", "changelog")
 SCALE = ("strategies", "multi_node", "scaling", "second_life")

@@ -255,6 +255,55 @@ def test_every_test_file_is_where_its_package_is() -> None:
                 assert (PACKAGE / path.relative_to(ROOT / "tests").parent).is_dir(), path
 
 
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+MAKERS = {  # torch's functions that make a tensor in host memory unless they are told the device
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal"),
+    *("ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "sparse_coo_tensor", "tensor", "zeros"),
+    *("tril_indices", "triu_indices"),
+}
+HOST = {  # where tensors without a device are right, by file or folder, or by function
+    "advisor/memory/": "estimates compute with fake tensors, outside of a fit",
+    "checkpoints/": "files are read into host memory",
+    "data/": "samplers and data sets are those of the host",
+    "evaluation/": "predictions and figures are gathered in host memory",
+    "examples/": "data sets are those of the host",
+    "schedules/plot.py": "the stand-ins of weights, for an optimizer that no device has",
+    "strategies/fsdp2/folders.py": "files are read into host memory",
+    "core/lightning/fit_sampler.py checked_lengths": "samplers are those of the host",
+    "schedules/lr_finder.py Sweep": "a sum that begins at zero and moves to the device of the first loss",
+    "callbacks/data_wait.py DataWait.on_train_epoch_end": "a logged number is in host memory already",
+    "callbacks/rewind_on_spike.py RewindOnSpike._rewind": "a logged number is in host memory already",
+    "callbacks/skip_non_finite.py SkipNonFinite.on_before_optimizer_step": "a logged number is in host memory already",
+    "core/lightning/trainer.py log_every_n_steps": "a logged number is in host memory already",
+}
+
+
+def test_a_tensor_is_made_where_it_is_used() -> None:
+    """What is made without ``device=`` is in host memory, and raises where it meets a tensor of a CUDA device."""
+    found = {place: call for file in FILES for place, call in made_on_the_host(file)}
+    assert not {place: call for place, call in found.items() if not any(place.startswith(known) for known in HOST)}
+    assert not [known for known in HOST if not any(place.startswith(known) for place in found)], "no longer needed"
+
+
+def made_on_the_host(file: str) -> Iterator[tuple[str, str]]:
+    """The calls that make tensors and name neither a device nor a generator, which has one; with their places."""
+    for function, call in calls(ast.parse((PACKAGE / file).read_text())):
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        told = {argument.arg for argument in call.keywords} & {"device", "generator"}
+        if owner == "torch" and name in MAKERS and not told:
+            yield f"{file} {function}", ast.unparse(call)
+
+
+def calls(node: ast.AST, function: str = "") -> Iterator[tuple[str, ast.Call]]:
+    """The calls in a tree, with the names of the classes and functions that they are in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield function, child
+        name = f"{function}.{child.name}".strip(".") if isinstance(child, ast.ClassDef | ast.FunctionDef) else function
+        yield from calls(child, name)
+
+
 # -- in a fresh interpreter -------------------------------------------------------------------------------------------
 
 FRESH = """

@@ -184,7 +184,7 @@ class AutoClip(GradientCallback):
     @override
     def state_dict(self) -> dict[str, Any]:
         norms = {
-            number: torch.tensor(known.norms, dtype=torch.float64)
+            number: torch.tensor(known.norms, dtype=torch.float64, device="cpu")
             if isinstance(known, NormHistory)
             else known.to("cpu", copy=True)
             for number, known in self._norms.items()

@@ -218,7 +218,7 @@ class _Compiled:
         undo: list[Callable[[], None]] = []
         watching: AbstractContextManager[None] = nullcontext()
         if key not in self.seen:
-            device = next(self.module.parameters(), torch.empty(0)).device
+            device = next((weight.device for weight in self.module.parameters()), torch.device("cpu"))
             state, numbers = ModuleState(self.module, deep=True), random_state(device)
             undo = [state.refuse_writes, state.restore, partial(set_random_state, numbers, device)]
             watching = state.watching()

@@ -83,8 +83,9 @@ def scale_ema_decay(decay: float, *, batch_size: int, base_batch_size: int) -> f
 class EMA(AveragingCallback):
     """Averaged weights for validation, checkpoints and the end: ``average += (1-d) * (weight - average)``.
 
-    The average starts as a copy of the weights, in fp32 or more, once ``start`` is reached. It is updated after every
-    training batch in which an optimizer stepped. d is ``decay``, with warm-up
+    The average starts as a copy of the weights, in fp32 or more, once ``start`` is reached; at step 0 as a copy of what
+    hooks (``on_train_start``) and the first forward pass have made of them. It is updated after every training batch in
+    which an optimizer stepped. d is ``decay``, with warm-up
     ``min(decay, (1+n)/(10+n))`` after n updates. Trainable parameters are averaged; a parameter unfrozen later joins at
     the next epoch. Before the first update the averaged weights *are* the raw weights.
 
@@ -92,6 +93,10 @@ class EMA(AveragingCallback):
     the file loads anywhere without this package, and a resumed fit continues exactly. Exceptions and Ctrl-C leave the
     raw weights in the module. One object can serve several fits; with another Trainer or module it starts anew. List
     callbacks that read weights in their validation hooks after this one.
+
+    What ``on_load_checkpoint`` and the hooks of ``load_state_dict`` do to the weights of an older class is done to both
+    kinds of them. A fit also goes on from a checkpoint of Lightning's ``EMAWeightAveraging`` or ``WeightAveraging``,
+    and these from one of ours. From an average of another kind the raw weights train on, and a new average begins.
 
     ``validate="both"`` validates twice. The metrics of the averaged weights keep their names, and those of the raw
     weights end in ``_raw`` (``val_loss_raw``). Callbacks see one validation, with both metrics. A ModelCheckpoint that
@@ -120,7 +125,8 @@ class EMA(AveragingCallback):
         ValueError: For a value out of range.
         MisconfigurationException: At setup, under a strategy whose shards are not accessible (FSDP1, NVMe offload), and
             if two averages would be validated or left in the module; when training starts, if ``start`` is a
-            fraction of an unknown length; on resume, if several averages of the checkpoint could be this one.
+            fraction of an unknown length; on resume, if several averages of the checkpoint could be this one, if its
+            raw weights are lost, or if the module's hooks change weights in a way that cannot be done to both kinds.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -130,6 +136,8 @@ class EMA(AveragingCallback):
         Polyak and Juditsky 1992; warm-up as in TensorFlow's ``ExponentialMovingAverage(num_updates=...)`` and, for
         "power", the inverse gamma schedule of Crowson's k-diffusion.
     """
+
+    kinds = ("EMAWeightAveraging", "WeightAveraging")
 
     def __init__(
         self,

@@ -181,6 +181,3 @@ class HiddenMixup(MixingCallback):
     def _close(self) -> None:
         super()._close()
         self._context = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_context": None}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_tricks.core.adapters.base import is_quantized, quantize, weights_checksum
@@ -35,6 +36,7 @@ from lightning_tricks.core.adapters.inject import (
 from lightning_tricks.core.adapters.record import Record, found_in, record_in, without_parametrization
 from lightning_tricks.core.checks import check_choice, check_count, check_range, check_type, some
 from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, engine_of, require_engine
+from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, launches_processes, saves_folder
@@ -42,6 +44,7 @@ from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Conflict, Trick
 from lightning_tricks.core.weights.stages import StagedCallback
+from lightning_tricks.core.weights.tensors import local_part
 
 __all__ = ["LoRA"]
 
@@ -80,9 +83,8 @@ class LoRA(Trick):
         ModuleNotFoundError: At setup, if peft (bitsandbytes, torchao) is missing, with the extra to install.
         MisconfigurationException: At setup, if a pattern selects nothing or a layer that cannot have an adapter, the
             module is sharded already or has other adapters; for a checkpoint of other weights or other settings; when
-            the optimizers are made, if they lack an adapter; when training starts, if something else was unfrozen; when
-            a checkpoint is saved, if something has changed frozen weights (seen with base="keep" on one device or under
-            DDP, unless precision is "-true").
+            the optimizers are made, if they lack an adapter; when training starts, if something else was unfrozen;
+            before the first step and when a checkpoint is saved, if something has changed frozen weights.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[LoRA("attn.qkv", r=8, train="head")], accelerator="cpu", logger=False)
@@ -146,12 +148,14 @@ class LoRA(Trick):
         self.save = save
         self._record: Record | None = None  # of the module that runs, or ran last
         self._saves: Any = None  # the wrapped method of the strategy that saves
+        self._begun_with = ""  # the checksum of this rank's frozen weights when the fit began
 
     # -- injection ----------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        self._begun_with = ""
         engine = require_engine(trainer, "LoRA", *TORCH, Engine.ZERO1, Engine.ZERO2, Engine.ZERO3)
         if self.base != "keep":
             require_engine(trainer, f"LoRA(base={self.base!r})", *UNSHARDED, why="where quantized weights stay whole")
@@ -292,8 +296,16 @@ class LoRA(Trick):
         return optimizers
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if self.save == "adapter" and not self._compares(trainer, self._running):
+            self._begun_with, _ = _checksums(self._running, _parts(_frozen(pl_module)))
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        if self.save == "adapter":
+            around_next_step(trainer, self._undo, partial(self._of_the_same_base, trainer, pl_module))
         record = self._running
         staged = callbacks_of(trainer, StagedCallback)  # type: ignore[type-abstract]
         stopped = {name for callback in staged for name in callback.state_dict()["frozen"]}
@@ -304,6 +316,12 @@ class LoRA(Trick):
                 f"LoRA decides what trains, and requires_grad of {some(changed)} was changed since: name in"
                 " LoRA(train=...) what trains beside the adapters."
             )
+
+    @contextmanager
+    def _of_the_same_base(self, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+        """Raise if hooks of the module, such as ``on_train_start``, have replaced frozen weights."""
+        self._require_unchanged(trainer, self._running, _frozen(module))
+        yield
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -339,18 +357,25 @@ class LoRA(Trick):
     def _require_unchanged(self, trainer: pl.Trainer, record: Record, frozen: Mapping[str, Tensor]) -> None:
         """Raise if frozen weights, which no checkpoint has, differ from those that the adapters were made for.
 
-        Where they are quantized, sharded, or were cast after the adapters were made, they cannot be compared.
+        Where they are quantized, sharded, or were cast after the adapters were made, they are compared with those that
+        the fit began with.
         """
-        comparable = record.base == "keep" and engine_of(trainer) in UNSHARDED
-        if not comparable or trainer.precision not in ("32-true", "16-mixed", "bf16-mixed"):
-            return
-        named = {original_name(name, record.layers): weight for name, weight in frozen.items()}
-        renamed = {without_parametrization(name): weight for name, weight in named.items()}
-        if record.checksum not in (weights_checksum(named), weights_checksum(renamed)):
+        if self._compares(trainer, record):
+            changed = record.checksum not in _checksums(record, frozen)
+        else:  # a rank looks at its shards alone
+            changed = bool(self._begun_with) and self._begun_with not in _checksums(record, _parts(frozen))
+            changed = trainer.strategy.reduce_boolean_decision(changed, all=False)
+        if changed:
             raise MisconfigurationException(
                 "LoRA: frozen weights have changed since the adapters were made, and a checkpoint leaves them out: load"
-                " weights before the first run, name in LoRA(train=...) what else changes, or pass save='all'."
+                " or draw weights before the first run, in __init__ or setup, name in LoRA(train=...) what else"
+                " changes, or pass save='all'."
             )
+
+    def _compares(self, trainer: pl.Trainer, record: Record) -> bool:
+        """Whether frozen weights can be compared with those of before the adapters."""
+        whole = record.base == "keep" and engine_of(trainer) in UNSHARDED
+        return whole and trainer.precision in ("32-true", "16-mixed", "bf16-mixed")
 
     def _load(self, trainer: pl.Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint; raise unless it belongs to this module with these settings."""
@@ -417,6 +442,20 @@ _OTHER_BASE = " The checksum is that of the frozen weights, which the checkpoint
 def _moves(layer: nn.Module) -> bool:
     """Whether the adapter of a layer changes its output: one of its two matrices begins as zeros."""
     return all(bool(p.any()) for name, p in adapter_parameters(layer).items() if "_A" in name or "_B" in name)
+
+
+def _checksums(record: Record, frozen: Mapping[str, Tensor]) -> tuple[str, str]:
+    """The checksums of frozen weights, with their names and without the parametrizations in these."""
+    named = {original_name(name, record.layers): weight for name, weight in frozen.items()}
+    renamed = {without_parametrization(name): weight for name, weight in named.items()}
+    return weights_checksum(named), weights_checksum(renamed)
+
+
+def _parts(frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of frozen weights, without packed ones, which nothing draws or loads any more."""
+    parts = {name: local_part(getattr(weight, "ds_tensor", weight)) for name, weight in frozen.items()}  # of ZeRO-3
+    packed = {name for name, part in parts.items() if is_traceable_wrapper_subclass(part)}
+    return {name: part for name, part in parts.items() if part.is_floating_point() and name not in packed}
 
 
 def _leave_frozen_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

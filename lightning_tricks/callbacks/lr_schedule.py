@@ -177,6 +177,10 @@ class LRSchedule(Trick):
         self._taken = 0  # the steps of that scheduler that Lightning has taken
 
     @override
+    def _arguments(self) -> dict[str, Any]:
+        return {"curve": self.curve, "total_steps": self.total_steps, "replace": self.replace, **self.settings}
+
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):

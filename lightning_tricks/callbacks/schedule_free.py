@@ -82,9 +82,9 @@ class ScheduleFree(AveragingCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         for optimizer in filter(is_schedule_free, trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
+        super().on_train_start(trainer, pl_module)  # which remembers the weights
 
     @override
     def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:

@@ -33,7 +33,8 @@ class SWA(AveragingCallback):
     If the end was planned (``max_epochs`` or ``max_steps``), the last validation and the last checkpoint use these
     statistics. Otherwise the pass comes after them, and ``trainer.save_checkpoint`` saves its result. Before the first
     snapshot the averaged weights *are* the raw weights. Checkpoints, resume, exceptions and repeated fits are as with
-    ``EMA``; a fit that is continued after its end keeps the snapshot of that end.
+    ``EMA``; a fit that is continued after its end keeps the snapshot of that end. A fit also goes on from a checkpoint
+    of Lightning's ``StochasticWeightAveraging`` or ``WeightAveraging``.
 
     Args:
         start: When averaging begins (int optimizer steps, float fraction of training). 0 averages all epochs, without
@@ -60,6 +61,8 @@ class SWA(AveragingCallback):
     References:
         Izmailov et al., arXiv 1803.05407.
     """
+
+    kinds = ("StochasticWeightAveraging", "WeightAveraging")
 
     def __init__(
         self,

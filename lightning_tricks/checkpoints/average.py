@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_tricks.checkpoints.files import (
     PathLike,
     check_output,
-    identity,
     is_lightning,
     load,
     path_of,
@@ -24,6 +23,7 @@ from lightning_tricks.checkpoints.files import (
 from lightning_tricks.core.adapters.record import found_in
 from lightning_tricks.core.checks import check_range, check_type, some
 from lightning_tricks.core.report import progress
+from lightning_tricks.core.weights.tensors import identity
 
 __all__ = ["average_checkpoints"]
 
@@ -37,7 +37,7 @@ TRAINING_STATE = {
     "lr_schedulers",
     "optimizer_states",
     "MixedPrecision",
-    "current_model_state",  # This entry and the next are written by Lightning's WeightAveraging.
+    "current_model_state",  # This entry and the next are those of Lightning's WeightAveraging, and of EMA and SWA.
     "averaging_state",
 }
 

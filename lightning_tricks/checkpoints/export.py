@@ -11,9 +11,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_tricks.checkpoints.adapters import merged
-from lightning_tricks.checkpoints.files import PathLike, check_output, identity, load, path_of, save, weights_in
+from lightning_tricks.checkpoints.files import PathLike, check_output, load, path_of, save, weights_in
 from lightning_tricks.core.adapters.record import record_in
 from lightning_tricks.core.checks import check_bool, check_choice, check_type, some
+from lightning_tricks.core.weights.tensors import identity
 
 __all__ = ["export_weights"]
 
@@ -132,7 +133,7 @@ def _select(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, ca
     if callback is not None and callback not in averages:
         raise ValueError(f"no averages of the callback {callback!r}; there are those of: {some(averages) or 'none'}.")
     in_state_dict = [key for key, saved in averages.items() if saved["raw"]]  # Their raw weights are saved apart.
-    if len(in_state_dict) > 1 or (in_state_dict and "current_model_state" in checkpoint):
+    if len(in_state_dict) > 1:
         raise ValueError(
             f"the state_dict cannot hold the averages of several callbacks: {some(in_state_dict)} and others."
         )

@@ -16,6 +16,7 @@ from lightning_tricks.core.checks import check_bool, check_type, some
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.damage import damage
 from lightning_tricks.core.safe_load.files import unread
+from lightning_tricks.core.weights.tensors import identity
 
 PathLike = str | os.PathLike[str]
 
@@ -102,13 +103,6 @@ def weights_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     if all(isinstance(value, Tensor | LazyTensor) or key.endswith("_extra_state") for key, value in checkpoint.items()):
         return checkpoint
     raise ValueError(f"{path} is neither a Lightning checkpoint nor a plain state_dict: it has {some(checkpoint)}.")
-
-
-def identity(tensor: Tensor) -> Hashable:
-    """A key that is equal for tied weights, as long as all compared tensors are alive."""
-    if tensor.numel() == 0:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def check_output(output: PathLike, *, force: bool) -> Path:

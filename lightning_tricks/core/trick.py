@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -125,8 +126,17 @@ class Trick(Callback):
             return math.inf
         return steps_of(trainer, duration, type(self).__name__, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_undo": ExitStack()}
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments that this trick was made with, which are stored under their own names."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def __reduce__(self) -> Any:
+        """Make a new trick with the same arguments of a copy or a pickle, which is of no fit, Trainer or module."""
+        return _made, (type(self), self._arguments())
+
+
+def _made(kind: type[Trick], arguments: dict[str, Any]) -> Trick:
+    return kind(**arguments)
 
 
 def announce(trainer: pl.Trainer) -> None:

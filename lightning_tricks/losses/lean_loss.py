@@ -228,7 +228,7 @@ def _kept(logits: Logits, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         dtypes = [each for each in given if isinstance(each, torch.dtype)]
         return None if moved else logits._with(hidden, dtypes[0] if dtypes else dtype)
     if name in _ROWS:
-        shape = func(torch.empty(()).expand(logits.shape), *args, **kwargs).shape
+        shape = func(torch.empty((), device="meta").expand(logits.shape), *args, **kwargs).shape
         return logits._with(hidden.reshape(*shape[:-1], -1), dtype) if shape[-1] == logits.shape[-1] else None
     if name == "__getitem__":
         index = args[0] if isinstance(args[0], tuple) else (args[0],)

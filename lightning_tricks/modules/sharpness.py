@@ -173,8 +173,8 @@ def _mean(
     model: nn.Module, loader: Iterable[Any], loss: Callable[[Any], Tensor], part: Callable[[Tensor], Tensor]
 ) -> tuple[float, Tensor]:
     """The means over all samples of the loss, and of ``part(loss)``; the state of the model is restored."""
-    total, parts, samples = 0.0, torch.zeros(()), 0
     device, state = next(model.parameters()).device, ModuleState(model, deep=True)
+    total, parts, samples = 0.0, torch.zeros((), device=device), 0
     generators = [(generator, generator.get_state()) for generator in generators_of(loader)]
     torch.clear_autocast_cache()  # it may hold casts that a caller made without gradients
     try:
@@ -229,7 +229,8 @@ def _largest_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor, iter
     """The largest eigenvalue by Lanczos's method, and the norm of its residual."""
     # Only two vectors are kept. Rounding errors may then repeat an eigenvalue, but add no wrong ones.
     before, vector, beta = torch.zeros_like(start), start / start.norm(), 0.0
-    matrix = torch.zeros(iterations + 1, iterations + 1, dtype=torch.float64)  # H in the basis of the vectors
+    # H in the basis of the vectors; so small a matrix is solved faster by the host.
+    matrix = torch.zeros(iterations + 1, iterations + 1, dtype=torch.float64, device="cpu")
     for k in range(iterations):
         following = product(vector) - beta * before
         matrix[k, k] = following @ vector

@@ -601,10 +601,14 @@ class Lazy(PlainNet):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_lazy_layers_are_refused_or_averaged_from_their_first_step_on() -> None:
+def test_lazy_layers_are_refused_or_averaged_from_their_first_values_on() -> None:
     seen: list[Tensor] = []
 
     class See(Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            if not seen:  # the first forward pass has drawn them
+                seen.append(pl_module.layers[0].weight.detach().clone())
+
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             seen.append(pl_module.layers[0].weight.detach().clone())
 

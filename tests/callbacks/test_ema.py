@@ -220,6 +220,64 @@ def test_buffers_are_copied_or_averaged_and_integers_always_copied(buffers: Any)
     assert torch.equal(ours["layers.1.running_mean"], theirs["layers.1.running_mean"]) == (buffers == "copy")
 
 
+class Growing(NormNet):
+    """Notes something of each epoch in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noted", torch.zeros(1))
+
+    def note(self) -> None:
+        self.noted = torch.cat([self.noted, torch.ones(1)])
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end"])
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_buffer_may_change_its_shape(hook: str, buffers: Any, precision: Any, tmp_path: Any) -> None:
+    kind = type("Growing", (Growing,), {hook: Growing.note})
+    module, settings = build(kind), {"precision": precision, "max_epochs": 3}
+    every = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    fit(module, callbacks=[lt.EMA(0.9, buffers=buffers), every], enable_checkpointing=True, **settings)
+    assert module.noted.tolist() == [0, 1, 1, 1]
+    again = build(kind)
+    again.noted = torch.zeros_like(load(tmp_path / "epoch=1.ckpt")["state_dict"]["noted"])
+    fit(again, callbacks=[lt.EMA(0.9, buffers=buffers)], ckpt_path=tmp_path / "epoch=1.ckpt", **settings)
+    assert_equal(weights(again), weights(module))
+
+
+class Rebinding(NormNet):
+    """Makes its buffer anew in validation, which ``trainer.validate`` runs in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen = self.seen + 1
+
+
+class InferenceMode(Rebinding):
+    @torch.inference_mode()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Rebinding, InferenceMode])
+@pytest.mark.parametrize("validate", ["averaged", "both"])
+def test_buffers_that_were_made_in_inference_mode_are_averaged(kind: type[Net], validate: Any, tmp_path: Any) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    module = build(kind)
+    run = trainer(callbacks=[lt.EMA(0.9, buffers="average", validate=validate), Save()], max_epochs=1)
+    run.validate(module, loader(24), verbose=False)
+    run.fit(module, loader(), loader(24))
+    assert module.seen.tolist() == [6, 6]  # three batches before the fit, and three with the averaged weights
+
+
 def test_layers_made_in_configure_model_are_averaged() -> None:
     class Lazy(Net):
         def __init__(self) -> None:
@@ -591,31 +649,6 @@ def test_a_checkpoint_without_average_can_be_resumed_with_one(tmp_path: Any) -> 
     naive.assert_equals(module.state_dict())
 
 
-def test_averages_of_unknown_weights_are_refused_unless_loading_is_lenient(tmp_path: Any) -> None:
-    class Bigger(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra = nn.Linear(8, 8)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step((self.extra(batch[0]), batch[1]), batch_idx)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.layers.parameters(), lr=0.1)
-
-    class Renaming(Net):
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            for name in ("extra.weight", "extra.bias"):
-                checkpoint["state_dict"].pop(name, None)
-
-    fit(build(Bigger), callbacks=[lt.EMA(0.9)], max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(KeyError, match=r"extra\.bias, extra\.weight"):
-        fit(build(Renaming), callbacks=[lt.EMA(0.9)], ckpt_path=tmp_path / "x.ckpt")
-    lenient = build(Net)
-    lenient.strict_loading = False
-    fit(lenient, callbacks=[lt.EMA(0.9)], ckpt_path=tmp_path / "x.ckpt")
-
-
 # ---- exceptions
 
 
@@ -742,13 +775,13 @@ def test_ddp_averages_resumes_and_agrees_between_ranks(tmp_path: Any) -> None:
 @pytest.mark.gpu
 def test_cuda_average_equals_naive_and_can_live_in_host_memory() -> None:
     naive, module = NaiveEMA(0.9), build()
-    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], accelerator="cuda", max_epochs=3)
+    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], accelerator="cuda", max_epochs=3, log_every_n_steps=1)
     average = {name: value.cpu() for name, value in naive.average.items()}
     for name, value in average.items():
         torch.testing.assert_close(module.state_dict()[name].cpu().double(), value, atol=1e-6, rtol=1e-6)
     beside, apart = build(), build()
     fit(beside, callbacks=[lt.EMA(0.9)], accelerator="cuda")
-    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator="cuda")
+    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator="cuda", log_every_n_steps=1)
     assert_close(weights(beside), weights(apart))
 
 

@@ -287,6 +287,32 @@ def test_a_checkpoint_without_the_frozen_weights_that_it_needs_is_not_saved(tmp_
     fit(build(NormNet), callbacks=[lora(save="all"), Moves()]).save_checkpoint(tmp_path / "b.ckpt")
 
 
+class Draws(NormNet):
+    """Draws its weights in a hook of its own, which runs after those of callbacks."""
+
+    def draw(self) -> None:
+        for weight in self.parameters():
+            weight.data.normal_()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_a_base_that_is_drawn_anew_is_refused_before_the_first_step(hook: str, precision: Any) -> None:
+    kind, steps = type("Draws", (Draws,), {hook: Draws.draw}), Steps()
+    with pytest.raises(MisconfigurationException, match="frozen weights have changed since the adapters were made"):
+        fit(build(kind), callbacks=[lora(), steps], precision=precision)
+    assert steps.made == 0
+
+
+def test_a_base_that_the_checkpoint_has_may_be_drawn_anew(tmp_path: Path) -> None:
+    kind = type("Draws", (Draws,), {"on_train_start": lambda module: module.global_step or Draws.draw(module)})
+    whole, rest = build(kind), build(kind)
+    fit(whole, callbacks=[lora(save="all")], max_epochs=2)
+    fit(build(kind), callbacks=[lora(save="all")], max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
+    fit(rest, callbacks=[lora(save="all")], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+    assert_equal(weights(whole), weights(rest))
+
+
 def test_layers_that_are_parametrized_in_the_fit_are_saved_as_others(tmp_path: Path) -> None:
     class Renames(Callback):
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -913,6 +939,32 @@ STRATEGIES: dict[str, Any] = {
     "zero3": lambda: ZeROPreset(stage=3, precision="32-true"),
     "zero3, EMA": lambda: ZeROPreset(stage=3, precision="32-true"),
 }
+
+
+class DrawsOnOne(Seeded):
+    """Draws the rows of a frozen weight that one rank holds under sharding."""
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 1:
+            for name, weight in self.named_parameters():
+                if "base_layer" in name:
+                    local = weight.to_local() if hasattr(weight, "to_local") else getattr(weight, "ds_tensor", weight)
+                    local.data.normal_()
+
+
+def drawn_on_one(name: str) -> tuple[str, int]:
+    steps = Steps()
+    with pytest.raises(MisconfigurationException) as caught:
+        fit(build(DrawsOnOne), callbacks=[lora(), steps], strategy=STRATEGIES[name](), devices=2)
+    return str(caught.value), steps.made
+
+
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_base_that_one_rank_draws_anew_is_refused_by_all(name: str) -> None:
+    first, second = run_ranks(drawn_on_one, name)
+    assert first == second
+    assert "frozen weights have changed since the adapters were made" in first[0]
+    assert first[1] == 0
 
 
 class Whole(Callback):

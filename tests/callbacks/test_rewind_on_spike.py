@@ -126,6 +126,15 @@ def test_it_goes_back_to_before_weights_joined_an_average() -> None:
     assert not torch.equal(clean["layers.0.weight"], ended[1][0]["layers.0.weight"])
 
 
+def test_it_goes_back_to_weights_that_were_drawn_when_training_started() -> None:
+    def draw(module: Any) -> None:
+        for number, weight in enumerate(module.parameters()):
+            weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
+
+    spoiled = spiky(when=(2,), factor=torch.nan, on_train_start=draw)
+    compare(spoiled, build(type("Drawn", (Clean,), {"on_train_start": draw})), (0, 1, 2), rewind(), ema)
+
+
 def test_the_losses_since_the_snapshot_are_forgotten() -> None:
     callback, calm = rewind(window=8), rewind(window=8, threshold=1e9)
     fit(spiky(), train=batches(), callbacks=[callback], max_epochs=1)

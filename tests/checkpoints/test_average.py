@@ -205,7 +205,8 @@ def test_lightning_loads_tests_and_predicts_with_the_output(run: list[Path], tmp
 def test_what_else_the_output_has(run: list[Path], tmp_path: Path) -> None:
     average_checkpoints(run, tmp_path / "mean.ckpt")
     output, last = torch.load(tmp_path / "mean.ckpt"), torch.load(run[-1])
-    assert last.keys() - output.keys() == {"callbacks", "loops", "lr_schedulers", "optimizer_states"}
+    training = {"callbacks", "loops", "lr_schedulers", "optimizer_states", "current_model_state", "averaging_state"}
+    assert last.keys() - output.keys() == training
     assert output["vocabulary"] == ["a", "b"]
     assert (output["epoch"], output["global_step"]) == (2, 18)
     assert output["hyper_parameters"] == {"lr": 0.1, "name": "mine"}

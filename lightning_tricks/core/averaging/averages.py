@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class Averages:
         self._tensors: dict[str, Tensor] = {}
         self._places: list[Place] = []
         self._weights: dict[str, Tensor] = {}  # the averaged parameters and buffers, which may be renamed
-        self._converts = False
+        self._converts = self._averages_buffers = False
         self._offload: Offload | None = None
         # While the averaged weights are shown: the exchange to undo, and the raw values that no average can hold.
         self._shown: tuple[Exchange, list[Tensor]] | None = None
@@ -66,10 +66,21 @@ class Averages:
             self._follow(places)
         self._places = [places[name] for name in self._tensors]
         self._weights = {name: owner[key] for name, (owner, key) in zip(self._tensors, self._places, strict=True)}
-        parts = self._parts()
+        # A buffer that validation has made in inference mode can be written to through another tensor alone.
+        parts = [part.detach() if part.is_inference() else part for part in self._parts()]
+        self._averages_buffers = any(not isinstance(weight, nn.Parameter) for weight in self._weights.values())
+        self._fit_shapes(parts)
         pairs = zip(parts, self._tensors.values(), strict=True)
         self._converts = any(part.dtype != average.dtype or part.device != average.device for part, average in pairs)
         return parts
+
+    def _fit_shapes(self, parts: Sequence[Tensor]) -> None:
+        """Begin the averages of buffers anew whose shape has changed, as copies of them."""
+        tensors = zip(self._tensors.items(), parts, strict=True)
+        new = {name: part for (name, average), part in tensors if average.shape != part.shape}
+        if new:
+            self.tensors.update(zip(new, copies(list(new.values()), self.device), strict=True))
+            self._offload = Offload.between(self._tensors, parts)
 
     def _follow(self, places: Mapping[str, Place]) -> None:
         """Rename the averages of weights that were renamed, by pruning or parametrizations.
@@ -136,6 +147,8 @@ class Averages:
             parts = self._parts()
         except KeyError:  # a weight was renamed
             parts = self.parts()
+        if self._averages_buffers:
+            self._fit_shapes(parts)
         averages = list(self.tensors.values())
         if self._offload is not None:
             self._offload.start(averages, parts, fraction)
@@ -214,7 +227,9 @@ class Averages:
 
     def unchanged(self) -> bool:
         """Whether the module has the averaged parameters, with the values that they had at ``remember_weights``."""
-        return self.tensors.keys() <= _places(self.module).keys() and self._checksums == self._current_checksums()
+        if not self.tensors.keys() <= _places(self.module).keys():
+            return False
+        return self._current_checksums()[: len(self._checksums)] == self._checksums  # others may have joined since
 
     def _current_checksums(self) -> list[int]:
         """The checksums of the parameters; their versions would miss writes through ``.data``."""
@@ -232,28 +247,31 @@ class Averages:
         return {**counts, "raw": {**raw, **saved}, "averaged": averaged}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], tracked: Collection[str]) -> None:
         """Load a state, after the module has loaded the ``state_dict`` of the checkpoint.
 
-        Raises:
-            KeyError: If ``strict`` and the checkpoint averaged weights that the module does not have.
+        Args:
+            state: A state of averages; weights that the module does not have are left out.
+            tracked: The weights that get an average, if the state has them.
         """
+        parts, tensors = self.local_parts({**state["raw"], **state["averaged"]}), {}
+        for name in [name for name in parts if name in tracked]:
+            average = state["averaged"].get(name)
+            tensors[name] = copies([parts[name]])[0] if average is None else average
+        raw = [name for name in state["raw"] if name in parts]
+        copy_([parts[name] for name in raw], [state["raw"][name] for name in raw])
+        self.adopt(tensors, state["steps"], state["updates"])
+
+    def local_parts(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """This rank's parts of the weights of these names that the module has."""
         self.weights.reshard()
         places = _places(self.module)
-        names = {**state["raw"], **state["averaged"]}
-        if strict and (unknown := sorted(names.keys() - places.keys())):
-            raise KeyError(
-                f"The checkpoint has averages of weights that {type(self.module).__name__} does not have:"
-                f" {', '.join(unknown)}. Load it into the module that it was made with, or set strict_loading=False."
-            )
-        self.steps, self.updates, self.tracks = state["steps"], state["updates"], bool(names)
-        for name in [name for name in names if name in places]:
-            owner, key = places[name]
-            part, average = self.weights.local(owner[key]), state["averaged"].get(name)
-            assert part is not None, "a checkpoint holds the parts that this rank saved"
-            self._tensors[name] = copies([part])[0] if average is None else average
-            if name in state["raw"]:
-                copy_([part], [state["raw"][name]])
+        parts = {name: self.weights.local(places[name][0][places[name][1]]) for name in names if name in places}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def adopt(self, tensors: dict[str, Tensor], steps: int, updates: int) -> None:
+        """Take tensors for the averages; the module has its raw weights, which may just have been written."""
+        self._tensors, self.steps, self.updates, self.tracks = tensors, steps, updates, bool(tensors)
         self.weights.update_model()
 
 

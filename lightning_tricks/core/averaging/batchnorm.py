@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
-from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.trial import WithoutGradients, trial_steps
@@ -61,8 +61,8 @@ def require_recalibration(trick: Trick, trainer: pl.Trainer, pl_module: pl.Light
             f"{rule} on batches, got {name}.training_step(dataloader_iter): take the batch, or {remedy}."
         )
 
-    def look(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        undo()
+    @contextmanager
+    def look() -> Iterator[None]:
         if scripted := [path for path, layer in scripted_batchnorm(pl_module).items() if layer.training]:
             raise MisconfigurationException(
                 f"{rule}, which torch.jit does not let it recalculate in {some(scripted)}: script the module after"
@@ -70,13 +70,11 @@ def require_recalibration(trick: Trick, trainer: pl.Trainer, pl_module: pl.Light
             )
         with _naming(rule, remedy):
             state = ModuleState(pl_module, deep=True)
-        output = original(*args, **kwargs)
+        yield
         with _naming(rule, remedy):
             state.refuse_counts()
-        return output
 
-    undo = wrap_method(trainer.strategy, "training_step", look)
-    trick._undo.callback(undo)
+    around_next_step(trainer, trick._undo, look)
 
 
 @contextmanager

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages, Which
+from lightning_tricks.core.averaging.foreign import for_lightning, has_swalr
 from lightning_tricks.core.averaging.history import History
+from lightning_tricks.core.averaging.migration import AsSaved
 from lightning_tricks.core.averaging.ranks import agree_on_buffers, relative_distance
-from lightning_tricks.core.averaging.state import (
-    callback_state,
-    find_state,
-    local_state,
-    saving_shards,
-)
+from lightning_tricks.core.averaging.resume import copies_in, find_state, load
+from lightning_tricks.core.averaging.state import callback_state, saving_shards
 from lightning_tricks.core.lightning.fit import plan_step
+from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.trainer import (
@@ -60,6 +60,7 @@ class AveragingCallback(Trick, ABC):
     validate: str
     at_end: Which
     device: str | None
+    kinds: tuple[str, ...] = ()  # callbacks of Lightning whose averages go on in this one
     label: str = ""  # tells several callbacks of one class apart in the names of their metrics
     conflicts = (
         Conflict(
@@ -89,6 +90,8 @@ class AveragingCallback(Trick, ABC):
         self._first_step = 0  # the number of optimizer steps before the fit
         self._awaits_weights = False  # whether lazy layers had no weights when averaging began
         self._finished = False  # whether the averages are complete, with no optimizer step since
+        self._file: AsSaved | None = None  # the checkpoint that is being loaded, as the module's hook got it
+        self._has_swalr = False  # whether the checkpoint has the schedule of Lightning's SWA
         self._raw_names: set[str] = set()  # the names of the raw weights' metrics
         self._postponed: list[Callable[[], None]] = []
 
@@ -125,19 +128,31 @@ class AveragingCallback(Trick, ABC):
             self._averages.show("raw")
         else:
             self._averages, self._history = Averages(weights, self.device), History()
+        if self is callbacks[0]:
+            self._wrap(pl_module, "on_load_checkpoint", partial(self._note_file, pl_module))
         if self.validate == "both":
             loop = trainer.fit_loop.epoch_loop.val_loop
             self._wrap(loop, "run", partial(self._validate_both, trainer))
         self._last_trainer, self._fits = trainer, True
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if self._has_swalr and trainer.lr_scheduler_configs:
+            raise MisconfigurationException(
+                f"{self.written()}: the checkpoint has the state of SWALR, the schedule of StochasticWeightAveraging,"
+                f" and {type(trainer.lr_scheduler_configs[0].scheduler).__name__} cannot go on from it: return the"
+                " optimizer alone to go on at the learning rate of the checkpoint."
+            )
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._finished, self._first_step = False, trainer.global_step
+        self._finished, self._first_step, self._file = False, trainer.global_step, None
         if self._running.tracks:
             self._track(joined=self._running.tensors)  # no other weights join in the middle of an epoch
-        elif plan_step(trainer) >= self._steps["start"]:
-            self._track()
+            self._running.remember_weights()
+            around_next_step(trainer, self._undo, partial(self._forget_replaced, trainer))
         self._observer.start(trainer)
 
     @override
@@ -147,7 +162,40 @@ class AveragingCallback(Trick, ABC):
         # Not in on_train_epoch_start, where a later callback (BackboneFinetuning) may still unfreeze weights.
         if batch_idx == 0 and self._running.tracks:
             self._track()
+        # At first, and when a fit has gone back to before its averages.
+        first = self._first_step == trainer.global_step and plan_step(trainer) >= self._steps["start"]
+        if first and not self._running.tracks:
+            around_next_step(trainer, self._undo, partial(self._begins, trainer))
         self._observer.follow(trainer)
+
+    @contextmanager
+    def _begins(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Begin to average at the first step, behind all hooks that draw or load weights before it.
+
+        In automatic optimization that is after the forward pass, which may be what gives weights their first values.
+        """
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic:
+            yield
+        self._track()
+        if not automatic:
+            yield
+
+    @contextmanager
+    def _forget_replaced(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Forget averages of weights that hooks have replaced since the fit began."""
+        self._running.parts()  # follows weights that were renamed
+        if not trainer.strategy.reduce_boolean_decision(not self._running.unchanged(), all=False):
+            yield
+            return
+        rank_zero_warn(
+            f"{type(self).__name__} has averages of weights that {type(trainer.lightning_module).__name__} has replaced"
+            " as this fit began, so a new average begins. To go on with a fit, draw or load weights in on_train_start"
+            " only where self.global_step is 0."
+        )
+        self._averages = Averages(self._running.weights, self.device)
+        with self._begins(trainer):
+            yield
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
@@ -266,9 +314,13 @@ class AveragingCallback(Trick, ABC):
     def _track(self, joined: Collection[str] | None = None) -> None:
         parameters = self._running.module.parameters()
         self._awaits_weights = any(isinstance(parameter, nn.UninitializedParameter) for parameter in parameters)
-        buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
-        found = {**self._running.weights.trainable(), **buffers}
+        found = self._chosen()
         self._running.track({name: part for name, part in found.items() if joined is None or name in joined})
+
+    def _chosen(self) -> dict[str, Tensor]:
+        """The weights to average."""
+        buffers = float_buffers(self._running.module) if self.buffers == "average" else {}
+        return {**self._running.weights.trainable(), **buffers}
 
     @contextmanager
     def averaged(self, pl_module: nn.Module) -> Iterator[None]:
@@ -330,17 +382,42 @@ class AveragingCallback(Trick, ABC):
             return
         weights = local_weights(trainer, pl_module, type(self).__name__)
         self._averages, self._history = Averages(weights, self.device), History()
-        key, state = find_state(trainer, self, checkpoint)
-        if state:
-            self._history.load_state_dict(state["history"])
-            state = local_state(trainer, self._averages, key, state, checkpoint["global_step"])
-            self._averages.load_state_dict(state, strict=pl_module.strict_loading)
+        self._has_swalr = has_swalr(checkpoint)
+        file = averaging_callbacks(trainer)[0]._file
+        saved = checkpoint if file is None else file.checkpoint
+        if found := find_state(trainer, self, saved, weights.trainable()):
+            if not found.goes_on:
+                rank_zero_warn(
+                    f"{self.written()} begins a new average: the checkpoint has one of {found.name}, whose raw weights"
+                    " train on."
+                )
+            elif not found.whole:
+                self._history.load_state_dict(found.state["history"])
+            load(trainer, self._averages, found, self._chosen(), checkpoint, file)
+
+    def _note_file(
+        self, module: pl.LightningModule, hook: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the checkpoint as it is before the module's own ``on_load_checkpoint`` changes it."""
+        if "state_dict" in checkpoint and not self._running.weights.sharded and any(copies_in(checkpoint)):
+            self._file = AsSaved(checkpoint, module, hook, copies_in)
+            self._undo.callback(setattr, self, "_file", None)
+        hook(checkpoint)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._foreign or self._averages is None or self._last_trainer is None:
             return {}
         return {**callback_state(self._last_trainer, self._averages), "history": self._history.state_dict()}
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the raw weights under the name that Lightning's WeightAveraging reads, too; a file has each once."""
+        state = checkpoint["callbacks"].get(self.state_key, {})
+        if state.get("raw"):
+            checkpoint |= for_lightning(checkpoint["state_dict"], state)
 
     def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
         """The weights that the monitored metric of a checkpoint file was measured with."""

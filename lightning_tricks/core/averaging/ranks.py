@@ -27,10 +27,10 @@ def relative_distance(trainer: pl.Trainer, averages: Averages) -> float:
     """``||weights - averages|| / ||weights||`` over the shards of all ranks; all ranks take part."""
     parts, tensors = averages.parts(), list(averages.tensors.values())
     copies = averages.weights.copies(list(averages.tensors))
-    slices = buckets(tensors)
-    squares = sum((_squares(parts[here], tensors[here], copies[here]) for here in slices), torch.zeros(2))
+    squares = torch.zeros(2, device=trainer.strategy.root_device)
+    for here in buckets(tensors):
+        squares = squares + _squares(parts[here], tensors[here], copies[here]).to(squares.device)
     if averages.weights.sharded:
-        squares = squares.to(trainer.strategy.root_device)
         dist.all_reduce(squares)
     between, size = squares.sqrt().tolist()
     return between / size if size else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ def write(folder: Path, weights: LocalWeights, kinds: Mapping[str, Mapping[str, 
     tensors = {
         f"{kind}/{key}": t for kind, parts in kinds.items() for key, t in weights.checkpoint_tensors(parts).items()
     }
-    dcp.save({**tensors, STAMP: torch.tensor(stamp)}, checkpoint_id=folder)
+    dcp.save({**tensors, STAMP: torch.tensor(stamp, device="cpu")}, checkpoint_id=folder)
+
+
+def kinds_in(folder: Path) -> dict[str, set[str]]:
+    """The names of the weights in a folder of shards, by kind; a key of DeepSpeed's ends in the rank of the part."""
+    kinds: dict[str, set[str]] = {}
+    for key in SafeReader(folder).metadata.state_dict_metadata:
+        kind, _, name = key.partition("/")
+        if name:
+            kinds.setdefault(kind, set()).add(re.sub(r"@\d+$", "", name))
+    return kinds
 
 
 def read(
@@ -38,7 +49,7 @@ def read(
     found: dict[str, Any] = reader.metadata.state_dict_metadata
     keys = dict(zip(parts, weights.checkpoint_tensors(parts), strict=True))
     kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
-    tensors = {STAMP: torch.tensor(-1)}
+    tensors = {STAMP: torch.tensor(-1, device="cpu")}
     for kind, values in kinds.items():
         entries = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
         values.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in entries.items()})

@@ -177,6 +177,3 @@ class BatchCallback(Trick):
     @override
     def state_key(self) -> str:
         return self._key
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_pipeline": None}

@@ -60,7 +60,7 @@ def count_samples(batch: Any, trick: str) -> int:
     """
     tensors = [get(batch, path) for path in find(batch, TARGETS, 1)]
     if not tensors and isinstance(batch, list | tuple) and not any(isinstance(part, Tensor) for part in batch):
-        tensors = [torch.tensor(0)]  # perhaps one part for each sample
+        tensors = [torch.empty((), device="meta")]  # perhaps one part for each sample
     tensors = tensors or [leaf for _, leaf in walk(batch) if isinstance(leaf, Tensor) and leaf.ndim][:2]
     sizes = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
     if len(sizes) != 1 or 0 in sizes:

@@ -70,9 +70,10 @@ WRAPPED = (
         _STRATEGY,
         "training_step",
         "args, kwargs",
-        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, SWA, ScheduleFree, find_non_finite,"
-        " SkipNonFinite, TerminateOnNonFinite, Throughput",
-        "the step with the module's batch, under autocast and DDP; its loss, before anything is computed from it",
+        "SAM, GradCacheMixin, Mixup, CutMix, HiddenMixup, HardExampleFilter, EMA, SWA, ScheduleFree, LoRA,"
+        " find_non_finite, SkipNonFinite, TerminateOnNonFinite, Throughput",
+        "the step with the module's batch, under autocast and DDP; its loss, before anything is computed from it; the"
+        " first point behind the module's own hooks, which may write weights and run after those of callbacks",
     ),
     WrappedMethod(
         _MODULE,
@@ -223,6 +224,13 @@ WRAPPED = (
         "loss, args, kwargs",
         "SAMCallback, StepInBackward",
         "the one place where the loss of a step is at hand and its gradient is not yet in .grad",
+    ),
+    WrappedMethod(
+        _MODULE,
+        "on_load_checkpoint",
+        "checkpoint",
+        "EMA, SWA, ScheduleFree",
+        "the checkpoint as it was saved: what the hook does to its weights is done to the second copy of them as well",
     ),
     WrappedMethod(
         _MODULE,
@@ -509,8 +517,8 @@ PRIVATE = (
     PrivateName(
         "torch.utils._python_dispatch",
         "is_traceable_wrapper_subclass",
-        "RewindOnSpike",
-        "whether a tensor, such as a state of 4 bits, holds other tensors",
+        "RewindOnSpike, LoRA",
+        "whether a tensor, such as a state or a weight of 4 bits, holds other tensors",
     ),
     PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "SWA, freeze", "the base class of all BatchNorm layers"),
     PrivateName(

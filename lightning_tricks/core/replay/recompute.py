@@ -120,7 +120,7 @@ class _Start:
     @torch.compiler.disable
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self.block, self.inner = block, inner
-        self.device = next(block.parameters(), torch.empty(0)).device
+        self.device = next((weight.device for weight in block.parameters()), torch.device("cpu"))
         with _naming():
             self.state = ModuleState(block)
         self.numbers = random_state(self.device)

@@ -68,8 +68,6 @@ class FSDP2(LocalWeights):
 
     @override
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
-        if not of:
-            return torch.zeros(())  # the list is empty on all ranks
         total = torch.zeros((), device=of[0].device)
         for part, full in zip(parts, of, strict=True):
             total += global_norm([part]) ** 2 / _copies(full)

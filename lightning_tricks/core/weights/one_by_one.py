@@ -90,7 +90,7 @@ def _trial(optimizer: Optimizer, *, singly: bool) -> Any:
                     weight.grad.fill_(torch.inf)
                 if singly:
                     step_weight(small, group, weight)
-        return torch.zeros(())
+        return torch.zeros((), device=small.param_groups[0]["params"][0].device)
 
     for number in range(3):
         _bare_step(small)(partial(closure, number))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -100,7 +100,8 @@ def hidden_from_autograd(weights: Sequence[Tensor]) -> AbstractContextManager[No
 
     Without it, a checkpoint that is saved between a forward and its backward pass would make the backward pass raise.
     """
-    return torch.autograd._unsafe_preserve_version_counter(tuple(weights))
+    counted = tuple(weight for weight in weights if not weight.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(counted)
 
 
 @torch.no_grad()
@@ -109,6 +110,13 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
+
+
+def identity(value: object) -> Hashable:
+    """A key that is equal for tied weights, as long as all compared values are alive."""
+    if not isinstance(value, Tensor) or value.numel() == 0:
+        return id(value)
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def checksum(tensor: Tensor) -> int:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
-from tests.core.weights.test_local import ShardedNet, train
-from tests.nets import NormNet, build, fit, loader
+from lightning_tricks.core.weights.by_engine import local_weights
+from tests.core.weights.test_local import ShardedNet, fsdp2, train
+from tests.nets import NormNet, assert_equal, build, fit, loader, rank_loader
 from tests.ranks import run_ranks
 
 SHARDS = Path("averages", "EMA(decay=0.9)")
@@ -39,6 +41,49 @@ def test_fsdp2_shards_are_read_by_another_number_of_ranks(tmp_path: Path) -> Non
     (loaded,) = run_ranks(load_alone, str(tmp_path), nprocs=1)
     assert saved.keys() == loaded.keys()
     assert all((saved[name] == loaded[name]).all() for name in saved)
+
+
+class Frozen(ShardedNet):
+    """Its first layer trains no more."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.layers[0].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)  # with the frozen ones, as in the checkpoint
+
+
+class AtStart(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = local_weights(trainer, pl_module, "AtStart").state()
+
+
+def frozen_later(folder: str) -> None:
+    module, run = train("fsdp2", lt.EMA(0.9, at_end="raw"))
+    raw = local_weights(run, module, "test").state()
+    run.save_checkpoint(f"{folder}/x.ckpt")
+    start, settings = AtStart(), {"train": rank_loader(), "devices": 2, "use_distributed_sampler": False, **fsdp2()}
+    fit(build(Frozen), callbacks=[lt.EMA(0.9), start], max_epochs=3, ckpt_path=f"{folder}/x.ckpt", **settings)
+    assert_equal(start.weights, raw)
+
+
+def test_weights_that_are_frozen_by_now_are_the_raw_ones(tmp_path: Path) -> None:
+    run_ranks(frozen_later, str(tmp_path))
+
+
+def another_kind(folder: str) -> None:
+    averages = [lt.EMA(0.99, validate="raw", at_end="raw"), lt.EMA(0.9, at_end="raw")]
+    module, run = train("fsdp2", None, callbacks=averages)
+    raw = local_weights(run, module, "test").state()
+    run.save_checkpoint(f"{folder}/x.ckpt")
+    start = AtStart()
+    train("fsdp2", lt.SWA(0.5), callbacks=[start], max_epochs=3, ckpt_path=f"{folder}/x.ckpt")
+    assert_equal(start.weights, raw)
+
+
+def test_an_average_of_another_kind_gives_its_raw_shards(tmp_path: Path) -> None:
+    run_ranks(another_kind, str(tmp_path))
 
 
 def damaged(engine: str, folder: str, damage: str) -> str:
