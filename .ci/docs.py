@@ -41,7 +41,8 @@ START = (
     *("your_library", "transfer", "manual_optimization", "coming_from", "your_own_ema", "faq", "troubleshooting"),
     *("why_different", "glossary"),
 )
-ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", "architecture", "contributing", "changelog")
+ABOUT = ("architecture", "contributing", "security", "changelog")
+ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", *ABOUT)
 SCALE = ("strategies", "multi_node", "scaling", "second_life")
 EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
@@ -58,7 +59,7 @@ def sources() -> dict[str, Path]:
     pages = {"index.md": ROOT / "README.md"}
     pages |= {str(path.relative_to(ROOT / "docs")): path for path in sorted((ROOT / "docs").rglob("*.md"))}
     pages |= {f"{folder}.md": ROOT / folder / "README.md" for folder in ("configs", "benchmarks")}
-    return pages | {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
+    return pages | {f"{name}.md": ROOT / f"{name.upper()}.md" for name in ("contributing", "security", "changelog")}
 
 
 def notebooks() -> list[Path]:
@@ -110,7 +111,7 @@ def navigation() -> list[Any]:
         {"Schedules": schedules},
         {"Scale": [*_pages(SCALE), *scale]},
         {"Evidence": ["benchmarks.md", *_pages(EVIDENCE)]},
-        {"Reference": ["cli.md", "configs.md", *reference, *_pages(("architecture", "contributing", "changelog"))]},
+        {"Reference": ["cli.md", "configs.md", *reference, *_pages(ABOUT)]},
     ]
 
 

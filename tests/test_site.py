@@ -50,7 +50,10 @@ def test_the_navigation_has_every_page_once(hook: Any) -> None:
     found = [*hook.api(), *(f"notebooks/{path.name}" for path in hook.notebooks())]
     found += [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(flat(hook.navigation())) == sorted(
-        [*found, *(f"{name}.md" for name in ("index", "configs", "benchmarks", "contributing", "changelog"))]
+        [
+            *found,
+            *(f"{name}.md" for name in ("index", "configs", "benchmarks", "contributing", "security", "changelog")),
+        ]
     )
     assert [*hook.navigation()[0]] == ["Start"]
 

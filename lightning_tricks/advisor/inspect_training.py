@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.advisor.layer_statistics import LayerStatistics, Look
-from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.figures import pyplot
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
 from lightning_tricks.core.report import plain_table
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.own_folder import unused
 from lightning_tricks.core.weights.gradients import GradientCallback
 from lightning_tricks.core.weights.local import LocalWeights
 
@@ -287,10 +288,11 @@ class InspectTraining(Inspector):
     """Draws gradient norms, ``||w' - w|| / ||w||``, dead units and activations by layer, every now and then.
 
     It looks at ``steps`` optimizer steps from every ``every_n_steps``-th on, the first included, and writes
-    ``step=N.png`` into the folder; what stands out is told in the log. Training is bit for bit as without it, and
-    between two pictures there are no hooks. A picture has gradients after accumulation, reduction over ranks and
-    unscaling, before clipping; sharded ones are gathered, one at a time. Activations are those of rank zero. A layer in
-    code that was compiled before shows none, since compiled code may not run new hooks.
+    ``step=N.png`` into the folder; a picture that is there stays, and the new one is called ``step=N-v1.png`` and so
+    on. What stands out is told in the log. Training is bit for bit as without it, and between two pictures there are no
+    hooks. A picture has gradients after accumulation, reduction over ranks and unscaling, before clipping; sharded ones
+    are gathered, one at a time. Activations are those of rank zero. A layer in code that was compiled before shows
+    none, since compiled code may not run new hooks.
 
     Args:
         folder: Folder of the pictures, which is made.
@@ -300,6 +302,7 @@ class InspectTraining(Inspector):
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
+        NotADirectoryError: If the folder is a file.
         ImportError: At setup, if matplotlib is missing.
         MisconfigurationException: At setup, under a strategy that owns the gradients (DeepSpeed, FSDP1); before a step,
             for sparse gradients or an optimizer that unscales its own (``fused=True`` under fp16).
@@ -310,7 +313,7 @@ class InspectTraining(Inspector):
     """
 
     def __init__(self, folder: str | Path, *, every_n_steps: int = 1000, steps: int = 10) -> None:
-        path_of("folder", folder)
+        folder_of("folder", folder)
         check_count("every_n_steps", every_n_steps)
         check_count("steps", steps)
         if steps > every_n_steps:
@@ -340,8 +343,9 @@ class InspectTraining(Inspector):
     @override
     def _report(self, trainer: pl.Trainer, inspection: TrainingInspection) -> None:
         if trainer.is_global_zero:
-            path = Path(self.folder) / f"step={inspection.first}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(self.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = unused(folder, f"step={inspection.first}", ".png")
             figure, _ = inspection.plot()
             try:
                 with atomic_write(path) as temporary:

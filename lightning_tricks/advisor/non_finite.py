@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_tricks.checkpoints.export import selected_weights
-from lightning_tricks.checkpoints.files import PathLike, load, path_of
+from lightning_tricks.checkpoints.files import PathLike, load, load_values, path_of
 from lightning_tricks.checkpoints.stream import LazyTensor
 from lightning_tricks.core.adapters.record import record_in
 from lightning_tricks.core.batches.paths import spelled, walk
@@ -431,13 +431,16 @@ def _repeat(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path, f
 
 
 def _batch(file: Path) -> Any:
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+    unsafe: list[str] = []
+    with suppress(Exception):  # of a file that cannot be read, as is told below
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if unsafe:
         classes = ", ".join(name.rpartition(".")[2] for name in unsafe)
         raise ValueError(
             f"{file} has more than tensors, and loading could run its code: {some(unsafe)}. If it is your own, allow"
             f" that first, torch.serialization.add_safe_globals([{classes}])."
         )
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return load_values(file)
 
 
 def _samples(value: Any) -> str:

@@ -10,7 +10,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -22,10 +21,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.checkpoints.newest import newest_checkpoint
 from lightning_tricks.core.lightning.resume import begin_epoch
 from lightning_tricks.core.lightning.trainer import extremes, will_step
+from lightning_tricks.core.safe_load.own_folder import unused
 from lightning_tricks.core.trick import Conflict, Trick
 
 __all__ = ["Preemption"]
@@ -50,13 +50,14 @@ class Preemption(Trick):
 
     ``trainer.fit(..., ckpt_path="newest")`` goes on from what ``newest_checkpoint(folder)`` finds on the first process,
     and starts from the beginning if that is nothing. For machines that fail without a signal let a ``ModelCheckpoint``
-    save in the same folder.
+    save in the same folder. Of the files that it saves, the next one replaces the last; no others are removed.
 
     Args:
         folder: The folder of this run's checkpoints, on a disk that all machines share.
 
     Raises:
         TypeError: If the folder is not a path.
+        NotADirectoryError: If it is a file.
         MisconfigurationException: If ``fit`` does not run in the main thread, the only one that Python tells of
             signals; or with ``ckpt_path="newest"``, if a process does not see what the first one has found.
 
@@ -73,7 +74,8 @@ class Preemption(Trick):
     )
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = str(path_of("folder", folder))
+        self.folder = str(folder_of("folder", folder))
+        self._saved: list[str] = []  # names of the checkpoints that this run has saved, in earlier lives too
         self._wish = 0  # what this process was asked for
         self._validated = False  # after the present batch
         self._compares = False  # in the present validation, which has the same number of batches on all ranks
@@ -89,7 +91,7 @@ class Preemption(Trick):
                 "Preemption needs a fit in the main thread, since Python tells no other of signals: leave it out in"
                 " workers of Ray, which restarts them itself, and resume with ckpt_path=newest_checkpoint(folder)."
             )
-        self._wish = 0
+        self._wish, self._saved = 0, []
         wishes = _wishes(trainer)
         self._wrap(trainer._signal_connector, "register_signal_handlers", lambda original: None)
         for number, wish in wishes.items():
@@ -98,6 +100,21 @@ class Preemption(Trick):
         self._wrap(trainer._checkpoint_connector, "resume_start", partial(self._resume, trainer))
         self._wrap(trainer.strategy, "process_dataloader", partial(self._shield, trainer, [*wishes]))
         self._wrap(trainer.fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, trainer))
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._saved and "callbacks" in checkpoint:  # Lightning would refuse a second one with a state before we do
+            checkpoint["callbacks"][self.state_key] = {"saved": [*self._saved]}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        saved = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("saved", [])
+        self._saved = [name for name in saved if _NAME.fullmatch(name) and os.path.lexists(Path(self.folder) / name)]
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,13 +155,17 @@ class Preemption(Trick):
 
     def _stop(self, trainer: pl.Trainer, wish: int) -> None:
         """Save, queue the job again if that was asked for, and end."""
-        path = trainer.strategy.broadcast(_unused(Path(self.folder), trainer.global_step))
+        # Even the newest checkpoint could be lost while another was written over it.
+        free = unused(Path(self.folder), f"preempted-step={trainer.global_step}", ".ckpt")
+        path = trainer.strategy.broadcast(str(free))
+        earlier, self._saved = self._saved, [*self._saved, Path(path).name]
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             if wish == _REQUEUE:
                 _requeue()
-            for old in Path(self.folder).iterdir():
-                if (known := _NAME.fullmatch(old.name)) and int(known[1]) <= trainer.global_step and str(old) != path:
+            for old in (Path(self.folder) / name for name in earlier):
+                known = _NAME.fullmatch(old.name)
+                if known and int(known[1]) <= trainer.global_step and old.exists() and not old.is_symlink():
                     trainer.strategy.remove_checkpoint(old)
         trainer.strategy.barrier("Preemption")  # SLURM may kill all tasks when the first one ends
         rank_zero_info(f'Preemption: saved {path} after a signal. Resume with ckpt_path="newest".')
@@ -198,12 +219,6 @@ def _wishes(trainer: pl.Trainer) -> dict[int, int]:
 def _in_first_batch(before: int) -> dict[str, int]:
     """Lightning's progress in the first batch of a loop, after ``before`` batches of earlier runs."""
     return {"ready": before + 1, "started": before + 1, "processed": before, "completed": before}
-
-
-def _unused(folder: Path, step: int) -> str:
-    """A path that nothing has: even the newest checkpoint could be lost while another was written over it."""
-    names = (f"preempted-step={step}{f'-v{number}' if number else ''}.ckpt" for number in count())
-    return next(str(folder / name) for name in names if not os.path.lexists(folder / name))
 
 
 def _requeue() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting
@@ -45,6 +45,7 @@ class TerminateOnNonFinite(Trick):
             ``default_root_dir``.
 
     Raises:
+        NotADirectoryError: If the directory is a file.
         FloatingPointError: At the first loss or gradient that is not finite, with the paths and the parameters' names.
 
     Example:
@@ -56,7 +57,7 @@ class TerminateOnNonFinite(Trick):
 
     def __init__(self, dirpath: str | None = None) -> None:
         if dirpath is not None:
-            path_of("dirpath", dirpath)
+            folder_of("dirpath", dirpath)
         super().__init__()
         self.dirpath = dirpath
         self._watch, self._window = FiniteCheck(), Window()

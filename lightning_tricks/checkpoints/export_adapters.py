@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.checkpoints.files import PathLike, load, path_of, save, weights_in
+from lightning_tricks.checkpoints.files import PathLike, folder_of, load, path_of, save, weights_in
 from lightning_tricks.checkpoints.stream import LazyTensor
 from lightning_tricks.core.adapters.record import Record, record_in
 from lightning_tricks.core.checks import check_bool, check_type, some
-from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.atomic_file import atomic_write, require_file
 
 __all__ = ["export_adapters"]
 
@@ -40,6 +41,7 @@ def export_adapters(
         ValueError: If the checkpoint has no adapters, or weights or buffers that peft's format has no place for.
         FileNotFoundError: If there is no such checkpoint.
         FileExistsError: If the folder has such files, unless ``force``.
+        NotADirectoryError: If the output is a file.
 
     Example:
         >>> export_adapters("epoch=3.ckpt", "adapters", strip_prefix="model.")
@@ -48,7 +50,7 @@ def export_adapters(
     """
     check_type("strip_prefix", strip_prefix, str)
     check_bool("force", force)
-    source, folder = path_of("checkpoint", checkpoint), path_of("output", output)
+    source, folder = path_of("checkpoint", checkpoint), folder_of("output", output)
     weights, record = _read(source)
     if record is None:
         raise ValueError(f"{source} has no adapters of LoRA.")
@@ -67,8 +69,10 @@ def export_adapters(
     state = {_peft_name(name.removeprefix(prefix)): value for name, value in adapters.items()}
     state |= {f"base_model.model.{name}": whole[prefix + name] for name in trained}
     config = _config(record, layers, trained)
-    if (folder / "adapter_config.json").exists() and not force:
-        raise FileExistsError(f"{folder} has adapters: choose another folder, or overwrite them with force=True.")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        require_file(folder / name)
+        if os.path.lexists(folder / name) and not force:
+            raise FileExistsError(f"{folder} has {name}: choose another folder, or overwrite it with force=True.")
     folder.mkdir(exist_ok=True)
     with atomic_write(folder / "adapter_config.json") as temporary:
         temporary.write_text(json.dumps(config, indent=2))

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import LazyTensor, memory_mapped, write_safetensors
 from lightning_tricks.core.checks import check_bool, check_type, some
-from lightning_tricks.core.safe_load.atomic_file import atomic_write
-from lightning_tricks.core.safe_load.damage import damage
+from lightning_tricks.core.safe_load.atomic_file import atomic_write, require_file
+from lightning_tricks.core.safe_load.damage import damage, refuse_program
 from lightning_tricks.core.safe_load.files import unread
+from lightning_tricks.core.safe_load.hyperparameters import refuse_instantiator
 from lightning_tricks.core.weights.tensors import identity
 
 PathLike = str | os.PathLike[str]
@@ -37,6 +38,22 @@ def path_of(name: str, value: PathLike) -> Path:
     return Path(path)
 
 
+def folder_of(name: str, value: PathLike) -> Path:
+    """The value of argument ``name`` as the path of a folder, which need not exist.
+
+    Raises:
+        NotADirectoryError: If it, or what it is to be in, is a file.
+        TypeError, ValueError: As ``path_of``.
+    """
+    path = path_of(name, value)
+    there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise NotADirectoryError(
+            f"{name} must be a folder, got {str(path)!r}, and {there} is none: choose another name."
+        )
+    return path
+
+
 def load(path: PathLike) -> dict[str, Any]:
     """Load the dictionary in a checkpoint file with memory-mapped tensors, after comparing their checksums.
 
@@ -53,15 +70,22 @@ def load(path: PathLike) -> dict[str, Any]:
         )
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {file}.")
-    loaded = _load_safetensors(file) if file.suffix == ".safetensors" else _load_torch(file)
+    loaded = _load_safetensors(file) if file.suffix == ".safetensors" else load_values(file)
     if not (isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)):
         raise ValueError(f"{file} is not a checkpoint: it holds no dictionary with string keys.")
+    refuse_instantiator(loaded, file)
     return loaded
 
 
-def _load_torch(file: Path) -> Any:
+def load_values(file: Path) -> Any:
+    """What ``torch.save`` wrote, after comparing checksums: memory-mapped tensors and plain values.
+
+    Raises:
+        ValueError: If the file is damaged, is a program, or holds objects that could run code.
+    """
     with file.open("rb") as opened:
         zipped = opened.read(4) == b"PK\x03\x04"  # Files of torch before 1.6 are not zipped and cannot be mapped.
+    refuse_program(file)
     try:
         reason = damage(file)
         if reason is None:
@@ -111,7 +135,7 @@ def check_output(output: PathLike, *, force: bool) -> Path:
     Raises:
         ValueError: If no format has the suffix.
         FileNotFoundError: If its folder does not exist.
-        FileExistsError: If it exists, unless ``force``.
+        FileExistsError: If it exists, unless ``force``; if it is a pipe or a device.
         IsADirectoryError: If it is a folder.
         ImportError: If safetensors is missing for a .safetensors file.
     """
@@ -123,8 +147,9 @@ def check_output(output: PathLike, *, force: bool) -> Path:
         raise FileNotFoundError(f"There is no folder {file.parent}: create it first.")
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder: choose another name.")
-    if file.exists() and not force:
+    if os.path.lexists(file) and not force:
         raise FileExistsError(f"{file} exists: choose another name, or overwrite it with force=True.")
+    require_file(file)
     if file.suffix == ".safetensors":
         _safetensors()
     return file

@@ -10,17 +10,16 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from typing_extensions import override
 
 from lightning_tricks.checkpoints.files import PathLike, path_of
-from lightning_tricks.core.safe_load.damage import damage, unfinished
+from lightning_tricks.core.safe_load.damage import PROGRAM, damage, is_program, unfinished, zero_tag
 
 __all__ = ["newest_checkpoint"]
 
+UNKNOWN = -1  # a step that is no number
 _NAME = re.compile(r"(?!\.).*\.ckpt|\..*\.ckpt\.[0-9a-f]{8}\.old")  # the latter: put_in_place in atomic_folder.py
 
 
@@ -31,7 +30,8 @@ def newest_checkpoint(folder: PathLike) -> str | None:
     DeepSpeed ZeRO. The newest has the most optimizer steps, as it says itself; of two with the same step, the one with
     the more complete epochs, and then the one that was written last. Clocks and copies of old files therefore matter
     little. A file whose checksums are wrong and a folder whose files are missing, cut off or damaged are left out with
-    a warning. Files without the states of optimizers, such as those of ``save_weights_only=True``, are left out, too.
+    a warning, and so is a file that does not say its step in a number, if there are others. Files without the states of
+    optimizers, such as those of ``save_weights_only=True``, are left out, too.
 
     Give every run a folder of its own: another run's checkpoint that has trained longer would be the newest, and
     only one of another network is refused when it is loaded.
@@ -66,13 +66,18 @@ def newest_checkpoint(folder: PathLike) -> str | None:
             record = _record(path)
             if "callbacks" in record:  # what Lightning leaves out of a file of weights only
                 epochs = record["loops"]["fit_loop"]["epoch_progress"]["total"]["processed"]
-                modified = path.stat().st_mtime_ns
-                found.append(_Found(record["global_step"], epochs, modified, str(path), record["callbacks"]))
+                step, epochs = (each if type(each) is int else UNKNOWN for each in (record["global_step"], epochs))
+                found.append(_Found(step, epochs, path.stat().st_mtime_ns, str(path), record["callbacks"]))
         except Exception as error:  # a damaged file can raise almost any exception
             if not path.exists():
                 continue  # a link to nothing, or removed meanwhile
-            _warn(path, unfinished(path) if path.is_dir() else f"it cannot be read ({type(error).__name__})")
-    for each in sorted(found, reverse=True):
+            told = str(error) if isinstance(error, _LeftOut) else f"it cannot be read ({type(error).__name__})"
+            _warn(path, (unfinished(path) if path.is_dir() else None) or told)
+    known = [each for each in found if UNKNOWN not in (each.step, each.epochs)]
+    for each in found if known else ():
+        if each not in known:
+            _warn(Path(each.path), "its global_step and its number of epochs must be integers")
+    for each in sorted(known or found, reverse=True):
         is_folder = Path(each.path).is_dir()
         reason = _folder_damage(Path(each.path), each.callbacks) if is_folder else damage(each.path)
         if reason is None:
@@ -89,8 +94,12 @@ class _Found(NamedTuple):
     callbacks: dict[Any, Any]
 
 
-def _warn(path: Path, reason: str | None) -> None:
-    warnings.warn(f"{path} is left out: {reason or 'it cannot be read'}.", stacklevel=3)
+class _LeftOut(ValueError):
+    """Says why a file is left out."""
+
+
+def _warn(path: Path, reason: str) -> None:
+    warnings.warn(f"{path} is left out: {reason}.", stacklevel=3)
 
 
 def _candidates(root: Path) -> Iterator[Path]:
@@ -105,8 +114,7 @@ def _record(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         return _plain(path)
     if (path / "latest").is_file():
-        tag = path / (path / "latest").read_text().strip()
-        return _plain(sorted(tag.glob("*_model_states.pt"))[0])
+        return _plain(sorted(zero_tag(path).glob("*_model_states.pt"))[0])
     return _plain(path / "meta.pt")
 
 
@@ -118,7 +126,7 @@ def _folder_damage(folder: Path, callbacks: dict[Any, Any]) -> str | None:
         if missing := _missing_averages(folder, callbacks):
             return f"it has no averages of {missing}: saving was interrupted"
         if (folder / "latest").is_file():
-            _check_zero(folder / (folder / "latest").read_text().strip())
+            _check_zero(zero_tag(folder))
         if (folder / "meta.pt").is_file():
             _require_intact(folder / "meta.pt", "meta.pt")
         for shards in sorted({file.parent for file in folder.rglob("*.distcp")}):  # weights of FSDP2, and averages
@@ -169,12 +177,23 @@ def _require_intact(file: Path | io.BytesIO, name: str) -> None:
 
 
 def _plain(file: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote, without tensors and objects, none of which is imported, called or copied to memory.
+    """What ``torch.save`` wrote, without tensors and objects, none of which is imported, called or read.
 
-    torch reads the headers of all records, whose damage would be found only when it is too late otherwise.
+    torch itself would run an archive of TorchScript. The headers of all records are read, whose damage would be found
+    only when it is too late otherwise.
     """
-    readers: Any = SimpleNamespace(Unpickler=_Unpickler, __name__="stubs")
-    loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=readers)
+    if not file.is_file():  # opening a pipe would wait for ever
+        raise _LeftOut("it is no file")
+    if is_program(file):
+        raise _LeftOut(PROGRAM)
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            archive.open(record).close()
+        (pickled,) = [name for name in archive.namelist() if re.fullmatch("[^/]+/data.pkl", name)]
+        if archive.getinfo(pickled).compress_type != zipfile.ZIP_STORED:
+            raise _LeftOut("its records are compressed")
+        with archive.open(pickled) as opened:
+            loaded = _Unpickler(opened).load()
     return loaded if isinstance(loaded, dict) else {}
 
 
@@ -184,6 +203,10 @@ class _Unpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         return type(name, (_Stub,), {})
+
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        return _Stub()
 
 
 class _Stub:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.checkpoints.stream import LazyTensor
-from lightning_tricks.core.safe_load.damage import damage
+from lightning_tricks.core.safe_load.damage import damage, zero_tag
 from lightning_tricks.core.safe_load.files import load_zero_file
+from lightning_tricks.core.safe_load.hyperparameters import refuse_instantiator
 
 MODEL, OPTIMIZER = "_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"
 PREFIX = "_forward_module."  # Lightning's name of the module in DeepSpeed's engine.
@@ -41,7 +42,7 @@ def zero_weights(folder: Path) -> dict[str, Any]:
         raise ImportError(
             "a DeepSpeed checkpoint needs the package deepspeed: pip install 'lightning-tricks[deepspeed]'"
         ) from error
-    tag = folder / (folder / "latest").read_text().strip()
+    tag = zero_tag(folder)
     if experts := sorted(file.name for file in tag.glob("layer_*_expert_*")):
         raise ValueError(f"it has DeepSpeed's experts in files of their own ({experts[0]}), which are not joined here")
     optimizers = [_load(file)["optimizer_state_dict"] for file in by_rank(tag, OPTIMIZER)]
@@ -83,8 +84,10 @@ def _model_state(model: dict[str, Any], masters: Collection[str], *, weights_are
 
 def client_state(folder: Path) -> dict[str, Any]:
     """What Lightning has saved besides the weights: the states of callbacks, loops and schedulers."""
-    tag = folder / (folder / "latest").read_text().strip()
-    return dict(_load(sorted(tag.glob(f"*{MODEL.removeprefix('_')}"))[0]))
+    file = sorted(zero_tag(folder).glob(f"*{MODEL.removeprefix('_')}"))[0]
+    state = dict(_load(file))
+    refuse_instantiator(state, file)
+    return state
 
 
 def _load(file: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import shutil
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,19 +24,30 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.adapters.base import weights_checksum
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range, check_type
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.report import progress
+from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.own_folder import new_folder, require_folder, require_own
 from lightning_tricks.evaluation.comparison import Comparison, Mode, Run
-from lightning_tricks.evaluation.fresh import Fresh, caller_unchanged, parts_of_module, parts_of_trainer
-from lightning_tricks.evaluation.plan import locked, read_record, require_plan, this_rank, write_record
+from lightning_tricks.evaluation.fresh import (
+    Fresh,
+    caller_unchanged,
+    marked_is_empty,
+    parts_of_module,
+    parts_of_trainer,
+)
+from lightning_tricks.evaluation.plan import locked, read_record, require_lock, require_plan, this_rank, write_record
 
 __all__ = ["Comparison", "compare"]
 
 Arm = Callable[[Path], tuple[Any, ...]]
 Checkpoint = Literal["last", "best"]
+RESULTS = r"[^.].*"  # names in the folder of an arm, without temporary files of a process that was killed
+MOST_BYTES = 255  # of a name on most disks
+LENGTH_BYTES = 60  # of what at_equal_time adds to a name
 EQUAL = 0.05  # the share by which times may differ to be called equal: epochs are whole numbers
 
 
@@ -83,6 +94,8 @@ def compare(
         ValueError: For fewer than two arms or seeds, a metric that is not logged, or a folder with runs of other
             settings or in which another process trains.
         TypeError: If an arm does not give a Trainer and a module.
+        OSError: For a file in place of a folder, files of others in the folder of an arm, and a folder that is removed
+            meanwhile.
         MisconfigurationException: For a module, Trainer, callback or loader that an arm gives twice, and a Trainer that
             was used.
 
@@ -105,14 +118,14 @@ def compare(
     """
     if len(arms) < 2:
         raise ValueError(f"arms must be at least two, the baseline first: there is nothing to compare; got {[*arms]}.")
-    if unfit := [name for name in arms if not isinstance(name, str) or not name.strip(".")]:
-        raise ValueError(f"arms must have names that can be those of folders, got {unfit}.")
+    _check_names(arms, equal_time=equal_time is True)
     check_type("metric", metric, str)
-    place = path_of("folder", folder)
+    place = folder_of("folder", folder)
     check_choice("mode", mode, ("max", "min"))
     check_choice("checkpoint", checkpoint, ("last", "best"))
     check_bool("equal_time", equal_time)
     chosen, baseline = _seeds(seeds), next(iter(arms))
+    require_lock(place)
     runs = _Runs(place, chosen, checkpoint, metric)
     with caller_unchanged():
         settings = {name: runs.prepare(name, arm) for name, arm in arms.items()}
@@ -126,6 +139,24 @@ def compare(
                 runs.prepare(name, arm)
             result = Comparison(metric, mode, chosen, {**made, **runs.make(longer, baseline)}, equal, result.notes)
     return result
+
+
+def _check_names(arms: Mapping[str, Arm], *, equal_time: bool) -> None:
+    """Raise unless all names can be those of folders, that of the baseline also when a length is added to it."""
+    if unfit := [name for name in arms if not isinstance(name, str) or not name or name.startswith(".")]:
+        raise ValueError(f"arms must have names that can be those of folders, and no dot in front, got {unfit}.")
+    for place, name in enumerate(arms):
+        most = MOST_BYTES - (LENGTH_BYTES if equal_time and place == 0 else 0)
+        if (size := len(_quoted(name))) > most:
+            raise ValueError(
+                f"arms must have names of at most {most} bytes as a folder, got {size} in {name[:40]!r}...: choose a"
+                " shorter one."
+            )
+
+
+def _quoted(name: str) -> str:
+    """The name of an arm's folder."""
+    return quote(name, safe=" ,+=()")
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
@@ -174,10 +205,12 @@ class _Runs:
                 for number, each in enumerate([module, *_parts(data), *trainer.callbacks])
             },
         }
-        file = self._of(name) / "plan.json"
-        if not this_rank() and not file.exists() and any(_lasting(file.parent)):
-            raise ValueError(f"{file.parent} has files of something else: choose another folder.")
-        require_plan(file, plan)
+        folder = self._of(name)
+        require_folder(folder)
+        require_plan(folder / "plan.json", plan, RESULTS)
+        for seed in self._seeds if not this_rank() else ():
+            if not os.path.lexists(folder / f"seed{seed}.json"):
+                require_own(folder / f"seed{seed}", "fit")
         return plan
 
     def make(self, arms: Mapping[str, Arm], baseline: str) -> dict[str, list[Run]]:
@@ -201,20 +234,21 @@ class _Runs:
     def _run(self, name: str, arm: Arm, seed: int, path: Path, *, may_fail: bool) -> Run:
         own = path.with_suffix("")
         if not this_rank():
-            shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
-            own.mkdir()
+            new_folder(own, "fit")  # in place of that of a run that was killed
         gc.collect()  # a module and its Trainer know each other: those of the last run still hold their memory
         trainer, module, *data = self._new(name, arm, seed)
         trainer.callbacks.insert(0, _EpochSeeds(seed))
         try:
             begin = time.perf_counter()
-            trainer.fit(module, *data)
+            with marked_is_empty(own):
+                trainer.fit(module, *data)
             seconds = time.perf_counter() - begin
             run: Run = {"metrics": _measured(trainer, module, data, self._checkpoint), "seconds": seconds}
         except Exception as error:
             if not may_fail or trainer.world_size > 1:  # other ranks may be waiting
                 raise
-            (own / "error.txt").write_text(traceback.format_exc())
+            with atomic_write(own / "error.txt") as file:
+                file.write_text(traceback.format_exc())
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
         run = trainer.strategy.broadcast({**run, "epochs": trainer.current_epoch, "steps": trainer.global_step})
         if trainer.is_global_zero:
@@ -237,12 +271,7 @@ class _Runs:
         return made
 
     def _of(self, name: str) -> Path:
-        return self._folder / quote(name, safe=" ,+=()")
-
-
-def _lasting(folder: Path) -> list[Path]:
-    """What is in a folder, without temporary files of a process that was killed."""
-    return [path for path in folder.glob("*") if not path.name.startswith(".")]
+        return self._folder / _quoted(name)
 
 
 def _parts(data: Sequence[Any]) -> list[Any]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
-from lightning_tricks.checkpoints.files import path_of
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_bool, check_count, check_range
 from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.report import table
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
-from lightning_tricks.evaluation.fold_runs import FoldRuns
+from lightning_tricks.evaluation.fold_runs import RESULTS, FoldRuns
 from lightning_tricks.evaluation.folds import Fold, fingerprint, make_folds
-from lightning_tricks.evaluation.plan import require_plan, write_json
+from lightning_tricks.evaluation.plan import require_lock, require_plan, write_json
 from lightning_tricks.evaluation.predictions import out_of_fold
 from lightning_tricks.evaluation.statistics import Interval, mean_and_interval
 
@@ -166,8 +166,8 @@ def cross_validate(
         groups: Group of each sample (n,), for splitters that keep groups together.
         loader: Function of a subset and of whether it is for training that makes its DataLoader. None for batches of
             32, or the settings of the data module's own loaders.
-        folder: Folder for plan, results and the folds' own files; the same to go on, another one for another module or
-            Trainer, which finished folds do not know.
+        folder: Folder for plan, results and the folds' own files, ``fold0`` and so on; the same to go on, another one
+            for another module or Trainer, which finished folds do not know. Only files of this function are replaced.
         seed: Seed of the first fold, and of an int's splits.
         predict: Whether to predict the samples by ``predict_step``.
         workers: Number of folds at a time, each in a process of its own; ``make_trainer`` chooses their devices. The
@@ -180,6 +180,8 @@ def cross_validate(
         TypeError: For arguments of the wrong type, and functions that do not pickle with ``workers``.
         ValueError: For a folder with other folds or data, or in which another process trains, a splitter whose folds
             overlap or are empty, a validation loader in another order, and predictions that cannot be put together.
+        OSError: For a file in place of a folder, files of others that have the names of results, and a folder that is
+            removed meanwhile.
         MisconfigurationException: For a module, parameters, a Trainer or its callbacks that were used before, a Trainer
             that does not predict all samples, and metrics that differ between ranks.
 
@@ -201,7 +203,7 @@ def cross_validate(
     References:
         Nadeau and Bengio, Inference for the generalization error, Machine Learning 52 (2003).
     """
-    path = path_of("folder", folder)
+    path = folder_of("folder", folder)
     check_count("seed", seed, least=0)
     check_range("seed", seed, 0, 2**32 - 1)
     check_bool("predict", predict)
@@ -219,7 +221,8 @@ def cross_validate(
         "predict": predict,
         "checksum of the first batch": data.checksum(folds[0]),
     }
-    require_plan(path / "folds.json", plan)
+    require_lock(path)
+    require_plan(path / "folds.json", plan, RESULTS)
     run = FoldRuns(make_module, make_trainer, data, folds, path, seed, predict)
     run.all(workers)
     done = [run.read(k) for k in range(len(folds))]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.checkpoints.average import list_paths
-from lightning_tricks.checkpoints.files import PathLike, load
+from lightning_tricks.checkpoints.files import PathLike, is_lightning, load
 from lightning_tricks.core.checks import check_choice, check_type, some
+from lightning_tricks.core.safe_load.hyperparameters import require_values
 
 __all__ = ["Ensemble"]
 
@@ -71,6 +73,27 @@ def require_logits(logits: Tensor, dim: int | None = None) -> int:
     return dim
 
 
+def restored(kind: type[pl.LightningModule], file: Path, settings: Mapping[str, Any]) -> pl.LightningModule:
+    """The module of a checkpoint, made with copies of ``settings`` and its other hyperparameters, on the CPU.
+
+    Raises:
+        ValueError: If the file is damaged, or its hyperparameters name code.
+    """
+    return _made(kind, file, _arguments(file, settings))
+
+
+def _made(kind: type[pl.LightningModule], file: Path, arguments: Mapping[str, Any]) -> pl.LightningModule:
+    return kind.load_from_checkpoint(file, map_location="cpu", weights_only=True, **arguments)
+
+
+def _arguments(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``load_from_checkpoint``, by which nothing runs that the file names."""
+    checkpoint = load(file)
+    if not is_lightning(checkpoint) or "pytorch-lightning_version" not in checkpoint:
+        raise ValueError(f"{file} is no checkpoint of Lightning: it has {some(checkpoint) or 'nothing'}.")
+    return {**copy.deepcopy(dict(settings)), **require_values(checkpoint, file, settings)}
+
+
 class Ensemble(pl.LightningModule):
     """Several trained modules as one: mean probabilities ``mean_i(softmax(x_i))``, or mean logits ``mean_i(x_i)``.
 
@@ -109,6 +132,9 @@ class Ensemble(pl.LightningModule):
     ) -> Ensemble:
         """Load checkpoints of one class, executing nothing in them; those of ``EMA`` hold averages.
 
+        Hyperparameters are values. Those that name code (``_instantiator``, ``_class_path``, a dictionary with
+        ``class_path``), as LightningCLI saves them, are refused: pass the arguments in their place.
+
         Args:
             paths: The checkpoints, two or more.
             kind: Their class, which ``load_from_checkpoint`` makes with the hyperparameters of each.
@@ -117,15 +143,16 @@ class Ensemble(pl.LightningModule):
                 transformers return it; it must have all parameters. "" for the module itself, whose steps must call
                 ``self(...)`` then.
             dim: Dimension of the classes; None for logits (B, C).
-            **settings: Arguments of the class that the checkpoints lack, of which each member gets a copy.
+            **settings: Arguments of the class that the checkpoints lack, or that replace their hyperparameters; each
+                member gets a copy.
 
         Returns:
             The ensemble, in eval mode on the CPU.
 
         Raises:
             TypeError: For a value of the wrong type.
-            ValueError: For fewer than two files, a file twice, damaged files, and ``output`` that is no submodule with
-                all parameters.
+            ValueError: For fewer than two files, a file twice, damaged files, hyperparameters that name code, and
+                ``output`` that is no submodule with all parameters.
             OSError: If a file does not exist, or is a folder.
         """
         check_choice("mean", mean, get_args(Mean))
@@ -135,12 +162,8 @@ class Ensemble(pl.LightningModule):
         files = list_paths(paths)
         if len({file.resolve() for file in files}) < max(2, len(files)):
             raise ValueError(f"paths must be two files or more, each once, got {some(map(str, files))}.")
-        for file in files:
-            load(file)
-        members = [
-            kind.load_from_checkpoint(file, map_location="cpu", weights_only=True, **copy.deepcopy(settings)).eval()
-            for file in files
-        ]
+        arguments = [_arguments(file, settings) for file in files]  # all files are looked at before a module is made
+        members = [_made(kind, file, given).eval() for file, given in zip(files, arguments, strict=True)]
         first, *others = members
         prefix = f"{output}." if output else ""
         if output not in dict(first.named_modules()):

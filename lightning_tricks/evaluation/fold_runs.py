@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context, parent_process
@@ -29,11 +28,20 @@ from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.trainer import callbacks_of
 from lightning_tricks.core.report import progress
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.own_folder import new_folder, require_own
 from lightning_tricks.evaluation.fold_data import FoldData
 from lightning_tricks.evaluation.folds import Fold
-from lightning_tricks.evaluation.fresh import Fresh, caller_unchanged, parts_of_module, parts_of_trainer
+from lightning_tricks.evaluation.fresh import (
+    Fresh,
+    caller_unchanged,
+    marked_is_empty,
+    parts_of_module,
+    parts_of_trainer,
+)
 from lightning_tricks.evaluation.plan import locked, this_rank, write_json
 from lightning_tricks.evaluation.predictions import in_order, joined, require_mean
+
+RESULTS = r"fold\d+(\.pt)?"  # names in the folder of a cross-validation
 
 
 class FoldRuns:
@@ -69,6 +77,9 @@ class FoldRuns:
         """The file with the result of a fold."""
         return self.folder / f"fold{number}.pt"
 
+    def _folder_of(self, number: int) -> Path:
+        return self.folder / f"fold{number}"
+
     def read(self, number: int) -> dict[str, Any]:
         """The result of a fold.
 
@@ -76,15 +87,20 @@ class FoldRuns:
             ValueError: If its file is damaged.
         """
         try:
-            return load(self.result(number))
-        except ValueError as error:
+            result = load(self.result(number))
+            if not {"metrics", "checkpoints", "predictions"} <= result.keys():
+                raise ValueError(f"{self.result(number)} is no result of a fold.")
+        except (ValueError, IsADirectoryError) as error:
             raise ValueError(f"{error} Remove it, and fold {number} is trained again.") from error
+        return result
 
     def all(self, workers: int) -> None:
         """Train the folds that have no result yet."""
         left = [number for number in range(len(self.folds)) if not self.result(number).exists()]
         for number in {*range(len(self.folds))} - {*left}:
             self.read(number)  # which tells of damage before hours of training
+        for number in left if this_rank() == 0 else ():
+            require_own(self._folder_of(number), "fit")
         if left:
             with locked(self.folder):
                 self._train(left, workers)
@@ -128,10 +144,13 @@ class FoldRuns:
         Args:
             number: Number of the fold.
             alone: Whether other folds run at the same time, each in one process.
+
+        Raises:
+            FileExistsError: If the fold's folder is none of an earlier run.
         """
-        folder = self.folder / f"fold{number}"
-        if this_rank() == 0 and folder.exists():
-            shutil.rmtree(folder)
+        folder = self._folder_of(number)
+        if this_rank() == 0:
+            new_folder(folder, "fit")
         pl.seed_everything(self.seed + number, workers=True, verbose=False)
         module = self.make_module(number)
         require_same_lightning(module, "cross_validate")
@@ -146,7 +165,8 @@ class FoldRuns:
         outside = loaders["val_dataloaders"] if "val_dataloaders" in loaders else loaders["datamodule"].val_dataloader()
         tried = outside if self.predict and not is_overridden("predict_step", module) else None
         trainer.callbacks.append(writer := _Writer(folder, tried))  # type: ignore[attr-defined]
-        trainer.fit(module, **loaders)
+        with marked_is_empty(folder):
+            trainer.fit(module, **loaders)
         trainer.strategy.barrier()
         best, *_ = writer.checkpoints()
         given = {"datamodule": loaders.get("datamodule"), "dataloaders": loaders.get("val_dataloaders")}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,3 +78,11 @@ def caller_unchanged() -> Iterator[None]:
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
+
+
+@contextmanager
+def marked_is_empty(folder: Path) -> Iterator[None]:
+    """Leave out the warning of a ModelCheckpoint that its folder is not empty: a new folder of ours has the marker."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f"Checkpoint directory {re.escape(os.path.realpath(folder))} exists")
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import tempfile
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.core.report import progress, table
 from lightning_tricks.evaluation.cross_validate import CrossValidation
-from lightning_tricks.evaluation.ensemble import Ensemble, Mean
+from lightning_tricks.evaluation.ensemble import Ensemble, Mean, restored
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
 from lightning_tricks.evaluation.statistics import mean_and_interval, paired_difference
 
@@ -83,13 +82,14 @@ def soup_and_ensemble(
         mean: What is averaged, as for ``Ensemble.from_checkpoints``.
         output: Name of the submodule whose outputs are averaged, as for ``Ensemble.from_checkpoints``.
         dim: Dimension of the classes, as for ``Ensemble.from_checkpoints``.
-        **settings: Arguments of the class that the checkpoints lack.
+        **settings: Arguments of the class that the checkpoints lack, or that replace their hyperparameters.
 
     Returns:
         The metrics; printed, a table.
 
     Raises:
-        ValueError: If a fold has one checkpoint only, or the data are others.
+        ValueError: If a fold has one checkpoint only, the data are others, or hyperparameters name code, as for
+            ``Ensemble.from_checkpoints``.
         MisconfigurationException: For a Trainer for several devices.
 
     Example:
@@ -113,9 +113,7 @@ def soup_and_ensemble(
             members, soup = result.members[number], Path(folder) / f"soup{number}.ckpt"
             average_checkpoints(members, soup)
             for name, file in {"best": members[0], "soup": soup}.items():
-                module = kind.load_from_checkpoint(
-                    file, map_location="cpu", weights_only=True, **copy.deepcopy(settings)
-                )
+                module = restored(kind, file, settings)
                 found[name].append(_validated(module, make_trainer(number, Path(folder)), data.of(fold)))
             module = Ensemble.from_checkpoints(members, kind, mean=mean, output=output, dim=dim, **settings)
             found["ensemble"].append(_validated(module, make_trainer(number, Path(folder)), data.of(fold)))

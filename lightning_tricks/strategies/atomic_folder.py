@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import secrets
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -14,112 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import FolderParts, saves_folder
+from lightning_tricks.core.safe_load.atomic_folder import discard, hidden, put_in_place, restore, sweep, sync_tree
 from lightning_tricks.core.safe_load.damage import folder_error, unfinished
-
-_REMOVED = re.compile(r"\.[0-9a-f]{8}\.removing")
-_RENAME_EXCHANGE = 2  # A flag of renameat2.
-_AT_FDCWD = -100  # Paths are relative to the working directory.
-
-
-def hidden(path: Path, token: str, role: str) -> Path:
-    """A hidden name beside ``path`` that no pattern such as ``*.ckpt`` matches."""
-    return path.with_name(f".{path.name}.{token}.{role}")
-
-
-def put_in_place(new: Path, final: Path) -> None:
-    """Give a finished folder its final name and remove what had that name before.
-
-    On local file systems Linux exchanges two names atomically. Elsewhere the old folder has a hidden name for an
-    instant; if the process is killed then, ``restore`` brings it back.
-    """
-    old = new
-    if not os.path.lexists(final):
-        new.rename(final)
-    elif not _exchange(new, final):
-        old = hidden(final, secrets.token_hex(4), "old")
-        final.rename(old)
-        try:
-            new.rename(final)
-        except OSError:
-            old.rename(final)
-            raise
-    sync_folder(final.parent)
-    if os.path.lexists(old):
-        discard(old)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two names atomically; return False, with nothing changed, where the system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-
-
-def discard(path: Path) -> None:
-    """Remove a folder, a file or a link; its name never stands for a partly removed folder."""
-    removed = path.with_name(f".{secrets.token_hex(4)}.removing")
-    path.rename(removed)
-    _remove(removed)
-
-
-def restore(final: Path) -> None:
-    """Rename the old folder back if a process was killed in ``put_in_place`` before the new one had its name."""
-    if not os.path.lexists(final):
-        for old in _leftovers(final, "old"):
-            old.rename(final)
-            return
-
-
-def sweep(final: Path) -> None:
-    """Remove what killed processes left behind while they saved ``final`` or removed any checkpoint beside it."""
-    restore(final)
-    for path in [*_leftovers(final, "saving"), *_leftovers(final, "old"), *_siblings(final, _REMOVED)]:
-        _remove(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on the disk."""
-    with suppress(OSError):  # Some file systems cannot synchronize a folder.
-        _fsync(folder)
-
-
-def sync_tree(folder: Path) -> None:
-    """Return when everything in a folder is on the disk, whichever process of this machine wrote it."""
-    for parent, _, files in os.walk(folder):
-        for file in files:
-            _fsync(Path(parent, file))
-        sync_folder(Path(parent))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _leftovers(final: Path, role: str) -> list[Path]:
-    return _siblings(final, re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.{role}"))
-
-
-def _siblings(final: Path, pattern: re.Pattern[str]) -> list[Path]:
-    if not final.parent.is_dir():
-        return []
-    return sorted(path for path in final.parent.iterdir() if pattern.fullmatch(path.name))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)  # The next save tries again to remove what remains.
-    else:
-        path.unlink(missing_ok=True)
+from lightning_tricks.core.safe_load.own_folder import is_ours, mark, remove, remove_file, require_own
 
 
 class AtomicFolders(ParallelStrategy, FolderParts):
@@ -154,8 +54,8 @@ class AtomicFolders(ParallelStrategy, FolderParts):
             self._raise_on_all_ranks(_error_of(partial(sync_tree, new)) if self.local_rank == 0 else None, path)
             self._run_on_rank_zero(partial(put_in_place, new, path), path)
         except OSError:
-            if self.is_global_zero:
-                shutil.rmtree(new, ignore_errors=True)
+            if self.is_global_zero and is_ours(new, "checkpoint"):
+                remove(new)
             raise
 
     @override
@@ -177,8 +77,10 @@ class AtomicFolders(ParallelStrategy, FolderParts):
         path = Path(filepath)
         if not path.is_dir() or path.is_symlink():
             super().remove_checkpoint(filepath)
-        elif self.is_global_zero:
+        elif self.is_global_zero and (unfinished(path) is None or is_ours(path, "checkpoint")):
             discard(path)
+        elif self.is_global_zero:
+            rank_zero_warn(f"{path} is not removed: it is no checkpoint.")
 
     def _write(self, checkpoint: dict[str, Any], folder: Path) -> BaseException | None:
         """Save with Lightning's strategy; return the error of this rank."""
@@ -209,7 +111,10 @@ def _local_path(filepath: str | Path) -> Path:
 
 def _make_folder(new: Path, final: Path) -> None:
     sweep(final)
+    if final.is_dir() and not final.is_symlink() and unfinished(final):
+        require_own(final, "checkpoint")  # what is no checkpoint would be lost
     new.mkdir(parents=True)
+    mark(new, "checkpoint")
 
 
 def _require_visible(new: Path) -> None:
@@ -241,7 +146,7 @@ def _first_write_error(writer: Any, action: Callable[[], None]) -> BaseException
     def save(original: Callable[..., Any], state_dict: Any, path: str) -> None:
         if error := _error_of(partial(original, state_dict, path)):
             errors.append(error)
-            Path(path).unlink(missing_ok=True)
+            remove_file(Path(path))
 
     with ExitStack() as undo:
         undo.callback(wrap_method(writer, "save", save))

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_choice
 from lightning_tricks.core.lightning.resume import begin_epoch
 from lightning_tricks.core.lightning.trainer import requested_precision, saves_folder
+from lightning_tricks.core.safe_load.damage import refuse_program
 from lightning_tricks.core.trick import announce
 
 PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
@@ -132,6 +133,8 @@ class PresetStrategy(Strategy):
                 " one file. Resume with a preset like the one that saved it, or write its weights to one file with"
                 " lightning-tricks consolidate and load that file into the module."
             )
+        if os.path.isfile(checkpoint_path):
+            refuse_program(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def make_precision_plugin(self) -> Precision:

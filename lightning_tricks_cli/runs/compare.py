@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.evaluation import Comparison, compare
 from lightning_tricks.evaluation.plan import this_rank
 from lightning_tricks_cli.runs.find_lr import read_config, settings_of
@@ -45,6 +46,7 @@ def compare_of(
     """
     if not added and not removed:
         raise ArgumentError(None, "nothing to compare: name a trick, --with EMA, --with sam.yaml or --without EMA.")
+    folder_of("output", settings["folder"])
     if plot is not None:
         check_picture(plot)
     arms = {BASE: Configured(configs)}

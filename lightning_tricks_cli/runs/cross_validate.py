@@ -11,10 +11,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.lightning.trainer import callbacks_of
-from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.atomic_file import atomic_write, require_file
 from lightning_tricks.evaluation import CrossValidation, cross_validate
-from lightning_tricks.evaluation.plan import require_plan, this_rank
+from lightning_tricks.evaluation.fold_runs import RESULTS
+from lightning_tricks.evaluation.plan import require_lock, require_plan, this_rank
 from lightning_tricks_cli.runs.find_lr import read_config, settings_of
 
 
@@ -48,12 +50,15 @@ def cross_validate_config(
         ArgumentError: If a configuration is wrong.
         ValueError: If a configuration has a checkpoint or no data; also as ``cross_validate``.
     """
-    if predictions is not None and not predictions.absolute().parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {predictions.parent}: create it first.")
+    if predictions is not None:
+        if not predictions.absolute().parent.is_dir():
+            raise FileNotFoundError(f"There is no folder {predictions.parent}: create it first.")
+        require_file(predictions)
     cli = read_config(configs)
     if cli.datamodule is None:
         raise ValueError("cross-validate needs a LightningDataModule, got a configuration without data: add its class.")
-    require_plan(folder / "config.json", settings_of(cli))
+    require_lock(folder_of("output", folder))
+    require_plan(folder / "config.json", settings_of(cli), rf"{RESULTS}|folds\.json")
     fit = _Fits(configs, seed, folder)
     result = cross_validate(
         fit.module,

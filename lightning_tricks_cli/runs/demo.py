@@ -16,8 +16,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.own_folder import is_ours, mark
 from lightning_tricks.examples.digits import VARIANTS, run
 
 EPOCHS = 55
@@ -39,6 +41,7 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0
 
     Raises:
         ImportError: If scikit-learn, matplotlib or rich is missing.
+        OSError: If the folder has other files of these names, or is a file.
     """
     check_count("seeds", seeds)
     check_count("epochs", epochs)
@@ -49,7 +52,7 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0
         from rich.progress import track
     except ImportError as error:
         raise ImportError(f"the demo needs {error.name}: pip install 'lightning_tricks[demo]'") from error
-    output.mkdir(parents=True, exist_ok=True)
+    _prepare(output)
     console = Console()
     console.print(f"scikit-learn's handwritten digits, {noise:.0%} of the training labels wrong, {epochs} epochs")
     results: Results = {name: [] for name in VARIANTS}
@@ -66,6 +69,17 @@ def demo(output: Path, *, seeds: int = 5, epochs: int = EPOCHS, noise: float = 0
         file.write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"wrote {output}/report.png, {output}/results.json and {output}/digits.ckpt (the last run's weights)")
     return results
+
+
+def _prepare(output: Path) -> None:
+    """Make the folder; files of an earlier demo may be replaced, and no others."""
+    folder_of("output", output).mkdir(parents=True, exist_ok=True)
+    if is_ours(output, "demo"):
+        return
+    for name in ("report.png", "results.json", "digits.ckpt"):
+        if os.path.lexists(output / name):
+            raise FileExistsError(f"{output / name} is in the way: no demo has made it. Choose another --output.")
+    mark(output, "demo")
 
 
 def _table(results: Results) -> Any:

@@ -89,8 +89,8 @@ class _FitReader(Reader):
 
     @override
     def before_instantiate_classes(self) -> None:
-        if self.config.get("ckpt_path") is not None:
+        super().before_instantiate_classes()
+        if self._checkpoint is not None:
             raise ValueError(
-                "this command starts from the model's initial weights, got ckpt_path="
-                f"{self.config.ckpt_path}: leave it out."
+                f"this command starts from the model's initial weights, got ckpt_path={self._checkpoint}: leave it out."
             )

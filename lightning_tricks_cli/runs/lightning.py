@@ -54,6 +54,19 @@ class Reader(LightningCLI):
                 raise FileNotFoundError(f"There is no file {missing[1]}.") from error
             reason = _reason(str(error))
             raise ArgumentError(None, reason + near_names(reason, self._parsers)) from error
+        # LightningCLI would put the checkpoint's hyperparameters over the configuration, and make what they name.
+        self._checkpoint = self._of_run.pop("ckpt_path", None)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        if self._checkpoint is not None:
+            self._of_run["ckpt_path"] = self._checkpoint
+
+    @property
+    def _of_run(self) -> Any:
+        """The part of the configuration with the arguments of the Trainer's method."""
+        command = self.config.get("subcommand")
+        return self.config[command] if command else self.config
 
     @override
     def instantiate_classes(self) -> None:
@@ -90,9 +103,10 @@ class Prepared(Reader):
 
     @override
     def before_instantiate_classes(self) -> None:
-        path = self.config[str(self.subcommand)].get("ckpt_path") or ""
+        super().before_instantiate_classes()
+        path = self._checkpoint or ""
         is_word = path in ("", "best", "last", "hpc", "newest") or path.startswith("registry") or "://" in path
-        if not is_word and not Path(path).exists():
+        if not is_word and not (Path(path).is_file() or Path(path).is_dir()):
             raise FileNotFoundError(f"There is no checkpoint {path}.")
 
     def run(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_tricks.core.safe_load.atomic_file import atomic_write
+from lightning_tricks.core.safe_load.atomic_file import atomic_write, require_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +19,7 @@ def check_picture(path: Path) -> None:
     Raises:
         ImportError: If matplotlib is missing.
         FileNotFoundError: If the folder does not exist.
+        FileExistsError: If the path has something that is no file.
         ValueError: If matplotlib does not know the suffix.
     """
     try:
@@ -27,6 +28,7 @@ def check_picture(path: Path) -> None:
         raise ImportError("the plot needs matplotlib: pip install 'lightning-tricks[plot]'") from error
     if not path.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {path.parent} for the plot.")
+    require_file(path)
     suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in suffixes:
         raise ValueError(f"the name of the plot must end in .{', .'.join(suffixes)}, got {path.name}.")

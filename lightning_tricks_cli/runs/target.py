@@ -86,6 +86,8 @@ def _transformers(path: Path, sequence_length: int | None) -> Target:
         raise ValueError(f"{path} is not a configuration of transformers: it has no model_type.")
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is not None and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(f"{path} names {config.architectures[0]!r} among its architectures, which is no model.")
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
         return Target(model, _example(config, kind, sequence_length))

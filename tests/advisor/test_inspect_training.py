@@ -129,6 +129,19 @@ def test_pictures_are_drawn_when_due_and_there_is_no_hook_otherwise(tmp_path: Pa
     assert sum(len(layer._forward_hooks) for layer in module.modules()) == 0
 
 
+def test_a_picture_that_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "step=0.png").write_text("of the user")
+    (tmp_path / "step=5.png").symlink_to("none")
+    for version in ("-v1", "-v2"):
+        fit(build(Net), train=loader(48), callbacks=[InspectTraining(tmp_path, every_n_steps=5, steps=2)], max_epochs=1)
+        assert (tmp_path / f"step=0{version}.png").exists()
+    assert (tmp_path / "step=0.png").read_text() == "of the user"
+    assert (tmp_path / "step=5.png").is_symlink()
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="folder must be a folder, got"):
+        InspectTraining(tmp_path / "file")
+
+
 class Told(Callback):
     """What InspectTraining reports, in place of pictures of it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -124,14 +125,31 @@ def test_a_signal_in_the_last_step_lets_training_end(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_earlier_ones_are_removed_and_none_is_written_over(tmp_path: Path) -> None:
-    for name in ("preempted-step=2.ckpt", "preempted-step=3-v1.ckpt", "preempted-step=9.ckpt", "last.ckpt"):
+def preempted_at(folder: Path, step: int, ckpt_path: str | None = None) -> None:
+    made = trainer(callbacks=[lt.Preemption(folder), Signals("on_before_backward", step - 1)])
+    with pytest.warns(UserWarning, match="is left out") if ckpt_path == "newest" else nullcontext():
+        assert ended(lambda: made.fit(build(NormNet), Resumable(), loader(24), ckpt_path=ckpt_path)) == STATUS
+
+
+def test_those_of_this_run_are_removed_and_none_is_written_over(tmp_path: Path) -> None:
+    others = ["last.ckpt", "preempted-step=2.ckpt", "preempted-step=3-v1.ckpt", "preempted-step=9.ckpt"]
+    for name in others:
         (tmp_path / name).write_text("no checkpoint")
     (tmp_path / "preempted-step=3.ckpt").mkdir()
-    made = trainer(callbacks=[lt.Preemption(tmp_path), Signals("on_before_backward", 2)])
-    assert ended(lambda: made.fit(build(NormNet), loader(), loader(24))) == STATUS
-    kept = ["last.ckpt", "preempted-step=3-v2.ckpt", "preempted-step=9.ckpt"]
-    assert sorted(os.listdir(tmp_path)) == kept
+    others.append("preempted-step=3.ckpt")
+    preempted_at(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "preempted-step=3-v2.ckpt"])
+    preempted_at(tmp_path, 5, "newest")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "preempted-step=5.ckpt"])
+    shutil.copy(tmp_path / "preempted-step=5.ckpt", tmp_path / "preempted-step=4.ckpt")  # a copy that the user has made
+    preempted_at(tmp_path, 7, str(tmp_path / "preempted-step=5.ckpt"))
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "preempted-step=4.ckpt", "preempted-step=7.ckpt"])
+
+
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(NotADirectoryError, match=r"folder must be a folder, got .*runs/a.*, and .*runs is none"):
+        lt.Preemption(tmp_path / "runs" / "a")
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, SIGTERMException])

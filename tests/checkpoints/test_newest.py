@@ -20,7 +20,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import lightning_tricks as lt
 from lightning_tricks import newest_checkpoint
-from lightning_tricks.strategies import atomic_folder
+from lightning_tricks.core.safe_load import atomic_folder
+from lightning_tricks.core.safe_load.own_folder import MARKER
 from tests.callbacks.test_preemption import strategy
 from tests.nets import Net, NormNet, PlainNet, build, fit, rank_loader, trainer
 from tests.ranks import run_ranks
@@ -82,6 +83,24 @@ def test_of_two_with_the_same_progress_the_newest_was_written_last(copied: Path)
     assert newest_checkpoint(copied) == str(copied / "last.ckpt")
     os.utime(copied / "last.ckpt", (1e9, 1e9))
     assert newest_checkpoint(str(copied)) == str(copied / "step=8.ckpt")
+
+
+@pytest.mark.parametrize("step", ["12", None, 3.5, torch.tensor(99)], ids=str)
+def test_a_step_that_is_no_number_is_left_out_or_the_only_one(step: Any, copied: Path) -> None:
+    changed = copied / FILES[3]
+    saved = torch.load(changed, weights_only=True)
+    torch.save({**saved, "global_step": step}, changed)
+    with pytest.warns(UserWarning, match=r"step=8\.ckpt is left out: its global_step and its number of epochs must be"):
+        assert newest_checkpoint(copied) == str(copied / FILES[2])
+    for name in FILES[:3]:
+        (copied / name).unlink()
+    assert newest_checkpoint(copied) == str(changed)
+
+
+def test_a_pipe_is_left_out(copied: Path) -> None:
+    os.mkfifo(copied / "step=10.ckpt")
+    with pytest.warns(UserWarning, match=r"step=10\.ckpt is left out: it is no file"):
+        assert newest_checkpoint(copied) == str(copied / FILES[3])
 
 
 def test_folders_are_searched_and_weights_alone_left_out(run: Path, tmp_path: Path) -> None:
@@ -207,7 +226,8 @@ def test_a_folder_that_is_damaged_or_not_finished_is_left_out(
     first, last = tmp_path / "run/1.ckpt", tmp_path / "run/3.ckpt"
     assert newest_checkpoint(tmp_path) == str(last)
     shutil.copytree(last, tmp_path / "kept")
-    files = [file.relative_to(last) for file in last.rglob("*") if file.is_file() and file.suffix != ".py"]
+    others = (".py", MARKER)  # which no resume reads
+    files = [each.relative_to(last) for each in last.rglob("*") if each.is_file() and not each.name.endswith(others)]
     assert len(files) >= 4
     for file in files:
         harms: list[Any] = [Path.unlink, partial(cut, size=0), partial(cut, size=0.5)]

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 
 from lightning_tricks_cli.main import main
@@ -140,6 +141,45 @@ def test_a_checkpoint_is_validated_tested_and_predicted_with(capsys: pytest.Capt
     assert "tested" in capsys.readouterr().out
     assert Path("predicted").exists()
     assert Path("config.yaml").read_text() == "mine"
+
+
+ASKING = """
+from typing import Any
+from here_net import Net
+
+class Asking(Net):
+    def __init__(self, width: int = 3, part: Any = None, other=None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.width = width
+
+    def test_step(self, batch, batch_idx):
+        self.log("width", float(self.width))
+"""
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_checkpoint_makes_nothing_and_changes_no_argument(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LightningCLI would put its hyperparameters over the configuration, and make the objects that they name."""
+    monkeypatch.delitem(sys.modules, "asking_net", raising=False)
+    Path("asking_net.py").write_text(ASKING)
+    saves = write("saves.yaml", trainer={"enable_checkpointing": True, "default_root_dir": "run"})
+    asked = ["-c", "base.yaml", "--model", "asking_net.Asking", "-c", saves]
+    assert main(["fit", *asked]) == 0
+    (path,) = Path().rglob("*.ckpt")
+    saved = torch.load(path, weights_only=True)
+    assert saved["hyper_parameters"]["_class_path"] == "asking_net.Asking"
+    call = {"class_path": "logging.FileHandler", "init_args": {"filename": str(Path("mark").absolute())}}
+    saved["hyper_parameters"] |= {"width": 9, "part": call, "other": [call]}
+    torch.save(saved, "hostile.ckpt")
+    resumed = [*asked, "--trainer.enable_checkpointing", "false", "--ckpt_path", "hostile.ckpt"]
+    assert main([command, *resumed]) == 0
+    assert not Path("mark").exists()
+    if command == "test":
+        assert "9.0" not in (shown := capsys.readouterr().out)
+        assert "3.0" in shown
 
 
 @pytest.mark.parametrize(

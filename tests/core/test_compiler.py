@@ -65,6 +65,21 @@ def test_the_lock_of_a_living_compilation_stays_and_that_of_a_killed_one_is_remo
     assert stale_locks() == []
 
 
+def test_a_file_that_torch_has_not_made_is_no_lock(lock: Path) -> None:
+    """torch's own locks are empty files."""
+    lock.write_text("of the user")
+    assert stale_locks() == []
+    remove_stale_locks()
+    assert lock.read_text() == "of the user"
+    (other := lock.with_name("other")).touch()
+    lock.unlink()
+    lock.symlink_to(other)
+    assert stale_locks() == []
+    remove_stale_locks()
+    assert other.exists()
+    assert lock.is_symlink()
+
+
 def test_a_compilation_that_ends_while_one_looks_was_not_killed(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(looked_at: Path) -> bool:
         nonlocal looks

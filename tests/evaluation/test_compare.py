@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from scipy import stats
 
 import lightning_tricks as lt
+from lightning_tricks.core.safe_load.own_folder import MARKER
 from lightning_tricks.evaluation import Comparison
 from lightning_tricks.evaluation.compare import at_equal_time
 from tests.nets import Net, NormNet, PlainNet, loader, rank_loader, trainer
@@ -227,6 +229,11 @@ def used(folder: Path) -> Fit:
     [
         ({"plain": fit}, {}, ValueError, r"arms must be at least two, the baseline first: .* got \['plain'\]"),
         ({**ARMS, "..": ema}, {}, ValueError, r"arms must have names .* got \['\.\.'\]"),
+        ({**ARMS, ".lock": ema}, {}, ValueError, r"arms must have names .* no dot in front, got \['\.lock'\]"),
+        ({**ARMS, "": ema}, {}, ValueError, r"arms must have names .* got \[''\]"),
+        ({**ARMS, "a" * 256: ema}, {}, ValueError, r"names of at most 255 bytes as a folder, got 256 in 'aaa.*'\.\.\."),
+        ({**ARMS, "ä" * 50: ema}, {}, ValueError, "names of at most 255 bytes as a folder, got 300 in 'äää"),
+        ({"a" * 200: fit, "EMA": ema}, {"equal_time": True}, ValueError, "names of at most 195 bytes as a folder"),
         (ARMS, {"seeds": 1}, ValueError, "seeds must be at least 2, got 1"),
         (ARMS, {"seeds": [4]}, ValueError, r"seeds must be at least two different ones: .* got \[4\]"),
         (ARMS, {"seeds": [4, 4]}, ValueError, "seeds must be at least two different ones"),
@@ -258,6 +265,84 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "plain" / "thesis.tex").touch()
     with pytest.raises(ValueError, match="plain has files of something else: choose another folder"):
         lt.compare(ARMS, folder=tmp_path, **ASKED)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_in_place_of_an_arms_folder_is_named(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "runs").mkdir()
+    if kind == "file":
+        (tmp_path / "runs" / "EMA").touch()
+    else:
+        (tmp_path / "runs" / "EMA").symlink_to(tmp_path / "outside")
+    with pytest.raises(
+        FileExistsError, match=r"EMA is in the way: (no folder|a link)\. Move it away, or choose another"
+    ):
+        lt.compare(ARMS, folder=tmp_path / "runs", **ASKED)
+    assert not any((tmp_path / "outside").iterdir())
+
+
+def test_a_lock_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("12 on a machine")
+    for place in (lambda: (tmp_path / ".lock").symlink_to("secret"), lambda: (tmp_path / ".lock").write_text("mine")):
+        place()
+        with pytest.raises(FileExistsError, match=r"\.lock is in the way: .* Move it away, or choose another folder"):
+            lt.compare(ARMS, folder=tmp_path, **ASKED)
+        assert sorted(os.listdir(tmp_path)) == [".lock", "secret"]
+        (tmp_path / ".lock").unlink()
+    assert (tmp_path / "secret").read_text() == "12 on a machine"
+    (tmp_path / ".lock").write_text("12 on a machine")  # one of an earlier run
+    lt.compare(ARMS, folder=tmp_path, **ASKED)
+    assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} on ")
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    for folder in (tmp_path / "runs", tmp_path / "runs" / "a"):
+        with pytest.raises(NotADirectoryError, match=r"folder must be a folder, got '.*runs.*', and .*runs is none"):
+            lt.compare(ARMS, folder=folder, **ASKED)
+
+
+class Removes(Callback):
+    """Removes a folder at the end of a fit; Lightning may then make it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, *_: Any) -> None:
+        shutil.rmtree(self.folder)
+
+
+@pytest.mark.parametrize("removed", [".", "EMA", "plain"])
+def test_a_folder_that_is_removed_amid_a_run_is_named(removed: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    arms = {"plain": fit, "EMA": lambda own: fit(own, Removes(folder / removed))}
+    with pytest.raises(OSError, match=r"runs.*was (removed while it was in use|not written)") as caught:
+        lt.compare(arms, folder=folder, **ASKED)
+    assert str(folder) in str(caught.value)
+
+
+def test_the_runs_of_an_earlier_version_are_read_and_a_part_of_one_is_named(tmp_path: Path) -> None:
+    """It has left no markers: what is finished is told by its plan, and of the rest it is not known whose it is."""
+    whole = lt.compare(ARMS, folder=tmp_path, **ASKED).runs
+    for marker in tmp_path.rglob(MARKER):
+        marker.unlink()
+    assert lt.compare(ARMS, folder=tmp_path, **ASKED).runs == whole
+    (tmp_path / "EMA" / "seed1.json").unlink()
+    (tmp_path / "EMA" / "seed1" / "log.txt").touch()
+    with pytest.raises(FileExistsError, match=r"seed1 is in the way: a folder with 'log\.txt' that lightning_tricks"):
+        lt.compare(ARMS, folder=tmp_path, **ASKED)
+    shutil.rmtree(tmp_path / "EMA" / "seed1")
+    again = lt.compare(ARMS, folder=tmp_path, **ASKED).runs
+    assert [run["metrics"] for run in again["EMA"]] == [run["metrics"] for run in whole["EMA"]]
+
+
+def test_a_checkpoint_beside_the_marker_is_no_reason_to_warn(tmp_path: Path) -> None:
+    def saves(folder: Path, *tricks: Callback) -> Fit:
+        return fit(folder, ModelCheckpoint(folder), *tricks, enable_checkpointing=True)
+
+    lt.compare({"plain": saves, "EMA": lambda folder: saves(folder, lt.EMA(0.5))}, folder=tmp_path, **ASKED)
+    assert len([*tmp_path.rglob("*.ckpt")]) == 4
 
 
 def test_a_run_that_diverges_or_fails_is_reported_and_gives_no_interval(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.model_selection import GroupKFold, RepeatedKFold, ShuffleSplit, StratifiedKFold, TimeSeriesSplit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
+from lightning_tricks.core.safe_load.own_folder import MARKER
 from lightning_tricks.evaluation import CrossValidation
 from tests.evaluation.recipes import (
     DATA,
@@ -113,10 +115,66 @@ def test_other_folds_in_the_same_folder_are_refused_by_name(
     assert named in str(refused.value)
 
 
-def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "folds.json").write_text('{"seed": 0,')
+@pytest.mark.parametrize("plan", ['{"seed": 0,', "[1, 2]", "3"])
+def test_a_damaged_plan_is_refused(plan: str, tmp_path: Path) -> None:
+    (tmp_path / "folds.json").write_text(plan)
     with pytest.raises(ValueError, match=r"folds\.json is damaged"):
         run(tmp_path)
+
+
+# -- files of the user ------------------------------------------------------------------------------------------------
+
+
+def test_folders_of_the_user_are_not_removed(tmp_path: Path) -> None:
+    for name in ("fold0", "fold1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("a thesis")
+    with pytest.raises(ValueError, match="has files of something else: choose another folder, or move fold0 away"):
+        run(tmp_path, make_module=never)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["fold0", "fold1", "thesis.tex", "thesis.tex"]
+
+
+def test_a_folder_that_the_user_makes_later_is_not_removed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        run(tmp_path, make_trainer=failing)
+    (tmp_path / "fold2").mkdir()
+    (tmp_path / "fold2" / "thesis.tex").write_text("a thesis")
+    with pytest.raises(
+        FileExistsError, match=r"fold2 is in the way: a folder with 'thesis\.tex' that lightning_tricks"
+    ):
+        run(tmp_path, make_module=never)  # before the fold in which it was stopped
+    assert (tmp_path / "fold2" / "thesis.tex").read_text() == "a thesis"
+
+
+def test_the_folds_of_an_earlier_version_are_read(tmp_path: Path, finished: Path) -> None:
+    """It has left no markers: what is finished is told by its plan."""
+    shutil.copytree(finished, folder := tmp_path / "cv")
+    for marker in folder.rglob(MARKER):
+        marker.unlink()
+    assert same(run(folder, make_module=never), run(finished))
+
+
+def test_what_is_no_result_of_a_fold_is_named(tmp_path: Path, finished: Path) -> None:
+    shutil.copytree(finished, folder := tmp_path / "cv")
+    torch.save({"w": torch.ones(2)}, folder / "fold1.pt")
+    with pytest.raises(ValueError, match=r"fold1\.pt is no result of a fold\. Remove it, and fold 1 is trained again"):
+        run(folder)
+
+
+class Removes(Callback):
+    """Removes a folder at the end of a fit; Lightning may then make it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, *_: Any) -> None:
+        shutil.rmtree(self.folder)
+
+
+def test_a_folder_that_is_removed_amid_a_run_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "cv"
+    with pytest.raises(FileNotFoundError, match=r"cv, or the \.lock in it, was removed while it was in use"):
+        run(folder, make_trainer=lambda fold, own: make_trainer(fold, own, callbacks=[Removes(folder)]))
 
 
 # -- other splitters and predictions ----------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints
-from lightning_tricks.evaluation import Ensemble, soup_and_ensemble
+from lightning_tricks.evaluation import CrossValidation, Ensemble, soup_and_ensemble
 from lightning_tricks.evaluation.ensemble import mean_logits
+from lightning_tricks.evaluation.folds import Fold
 from tests.evaluation.recipes import DATA, Scored, make_loader, make_trainer, run
 from tests.nets import build, fit, loader, quiet, trainer
 
@@ -268,6 +269,59 @@ def test_wrong_files_are_refused(files: list[Path], tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "hyper_parameters": Scored()}, tmp_path / "unsafe.ckpt")
     with pytest.raises(ValueError, match=r"unsafe\.ckpt was not read: it holds"):
         Ensemble.from_checkpoints([*files, tmp_path / "unsafe.ckpt"], Wide)
+
+
+class AnyArgument(Scored):
+    """Whose arguments have no types, so that LightningCLI's function makes an object of what names a class."""
+
+    def __init__(self, net: Any = None, width=3) -> None:
+        super().__init__()
+        self.given = net, width
+
+
+def with_hyperparameters(file: Path, saved: Path, **values: Any) -> Path:
+    torch.save({**torch.load(saved, weights_only=True), "hyper_parameters": values}, file)
+    return file
+
+
+def saved_of(kind: type[pl.LightningModule], file: Path) -> Path:
+    run = trainer()
+    run.strategy.connect(kind())
+    run.save_checkpoint(file, weights_only=True)
+    return file
+
+
+@pytest.mark.parametrize("argument", ["net", "width"])
+def test_hyperparameters_that_name_code_are_refused(argument: str, tmp_path: Path) -> None:
+    good = saved_of(AnyArgument, tmp_path / "good.ckpt")
+    call = {"class_path": "os.system", "init_args": {"command": f"touch {tmp_path / 'mark'}"}}
+    by = "lightning.pytorch.cli.instantiate_module"
+    bad = with_hyperparameters(tmp_path / "bad.ckpt", good, _instantiator=by, **{argument: call})
+    with pytest.raises(ValueError, match=rf"bad\.ckpt: its hyperparameter {argument}\.class_path names a class"):
+        Ensemble.from_checkpoints([good, bad], AnyArgument)
+    folds = [Fold([0], [1]), Fold([1], [0])]
+    result = CrossValidation([{}, {}], None, [[bad, good], [good, bad]], folds)
+    with pytest.raises(ValueError, match=r"bad\.ckpt: its hyperparameter"):
+        soup_and_ensemble(result, AnyArgument, DATA, lambda fold, folder: trainer())
+    assert not (tmp_path / "mark").exists()
+    AnyArgument.load_from_checkpoint(bad, weights_only=True)
+    assert (tmp_path / "mark").exists()  # as a loader that trusts it shows
+
+
+def test_what_lightning_cli_saves_is_loaded_with_the_arguments_that_are_given(tmp_path: Path) -> None:
+    good = saved_of(AnyArgument, tmp_path / "a.ckpt")
+    own = {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "os.system"}
+    other = with_hyperparameters(tmp_path / "b.ckpt", good, **own, net={"class_path": "os.system"}, width=4)
+    with pytest.raises(ValueError, match=r"hyperparameter _instantiator names .* pass all arguments .*, width=\."):
+        Ensemble.from_checkpoints([good, other], AnyArgument, net=1)
+    made = Ensemble.from_checkpoints([good, other], AnyArgument, net=1, width=2)
+    assert [made.given, made.ensemble_members[0].given] == [(1, 2), (1, 2)]
+
+
+def test_what_is_no_checkpoint_of_lightning_is_named(files: list[Path], tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "weights.ckpt")
+    with pytest.raises(ValueError, match=r"weights\.ckpt is no checkpoint of Lightning: it has w\."):
+        Ensemble.from_checkpoints([*files, tmp_path / "weights.ckpt"], Wide)
 
 
 def test_it_is_not_trained(files: list[Path]) -> None:

@@ -21,6 +21,7 @@ from lightning_tricks.checkpoints import average_checkpoints, consolidate, expor
 from lightning_tricks.core.safe_load.metadata import ALLOWED_NAMES
 from lightning_tricks_cli.main import main
 from tests.checkpoints.sharded import Tied, save_zero3
+from tests.faults import hostile
 from tests.faults.pickles import CRAFTED, behind, state_of
 from tests.faults.runs import resume
 from tests.nets import PlainNet, build, rank_loader, trainer
@@ -294,16 +295,46 @@ def calls(tree: ast.AST) -> list[ast.Call]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
+SOURCES = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "lightning_tricks_cli").rglob("*.py")]
+
+
 def test_the_package_unpickles_nothing() -> None:
     """``torch.load`` has ``weights_only=True`` or what Lightning was told; no other reader of pickles is called."""
     readers = ("pickle.load", "pickle.loads", "torch.jit.load", "torch.distributed.checkpoint.load", "dcp.load")
-    for file in sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")):
-        for call in calls(ast.parse((PACKAGE / file).read_text())):
-            name = ast.unparse(call.func)
+    for file in SOURCES:
+        for call in calls(ast.parse(file.read_text())):
+            name, place = ast.unparse(call.func), file.relative_to(PACKAGE.parent).as_posix()
             if name == "torch.load":
                 given = {each.arg: ast.unparse(each.value) for each in call.keywords}
-                allowed = ("True", "weights_only") if file == "strategies/fsdp2/preset.py" else ("True",)
-                by_stubs = file == "checkpoints/newest.py" and given["pickle_module"] == "readers"
-                assert by_stubs or given.get("weights_only") in allowed, ast.unparse(call)
-            assert name not in readers or file == "core/safe_load/reader.py", ast.unparse(call)
+                told = ("True", "weights_only") if place.endswith("strategies/fsdp2/preset.py") else ("True",)
+                assert given.get("weights_only") in told, ast.unparse(call)
+            assert name not in readers or place.endswith("core/safe_load/reader.py"), ast.unparse(call)
             assert name != "dcp.FileSystemReader", "SafeReader reads its metadata without running it"
+            assert not name.endswith("load_from_checkpoint") or place.endswith("evaluation/ensemble.py"), (
+                "restored() makes a module of values alone"
+            )
+
+
+def test_only_what_a_run_has_written_itself_is_trusted() -> None:
+    given = ("'weights_only': False", "weights_only=False")
+    trusting = []
+    for file in SOURCES:
+        nodes = [each for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.Dict | ast.keyword)]
+        if any(word in ast.unparse(node) for node in nodes for word in given):
+            trusting.append(file.relative_to(PACKAGE.parent).as_posix())
+    assert sorted(trusting) == ["lightning_tricks/evaluation/compare.py", "lightning_tricks/evaluation/fold_runs.py"]
+
+
+@pytest.mark.parametrize("preset", ["single_bf16", "fsdp2_bf16"])
+def test_a_preset_runs_no_program_whatever_it_was_told(preset: str, tmp_path: Path) -> None:
+    path = hostile.program(tmp_path / "a", tmp_path / "mark")
+    (said,) = run_ranks(resumed_from_a_program, preset, str(path), nprocs=1)
+    assert "a.ckpt was not read: it is a program (TorchScript) and no checkpoint." in said
+    assert not (tmp_path / "mark").exists()
+
+
+def resumed_from_a_program(name: str, path: str) -> str:
+    run = trainer(max_epochs=1, **lt.preset(name, precision="32-true"))
+    with pytest.raises(ValueError, match="program") as caught:
+        run.fit(build(PlainNet), rank_loader(), ckpt_path=path, weights_only=False)
+    return str(caught.value)

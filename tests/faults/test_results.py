@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
 import lightning_tricks as lt
+from lightning_tricks.core.safe_load.own_folder import is_ours
 from tests.evaluation import recipes
 from tests.evaluation.test_compare import ARMS, ASKED
 from tests.faults.runs import Resumable, differences
@@ -209,6 +210,7 @@ def full_for_folds(root: Path) -> None:
     refused(lambda: recipes.run(root / "cv", make_trainer=full_in_fold_1), r"fold1\.pt was not written")
     names = sorted(path.name for path in (root / "cv").iterdir())
     assert names == [".lock", "fold0", "fold0.pt", "fold1", "folds.json"]
+    assert is_ours(root / "cv" / "fold1", "fit")
     assert recipes.same(recipes.run(root / "cv"), expected)
 
 
@@ -230,7 +232,7 @@ def full_for_pictures(root: Path) -> None:
     fit(build(PlainNet), callbacks=look(), max_epochs=1)
     before, module = files(folder), build(PlainNet)
     with full_disk():
-        refused(lambda: fit(module, callbacks=look(), max_epochs=1), r"step=0\.png was not written")
+        refused(lambda: fit(module, callbacks=look(), max_epochs=1), r"step=0-v1\.png was not written")
     assert files(folder) == before != {}
     assert not pyplot.get_fignums()
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())

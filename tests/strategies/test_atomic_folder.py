@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +21,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
-from lightning_tricks.strategies import atomic_folder as folders
-from lightning_tricks.strategies.atomic_folder import AtomicFolders, discard, put_in_place, restore, sweep
+from lightning_tricks.core.safe_load import atomic_folder as folders
+from lightning_tricks.core.safe_load.atomic_folder import discard, put_in_place, restore, sweep
+from lightning_tricks.core.safe_load.own_folder import MARKER, mark
+from lightning_tricks.strategies import atomic_folder as strategies
+from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from tests.conformance.engines import CPUDeepSpeedStrategy, cpu_deepspeed
 from tests.nets import PlainNet, assert_equal, build, rank_loader, trainer
 from tests.ranks import run_ranks
@@ -70,6 +74,7 @@ def test_a_new_folder_takes_the_place_of_whatever_was_there(before: str, tmp_pat
     put_in_place(make(tmp_path / ".new", "new"), final)
     assert whole(final) == "new"
     assert not final.is_symlink()
+    assert not (other / MARKER).exists()
     assert whole(other) == "other"
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "other.ckpt"]
 
@@ -106,6 +111,7 @@ def test_killed_at_each_step_the_name_stands_for_the_old_or_the_new_folder(
 ) -> None:
     final = make(tmp_path / "a.ckpt", "old")
     new = make(folders.hidden(final, "01234567", "saving"), "new")
+    mark(new, "checkpoint")
     with monkeypatch.context() as patch:
         kill_at(step, patch)
         try:
@@ -118,10 +124,15 @@ def test_killed_at_each_step_the_name_stands_for_the_old_or_the_new_folder(
     restore(final)
     assert whole(final) in ("old", "new")
     sweep(final)
-    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert left(tmp_path) == {"a.ckpt"}
 
 
-@pytest.mark.parametrize("step", range(1, 12))
+def left(folder: Path) -> set[str]:
+    """What is in a folder, without a hidden one that has lost its marker and was to be removed in the next instant."""
+    return {path.name for path in folder.iterdir() if any(path.iterdir()) or not path.name.endswith(".removing")}
+
+
+@pytest.mark.parametrize("step", range(1, 14))
 def test_killed_while_it_is_removed_a_folder_is_whole_or_has_no_name(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,10 +142,10 @@ def test_killed_while_it_is_removed_a_folder_is_whole_or_has_no_name(
         try:
             discard(folder)
         except Killed:
-            assert step < 11
+            assert step < 13
     assert not folder.exists() or whole(folder) == "old"
     sweep(tmp_path / "b.ckpt")
-    assert set(os.listdir(tmp_path)) <= {"a.ckpt"}
+    assert left(tmp_path) <= {"a.ckpt"}
 
 
 def test_a_new_name_that_cannot_be_given_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +158,28 @@ def test_a_new_name_that_cannot_be_given_leaves_the_old_folder(tmp_path: Path, m
 
 def test_only_what_was_left_of_that_name_is_swept(tmp_path: Path) -> None:
     kept = [".a.ckpt", ".a.ckpt.b.01234567.saving", ".b.ckpt.01234567.saving", ".a.ckpt.0123.saving", "a.ckpt.saving"]
-    for name in kept:
-        make(tmp_path / name, name)
-    for name in (".a.ckpt.01234567.saving", ".a.ckpt.89abcdef.saving", ".89abcdef.removing"):
-        make(tmp_path / name, name)
+    left = [".a.ckpt.01234567.saving", ".a.ckpt.89abcdef.saving", ".89abcdef.removing", ".a.ckpt.01234567.old"]
+    for name in (*kept, *left):
+        mark(make(tmp_path / name, name), "checkpoint")
+    make(tmp_path / "a.ckpt", "whole")
     sweep(tmp_path / "a.ckpt")
-    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "a.ckpt"])
     sweep(tmp_path / "none" / "a.ckpt")
+
+
+def test_what_others_have_made_with_such_names_is_left_alone(tmp_path: Path) -> None:
+    outside = mark(make(tmp_path / "outside", "other"), "checkpoint")
+    names = [".a.ckpt.01234567.saving", ".a.ckpt.01234567.old", ".89abcdef.removing"]
+    for number, name in enumerate(names):
+        make(tmp_path / name, name)
+        (tmp_path / name.replace("89ab", "cdef").replace("0123", "cdef")).symlink_to(outside)
+        (tmp_path / name.replace("89ab", "4567").replace("0123", "89ab")).write_text(str(number))
+    before = sorted(os.listdir(tmp_path))
+    assert len(before) == 10
+    sweep(tmp_path / "a.ckpt")
+    assert sorted(os.listdir(tmp_path)) == before
+    assert [whole(tmp_path / name) for name in names] == names
+    assert whole(outside) == "other"
 
 
 # -- strategies -------------------------------------------------------------------------------------------------------
@@ -218,7 +244,7 @@ def names_and_resume(engine: str, folder: str) -> None:
         assert list(new.glob("averages/EMA*/.metadata"))
         named(new, final)
 
-    with mock.patch.object(folders, "put_in_place", complete):
+    with mock.patch.object(strategies, "put_in_place", complete):
         run.fit(module, rank_loader())
     run.strategy.barrier()
     assert sorted(os.listdir(path)) == ["last.ckpt", "step=3.ckpt"]
@@ -296,6 +322,20 @@ def full_disk(engine: str, folder: str) -> list[str]:
         run.strategy.barrier()
         assert os.listdir(path.parent) == ["a.ckpt"]
     run.save_checkpoint(path)
+    mine = path.with_name("mine.ckpt")  # a folder of the user, who has named it by mistake
+    if run.is_global_zero:
+        mine.mkdir()
+        (mine / "thesis.tex").touch()
+    run.strategy.barrier()
+    with pytest.raises(OSError, match=r"mine\.ckpt was not saved"):
+        run.save_checkpoint(mine)
+    with pytest.warns(UserWarning, match=r"mine\.ckpt is not removed") if run.is_global_zero else nullcontext():
+        run.strategy.remove_checkpoint(mine)
+    assert os.listdir(mine) == ["thesis.tex"]
+    run.strategy.barrier()
+    if run.is_global_zero:
+        shutil.rmtree(mine)
+    run.strategy.barrier()
     run.fit_loop.max_epochs = 2
     run.fit(build(Wide), rank_loader(), ckpt_path=path)
     assert run.global_step == 6

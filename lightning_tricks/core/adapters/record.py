@@ -107,4 +107,5 @@ def found_in(value: Any) -> Record | None:
 def record_in(checkpoint: Mapping[str, Any]) -> Record | None:
     """The record in a checkpoint, or in a plain state_dict; None if it has no adapters."""
     states = [checkpoint.get("callbacks") or {}, checkpoint.get("state_dict") or {}, checkpoint]
-    return next((found for state in states for value in state.values() if (found := found_in(value))), None)
+    values = [value for state in states if isinstance(state, Mapping) for value in state.values()]
+    return next((found for value in values if (found := found_in(value))), None)

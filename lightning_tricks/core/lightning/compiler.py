@@ -15,6 +15,8 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_tricks.core.safe_load.own_folder import remove_file
+
 QUIET = 900  # Seconds without a write after which no machine compiles any more; an operator takes one to five minutes.
 NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "glusterfs", "fuse", "9p", "afs")
 
@@ -49,19 +51,18 @@ def remove_stale_locks() -> None:
                 )
                 while lock.exists() and _quiet_seconds(lock) < QUIET:
                     time.sleep(1)
-            if lock.exists() and not _is_held(lock):
-                with suppress(FileNotFoundError):  # if the compilation has just ended
-                    lock.unlink()
-                    warnings.warn(
-                        f"{lock} was left by a compilation that was killed, and every process would wait for it:"
-                        " removed.",
-                        stacklevel=2,
-                    )
+            if lock.exists() and not _is_held(lock) and remove_file(lock):
+                warnings.warn(
+                    f"{lock} was left by a compilation that was killed, and every process would wait for it: removed.",
+                    stacklevel=2,
+                )
 
 
 def stale_locks() -> list[Path]:
-    """The locks that no process of this machine holds."""
-    return [lock for folder in _folders() for lock in sorted(folder.glob("*/lock")) if not _is_held(lock)]
+    """The locks that no process of this machine holds: empty files, as torch makes them."""
+    named = [lock for folder in _folders() for lock in sorted(folder.glob("*/lock"))]
+    locks = [lock for lock in named if lock.is_file() and not lock.is_symlink() and not lock.stat().st_size]
+    return [lock for lock in locks if not _is_held(lock)]
 
 
 def _folders() -> list[Path]:
@@ -115,6 +116,9 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows has none, and refuses to remove a file that is open.
         yield
         return
-    with open(folder / "lock.check", "a") as file:  # "w" would write: see _quiet_seconds
-        fcntl.flock(file, fcntl.LOCK_EX)
+    check = os.open(folder / "lock.check", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(check, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(check)

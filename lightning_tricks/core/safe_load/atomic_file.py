@@ -13,6 +13,16 @@ from pathlib import Path
 _FULL = re.compile(r"inline_container|PytorchStreamWriter|iostream|write\(\): ")
 
 
+def require_file(path: Path) -> None:
+    """Raise if a path has something that is no file, which no file may replace.
+
+    Raises:
+        FileExistsError: If it is a folder, a pipe, a device or a socket, or a link to one.
+    """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} exists and is no file: choose another name.")
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; at the end of the block it is renamed to ``path``, or removed after an error.
@@ -20,8 +30,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
     A link at ``path`` is replaced, and its target stays.
 
     Raises:
+        FileExistsError: If the path has something that is no file.
         OSError: If the file could not be written; other errors of the block are raised unchanged.
     """
+    require_file(path)
     temporary = path.with_name(
         f".{secrets.token_hex(8)}{path.suffix}"
     )  # in the same folder, for rename(); writers tell the format by the suffix

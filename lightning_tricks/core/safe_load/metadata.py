@@ -152,7 +152,9 @@ def _index(stub: _Stub) -> MetadataIndex:
 def _place(stub: _Stub) -> Place:
     file, offset, length = (stub.parts[name] for name in ("relative_path", "offset", "length"))
     transforms = [require_type(str, name) for name in stub.parts.get("transform_descriptors") or ()]
-    return Place(require_type(str, file), require_type(int, offset), require_type(int, length), transforms)
+    if Path(require_type(str, file)).is_absolute() or ".." in Path(file).parts:
+        raise ValueError("a file outside of the folder")
+    return Place(file, require_type(int, offset), require_type(int, length), transforms)
 
 
 def _size(stub: _Stub) -> torch.Size:

@@ -33,6 +33,7 @@ from lightning_tricks.core.checks import check_bool, check_count, check_type
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.ranks import samples_differ_in
+from lightning_tricks.core.safe_load.damage import refuse_program
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.strategies.atomic_folder import AtomicFolders
@@ -368,6 +369,7 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         self.require_complete(path)
         self._loads_file = path.is_file()
+        refuse_program(path if self._loads_file else path / "meta.pt")
         if self._loads_file:  # Lightning runs its hooks, then loads it through the methods below.
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         checkpoint = torch.load(path / "meta.pt", map_location="cpu", weights_only=weights_only)

@@ -29,6 +29,7 @@ from lightning_tricks.core.checks import check_bool, check_type
 from lightning_tricks.core.lightning.compiler import prepare_to_compile, remove_stale_locks
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting, will_step
+from lightning_tricks.core.safe_load.damage import zero_tag
 from lightning_tricks.core.safe_load.files import load_zero_file
 from lightning_tricks.core.trick import announce
 from lightning_tricks.core.weights.zero import load_full_weights
@@ -135,10 +136,9 @@ def check_shards(preset: str, path: Path, ranks: int | None) -> None:
 
 def refuse_code(strategy: ParallelStrategy, folder: Path) -> None:
     """Raise on all ranks if a file could run code, before DeepSpeed unpickles it."""
-    latest = folder / "latest"
-    files = sorted((folder / latest.read_text().strip()).glob("*.pt")) if latest.is_file() else []
     refusal = None
     try:
+        files = sorted(zero_tag(folder).glob("*.pt")) if (folder / "latest").is_file() else []
         for file in files[strategy.global_rank :: strategy.world_size]:
             load_zero_file(file)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,20 @@ def test_a_new_file_has_the_mode_of_any_other_and_a_link_is_replaced(tmp_path: P
         file.write_text("new")
     assert (path.is_symlink(), path.read_text(), other.read_text()) == (False, "new", "other")
     assert path.stat().st_mode == other.stat().st_mode
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link to a folder", "device"])
+def test_what_is_no_file_is_not_replaced(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null" if what == "device" else tmp_path)
+    with pytest.raises(FileExistsError, match=r"a\.png exists and is no file: choose another name"), atomic_write(path):
+        raise AssertionError("the block is not entered")
+    assert [each.name for each in tmp_path.iterdir()] == ["a.png"]
 
 
 @pytest.mark.parametrize(
