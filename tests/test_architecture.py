@@ -275,6 +275,8 @@ HOST = {  # where tensors without a device are right, by file or folder, or by f
     "callbacks/data_wait.py DataWait.on_train_epoch_end": "a logged number is in host memory already",
     "callbacks/rewind_on_spike.py RewindOnSpike._rewind": "a logged number is in host memory already",
     "callbacks/skip_non_finite.py SkipNonFinite.on_before_optimizer_step": "a logged number is in host memory already",
+    "callbacks/mixup.py Mixup._mix": "numbers drawn on the host, moved to the device of the inputs",
+    "callbacks/transforms/cutout.py CutOut.of_batch": "numbers drawn on the host, moved to the device of the images",
     "core/lightning/trainer.py log_every_n_steps": "a logged number is in host memory already",
 }
 
