@@ -16,8 +16,8 @@ of images blur and rotation, too) are seen by the models of the clean regime, wi
 Tricks have the starting values that their cards give, or those in ``TRICKS``. The learning rate of
 plain training, a constant one, is tuned for each task and regime by validation, with two seeds that are not used again:
 from the one in ``TASKS`` up and down a ladder of factors of about three, until neither neighbour of the best is better.
-Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise: "Muon" one,
-as the others, and "Muon, both rates" a second one for the weights that AdamW trains, which takes more runs.
+Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise: "Muon" has
+one, and "Muon, both rates" a second one for the weights that AdamW trains, which takes more runs.
 
 Equal compute: SAM takes twice the compute of an epoch, so it comes with half of the epochs as well, and plain training
 with twice the epochs; ProgressiveResizing takes two thirds of the pixels, and comes with 1.5 times the epochs as well.
@@ -35,6 +35,7 @@ from functools import cache, partial
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -151,6 +152,8 @@ class Recipe(NamedTuple):
     smoothing: float = 0.0
     epochs: float = 1.0  # times the task's
     optimizer: str | None = None  # a name of ``lt.optimizers()`` in place of the task's
+    weight_decay: float | None = None  # None: the task's
+    settings: Mapping[str, Any] = MappingProxyType({})  # further ones of that optimizer
     change: Callable[[nn.Module], object] | None = None  # of the network
 
 
@@ -368,8 +371,9 @@ def fit(task: str, regime: str, trick: Trick, rate: Rate, scale: Scale, folder: 
     network = settings.network()
     if recipe.change is not None:
         recipe.change(network)
-    lr, *others = named(rate).items()
-    arguments: dict[str, Any] = {"optimizer": settings.optimizer, "weight_decay": settings.weight_decay, **dict([lr])}
+    rates = named(rate)
+    weight_decay = settings.weight_decay if recipe.weight_decay is None else recipe.weight_decay
+    arguments: dict[str, Any] = {"optimizer": settings.optimizer, "weight_decay": weight_decay, "lr": rates.pop("lr")}
     arguments |= {"classes": CLASSES[task], "name": recipe.optimizer, "label_smoothing": recipe.smoothing}
     trainer = pl.Trainer(
         max_epochs=epochs,
@@ -379,7 +383,7 @@ def fit(task: str, regime: str, trick: Trick, rate: Rate, scale: Scale, folder: 
         callbacks=[*recipe.callbacks],
     )
     kind = Measured if recipe.sam is None else partial(SharpMeasured, sam=recipe.sam)
-    return trainer, kind(network, further=dict(others), **arguments), Data(task, regime)
+    return trainer, kind(network, further={**recipe.settings, **rates}, **arguments), Data(task, regime)
 
 
 def measure(
@@ -387,21 +391,31 @@ def measure(
     regime: str,
     scale: Scale,
     folder: Path,
-    names: Collection[str] = (),
+    tricks: Mapping[str, Trick] | None = None,
     plain_lr: float | None = None,
 ) -> dict[str, list[Any]]:
-    """The learning rates, then the runs that count; of the named tricks, whose plain training has a rate already."""
+    """The learning rates, then the runs that count.
+
+    Args:
+        task: A name of ``TASKS``.
+        regime: A name of ``REGIMES``.
+        scale: How much is run.
+        folder: Where runs are kept, so that an interrupted benchmark goes on.
+        tricks: Those to measure, ``TRICKS`` by default.
+        plain_lr: The learning rate of plain training where that is known.
+    """
     score, better = ("loss", min) if task in LOSS_TASKS else ("accuracy", max)
     metric, parts = f"val_{score}", ("test", *(shifts(task) if regime == "clean" else ()))
     tested = [f"{part}_{what}" for part in parts for what in (score, "ece")]
-    tricks = {name: trick for name, trick in TRICKS.items() if task in trick.tasks and (not names or name in names)}
+    tricks = {name: trick for name, trick in (tricks or TRICKS).items() if task in trick.tasks}
     chosen: dict[str, Rate] = {PLAIN: plain_lr or TASKS[task].lr}
     chosen |= {name: trick.lr for name, trick in tricks.items() if trick.lr is not None}
-    means: dict[str, dict[Rate, float]] = {name: {} for name in chosen if name != PLAIN or plain_lr is None}
+    tuned = [name for name in chosen if name in tricks and (name != PLAIN or plain_lr is None)]
+    means: dict[str, dict[Rate, float]] = {name: {} for name in tuned}
     done: dict[str, list[dict[str, Any]]] = {}
 
     def made(variants: Sequence[tuple[str, Rate]], seeds: Sequence[int], part: str) -> dict[tuple[str, Rate], Any]:
-        arms = {label(name, rate): partial(fit, task, regime, TRICKS[name], rate, scale) for name, rate in variants}
+        arms = {label(name, rate): partial(fit, task, regime, tricks[name], rate, scale) for name, rate in variants}
         mode: Any = "min" if better is min else "max"
         runs = lt.compare(arms, metric=metric, mode=mode, seeds=seeds, folder=folder / f"{task}, {regime}" / part).runs
         kept = (metric,) if part == SWEEP else tested
@@ -413,14 +427,14 @@ def measure(
         return found
 
     with small_runs():  # of one thread
-        wanted = [(name, chosen[name]) for name in means]
-        while wanted:
+        wanted = [(name, rate) for name in tuned for rate in (chosen[name], *neighbours(chosen[name]))]
+        while wanted and scale.tunes:
             tried = [(name, rate) for name, of_name in means.items() for rate in of_name]
             for (name, rate), runs in made([*tried, *wanted], SWEEP_SEEDS, SWEEP).items():
                 means[name][rate] = round(fmean(run[metric] for run in runs), 4)
             chosen |= {name: better(of_name, key=of_name.__getitem__) for name, of_name in means.items()}
-            near = [(name, each) for name in means for each in neighbours(chosen[name])]
-            wanted = [(name, rate) for name, rate in near if rate not in means[name]] if scale.tunes else []
+            near = [(name, each) for name in tuned for each in neighbours(chosen[name])]
+            wanted = [(name, rate) for name, rate in near if rate not in means[name]]
         seeds = range(scale.seeds or TASKS[task].seeds)
         finals = [(name, chosen.get(name, trick.factor * chosen[PLAIN])) for name, trick in tricks.items()]
         made(finals, seeds, "finals")
@@ -475,6 +489,7 @@ def result(
     here = machine("lightning-tricks", "scikit-learn", "scikit-image", "timm", "schedulefree", "torchao")
     machines = {"machine": here}
     if kept:
+        sweep, runs = ([line for line in mine if line["trick"] in names] for mine in (sweep, runs))
         machines = {"machine": kept["machine"], "renewed": {**kept.get("renewed", {}), **dict.fromkeys(names, here)}}
         sweep, runs = (
             sorted([line for line in kept[part] if line["trick"] not in names] + mine, key=_place)
@@ -522,7 +537,9 @@ def main() -> None:
     plain = {(each["task"], each["regime"]): each["lr"] for each in sweep if each["trick"] == PLAIN}
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
     for cell in CELLS:
-        found.append(measure(*cell, scale, runs, args.only, plain.get(cell)))
+        if only := [name for name in args.only or TRICKS if cell[0] in TRICKS[name].tasks]:
+            tricks = {name: TRICKS[name] for name in dict.fromkeys([PLAIN, *only])}
+            found.append(measure(*cell, scale, runs, tricks, plain.get(cell)))
         (folder / "quality.json").write_text(written(made := result(found, scale, kept, args.only)))
     quality_report.draw(folder / "quality.svg", made)
     if folder == RESULTS:

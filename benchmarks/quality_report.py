@@ -96,10 +96,9 @@ def renew(result: dict[str, Any]) -> None:
 
 def section(result: dict[str, Any]) -> str:
     """The part of the README: in how many columns tricks are better or worse, and all figures, folded."""
-    machine = _words(result["machine"])
-    for other in {_words(other): other for other in result.get("renewed", {}).values()}:
-        tricks = ", ".join(name for name, where in result["renewed"].items() if _words(where) == other)
-        machine += f"; {tricks}: {other}"
+    machine = words(result["machine"])
+    for other in dict.fromkeys(map(words, result.get("renewed", {}).values())):
+        machine += f"; {', '.join(name for name, where in result['renewed'].items() if words(where) == other)}: {other}"
     return "\n\n".join(
         [
             f"<details>\n<summary>All figures ({machine})</summary>",
@@ -112,7 +111,8 @@ def section(result: dict[str, Any]) -> str:
     )
 
 
-def _words(machine: dict[str, Any]) -> str:
+def words(machine: dict[str, Any]) -> str:
+    """A machine and its versions."""
     return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 

@@ -52,9 +52,9 @@ def optimizer(
 
     ``"muon"`` orthogonalizes the hidden weights: matrices and convolutions, without embeddings, the output layer and
     depthwise filters. Their steps, with Nesterov's momentum, are as large as AdamW's: 0.2 ``lr`` in the root mean
-    square. All other weights are trained by AdamW, with timm's ``betas`` = (0.9, 0.95), at ``adamw_lr``, which is ``lr``
-    by default; with another ``adjust_lr_fn`` than timm's default, steps have another size, and it must be given. Muon
-    is for training from scratch: to fine-tune all weights of a network that AdamW has trained, take AdamW.
+    square. All other weights are trained by AdamW, with timm's ``betas`` = (0.9, 0.95), at ``adamw_lr``: ``lr`` by
+    default, but with another ``adjust_lr_fn`` than timm's own, steps have another size, and it must be given. Muon is
+    for training from scratch: to fine-tune all weights of a network that AdamW has trained, take AdamW.
 
     Args:
         name: A name of ``optimizers()``.

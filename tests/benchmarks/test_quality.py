@@ -63,6 +63,39 @@ def test_a_cell_is_measured_for_real_and_goes_on_where_it_was(
     assert [path for path in runs if path.stat().st_mtime_ns != times[path]] == runs[:1]
 
 
+def test_some_tricks_are_measured_anew_and_the_others_stay_as_they_are(
+    quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = (quality.PLAIN, "EMA", "Muon", "Muon, both rates")
+    monkeypatch.setattr(quality, "TRICKS", {name: quality.TRICKS[name] for name in some})
+    monkeypatch.setattr(quality, "CELLS", [("digits", "clean")])
+    scale = quality.Scale(2, epochs=1, batches=2, tunes=False)
+    kept = quality.result([quality.measure("digits", "clean", scale, tmp_path / "all")], scale)
+    kept["machine"], anew = {"cpu": "another one"}, ("EMA", "Muon, both rates")
+    other = quality.TRICKS["Muon, both rates"]._replace(lr=(0.1, 0.03))
+    tricks = {quality.PLAIN: quality.TRICKS[quality.PLAIN], "EMA": quality.TRICKS["EMA"], "Muon, both rates": other}
+    found = quality.measure("digits", "clean", scale, tmp_path / "some", tricks, plain_lr=0.3)
+    made = quality.result([found], scale, kept, anew)
+    for part in ("sweep", "rows", "runs"):
+        places = [(each.get("part"), each["regime"], each["trick"], each.get("seed")) for each in made[part]]
+        assert sorted(places, key=str) == sorted(dict.fromkeys(places), key=str), "each once"
+        first, second = ([each for each in of[part] if each["trick"] not in anew] for of in (kept, made))
+        assert first == second
+    assert [each["trick"] for each in made["rows"]] == [*some] * 4
+    rates = {each["trick"]: (each["lr"], each.get("adamw_lr")) for each in made["rows"]}
+    assert rates == {"plain": (0.1, None), "EMA": (0.3, None), "Muon": (0.01, None), "Muon, both rates": (0.1, 0.03)}
+    assert made["machine"] == {"cpu": "another one"} != made["renewed"]["EMA"] == made["renewed"]["Muon, both rates"]
+
+
+def test_of_two_rates_each_has_its_neighbours(quality: ModuleType) -> None:
+    assert quality.neighbours(0.01) == [0.003, 0.03]
+    assert quality.neighbours((0.01, 3.0)) == [(0.003, 3.0), (0.03, 3.0), (0.01, 1.0)]
+    trick = quality.TRICKS["Muon, both rates"]
+    _, module, _ = quality.fit("glosses", "clean", trick, (0.01, 0.03), quality.REDUCED, Path())
+    rates = {group.get("lr"): group["use_fallback"] for group in module.configure_optimizers().param_groups}
+    assert rates == {0.01: False, 0.03: True}
+
+
 @pytest.mark.slow
 def test_every_trick_runs_in_every_cell(quality: ModuleType, report: ModuleType, tmp_path: Path) -> None:
     cells = [quality.measure(task, regime, quality.REDUCED, tmp_path) for task, regime in quality.CELLS]
@@ -178,22 +211,28 @@ def test_the_rows_are_those_of_the_runs(report: ModuleType, committed: dict[str,
             assert [row[gain]["low"], row[gain]["high"]] == pytest.approx([*limits], abs=0.01)
 
 
-def test_a_learning_rate_is_the_one_that_validates_best_on_other_seeds(
-    quality: ModuleType, committed: dict[str, Any]
-) -> None:
-    lrs = {(each["task"], each["regime"], each["trick"]): each["lr"] for each in committed["rows"]}
+@pytest.mark.parametrize("name", ["quality", "claims"])
+def test_a_learning_rate_is_the_one_that_validates_best_on_other_seeds(quality: ModuleType, name: str) -> None:
+    committed = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+    lrs = {
+        (run["task"], run["regime"], run["trick"]): rate_of(run)
+        for run in committed["runs"]
+        if run["part"] != "learning rates"
+    }
     for sweep in committed["sweep"]:
         cell = (sweep["task"], sweep["regime"], sweep["trick"])
         metric, best = ("val_loss", min) if sweep["task"] == "text" else ("val_accuracy", max)
         means = {}
         for run in committed["runs"]:
             if run["part"] == "learning rates" and (run["task"], run["regime"], run["trick"]) == cell:
-                means.setdefault(run["lr"], []).append(run[metric])
-        assert {float(lr): mean for lr, mean in sweep[metric].items()} == {
-            lr: round(fmean(each), 4) for lr, each in means.items()
-        }
-        assert lrs[cell] == sweep["lr"] == best(means, key=lambda lr, means=means: round(fmean(means[lr]), 4))
-        assert {*quality.neighbours(sweep["lr"])} <= means.keys()  # neither is better
+                means.setdefault(rate_of(run), []).append(run[metric])
+        assert sweep[metric] == {str(lr): round(fmean(each), 4) for lr, each in means.items()}
+        assert lrs[cell] == rate_of(sweep) == best(means, key=lambda lr, means=means: round(fmean(means[lr]), 4))
+        assert {*quality.neighbours(rate_of(sweep))} <= means.keys()  # neither is better
+
+
+def rate_of(line: dict[str, Any]) -> float | tuple[float, float]:
+    return (line["lr"], line["adamw_lr"]) if "adamw_lr" in line else line["lr"]
 
 
 COLUMNS = {

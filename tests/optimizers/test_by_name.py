@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from timm.optim import Muon
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -341,7 +342,7 @@ def test_muon_orthogonalizes_the_hidden_weights_alone(model: str) -> None:
 
 
 class Kinds(nn.Module):
-    """A weight of every kind: embedding, matrices, convolution, depthwise filters, a thin matrix, norm, output layer."""
+    """A weight of every kind: embedding, norm, matrices, a thin one, convolution, depthwise filters, output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +396,7 @@ def test_muon_steps_as_far_as_adamw_and_trains_the_others_as_adamw_does(
                 torch.testing.assert_close(weight, twin[name].detach(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.skipif("algo" not in inspect.signature(timm.optim.Muon).parameters, reason="timm 1.0.21 has no AdaMuon")
+@pytest.mark.skipif("algo" not in inspect.signature(Muon).parameters, reason="timm 1.0.21 has no AdaMuon")
 def test_adamuon_steps_as_far_as_adamw_too() -> None:
     module = Kinds()
     made = lt.optimizer("muon", module, 0.02, algo="adamuon")
@@ -413,7 +414,7 @@ def test_muon_on_another_scale_needs_the_rate_of_the_others(scale: str | None) -
         lt.optimizer("muon", Kinds(), 0.02, adjust_lr_fn=scale)
     made = lt.optimizer("muon", Kinds(), 0.02, adjust_lr_fn=scale, adamw_lr=0.003)
     assert {(group["use_fallback"], group.get("lr")) for group in made.param_groups} == {(False, 0.02), (True, 0.003)}
-    with pytest.raises(ValueError, match="'adamuon' is not one of .*Take 'muon' with algo='adamuon'"):
+    with pytest.raises(ValueError, match=r"'adamuon' is not one of .*Take 'muon' with algo='adamuon'"):
         lt.optimizer("adamuon", Kinds(), 0.02)
 
 
@@ -424,7 +425,7 @@ def test_muon_on_another_scale_needs_the_rate_of_the_others(scale: str | None) -
 def test_what_is_a_matrix_is_what_timm_orthogonalizes_by_itself(shape: tuple[int, ...]) -> None:
     weight = nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)
-    made = timm.optim.Muon([weight])
+    made = Muon([weight])
     made.step()
     assert is_matrix(weight) is made.state[weight]["use_muon"]
 
