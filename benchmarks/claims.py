@@ -129,6 +129,7 @@ OF = {"Muon, both rates": "Muon"}  # tricks whose trial is that of another one
 OTHERWISE = {
     "plain, half the epochs": "What stopping early does; no paper's.",
     "plain, twice the epochs": "What longer training does; no paper's.",
+    "AdamW, both rates": "A control of ours.",
     "SAM": "The paper has images; on language models it is for fine-tuning (arXiv 2110.08529).",
     "SAM, rho 0.3": "A radius of ours; the paper's is 0.05.",
     "SAM, half the epochs": "For equal compute; the paper gives plain training twice the epochs instead.",

@@ -26,6 +26,7 @@ NAMES = {  # of the tricks that the benchmarks call otherwise
     "Lion": "optimizer",
     "Muon": "optimizer",
     "Muon, both rates": "optimizer",
+    "AdamW, both rates": "optimizer",
     "QAT int4": "QAT",
     "rounded to int4": "QAT",
     "stochastic depth 0.2": "add_stochastic_depth",

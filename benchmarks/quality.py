@@ -16,8 +16,10 @@ of images blur and rotation, too) are seen by the models of the clean regime, wi
 Tricks have the starting values that their cards give, or those in ``TRICKS``. The learning rate of
 plain training, a constant one, is tuned for each task and regime by validation, with two seeds that are not used again:
 from the one in ``TASKS`` up and down a ladder of factors of about three, until neither neighbour of the best is better.
-Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise: "Muon" has
-one, and "Muon, both rates" a second one for the weights that AdamW trains, which takes more runs.
+Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise. "Muon" has
+one, as they have. "Muon, both rates" has a second one for the weights that AdamW trains: the ladder begins with equal
+rates, and goes up and down with each. That takes three times the runs, and not all of its gain is Muon's: "AdamW, both
+rates" has the same two, for the same weights.
 
 Equal compute: SAM takes twice the compute of an epoch, so it comes with half of the epochs as well, and plain training
 with twice the epochs; ProgressiveResizing takes two thirds of the pixels, and comes with 1.5 times the epochs as well.
@@ -117,7 +119,7 @@ TASKS = {
         lr=0.01,
     ),
 }
-Rate = float | tuple[float, float]  # of the optimizer; the second one is Muon's ``adamw_lr``
+Rate = float | tuple[float, float]  # of the optimizer; the second one is ``adamw_lr``
 LADDER = [float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 3)]  # of learning rates
 DIVERGED = {"loss": 99.0, "accuracy": 0.0, "ece": 1.0}  # what counts where a metric is not finite
 CLASSES = {"digits": 10, "textures": 3, "glosses": 5, "text": len(CHARACTERS)}
@@ -202,6 +204,7 @@ TRICKS = {
     "Lion": Trick(lambda: Recipe(optimizer="lion"), lr=0.001),
     "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=0.01),
     "Muon, both rates": Trick(lambda: Recipe(optimizer="muon"), lr=(0.01, 0.01)),
+    "AdamW, both rates": Trick(lambda: Recipe(optimizer="adamw"), lr=(0.01, 0.01)),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),)), PICTURES),
     "rounded to int4": Trick(lambda: Recipe((Rounded(),)), LINEAR),
     "QAT int4": Trick(lambda: Recipe((lt.QAT("int4", start=0.5),)), LINEAR),
@@ -275,7 +278,11 @@ class Measured(Classifier):
         """That of the task, or of the trick."""
         if self.name is None:
             return super().configure_optimizers()
-        return lt.optimizer(self.name, self, lr=self.lr, weight_decay=self.weight_decay, **self.further)
+        settings = {"lr": self.lr, "weight_decay": self.weight_decay, **self.further}
+        if self.name == "adamw" and "adamw_lr" in settings:
+            groups = lt.optimizer("muon", self, **settings).param_groups
+            return torch.optim.AdamW([{key: each[key] for key in ("params", "lr", "weight_decay")} for each in groups])
+        return lt.optimizer(self.name, self, **settings)
 
 
 class SharpMeasured(lt.SAMMixin, Measured):
@@ -427,7 +434,7 @@ def measure(
         return found
 
     with small_runs():  # of one thread
-        wanted = [(name, rate) for name in tuned for rate in (chosen[name], *neighbours(chosen[name]))]
+        wanted = [(name, rate) for name in tuned for rate in first(chosen[name])]
         while wanted and scale.tunes:
             tried = [(name, rate) for name, of_name in means.items() for rate in of_name]
             for (name, rate), runs in made([*tried, *wanted], SWEEP_SEEDS, SWEEP).items():
@@ -456,11 +463,19 @@ def label(name: str, rate: Rate) -> str:
     return ", ".join([name, *(f"{setting} {value:g}" for setting, value in named(rate).items())])
 
 
+def first(rate: Rate) -> list[Rate]:
+    """Where tuning begins: with a rate and its neighbours, or with equal rates up to two steps from it."""
+    if isinstance(rate, tuple):
+        place = LADDER.index(rate[0])
+        return [(each, each) for each in LADDER[place - 2 : place + 3]]
+    return [rate, *neighbours(rate)]
+
+
 def neighbours(rate: Rate) -> list[Rate]:
     """The next smaller and the next larger learning rate; of two rates, either one's beside the other as it is."""
     if isinstance(rate, tuple):
-        first, second = rate
-        return [(each, second) for each in neighbours(first)] + [(first, each) for each in neighbours(second)]
+        one, other = rate
+        return [(each, other) for each in neighbours(one)] + [(one, each) for each in neighbours(other)]
     place = LADDER.index(rate)
     return LADDER[max(place - 1, 0) : place] + LADDER[place + 1 : place + 2]
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from scipy import stats
 
+from lightning_tricks.optimizers.hidden import is_hidden
+
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text()
 
@@ -90,10 +92,15 @@ def test_some_tricks_are_measured_anew_and_the_others_stay_as_they_are(
 def test_of_two_rates_each_has_its_neighbours(quality: ModuleType) -> None:
     assert quality.neighbours(0.01) == [0.003, 0.03]
     assert quality.neighbours((0.01, 3.0)) == [(0.003, 3.0), (0.03, 3.0), (0.01, 1.0)]
-    trick = quality.TRICKS["Muon, both rates"]
-    _, module, _ = quality.fit("glosses", "clean", trick, (0.01, 0.03), quality.REDUCED, Path())
-    rates = {group.get("lr"): group["use_fallback"] for group in module.configure_optimizers().param_groups}
-    assert rates == {0.01: False, 0.03: True}
+    assert quality.first((0.01, 0.01)) == [(lr, lr) for lr in (0.001, 0.003, 0.01, 0.03, 0.1)]
+    for name in ("Muon, both rates", "AdamW, both rates"):
+        _, module, _ = quality.fit("glosses", "clean", quality.TRICKS[name], (0.01, 0.03), quality.REDUCED, Path())
+        made = module.configure_optimizers()
+        assert type(made).__name__ == name.split(",")[0]
+        hidden = is_hidden(module)
+        assert len(hidden) == 4
+        for group in made.param_groups:
+            assert {group["lr"]} == {0.01 if weight in hidden else 0.03 for weight in group["params"]}
 
 
 @pytest.mark.slow
