@@ -51,8 +51,8 @@ def optimizer(
     slow weights follow every ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another.
 
     ``"muon"`` orthogonalizes the hidden weights: matrices and convolutions, without embeddings, the output layer and
-    filters of a single channel. Their steps, with Nesterov's momentum, are as large as AdamW's: 0.2 ``lr`` in the root mean
-    square. All other weights are trained by AdamW, with timm's ``betas`` = (0.9, 0.95), at ``adamw_lr``: ``lr`` by
+    filters of a single channel. Their steps, with Nesterov's momentum, are as large as AdamW's: 0.2 ``lr`` in the root
+    mean square. All other weights are trained by AdamW, with timm's ``betas`` = (0.9, 0.95), at ``adamw_lr``: ``lr`` by
     default, but with another ``adjust_lr_fn`` than timm's own, steps have another size, and it must be given. Muon is
     for training from scratch: to fine-tune all weights of a network that AdamW has trained, take AdamW.
 
