@@ -17,9 +17,9 @@ Tricks have the starting values that their cards give, or those in ``TRICKS``. T
 plain training, a constant one, is tuned for each task and regime by validation, with two seeds that are not used again:
 from the one in ``TASKS`` up and down a ladder of factors of about three, until neither neighbour of the best is better.
 Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise. "Muon" has
-one, as they have. "Muon, both rates" has a second one for the weights that AdamW trains: the ladder begins with equal
-rates, and goes up and down with each. That takes three times the runs, and not all of its gain is Muon's: "AdamW, both
-rates" has the same two, for the same weights.
+one, as they have. "Muon, both rates", on texts, has a second one for the weights that AdamW trains, embeddings among
+them; tuning begins with all pairs of five rates, which takes six times the runs. Since such a rate may gain with any
+optimizer, "AdamW, both rates" has the same two, for the same weights.
 
 Equal compute: SAM takes twice the compute of an epoch, so it comes with half of the epochs as well, and plain training
 with twice the epochs; ProgressiveResizing takes two thirds of the pixels, and comes with 1.5 times the epochs as well.
@@ -34,6 +34,7 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -123,7 +124,8 @@ Rate = float | tuple[float, float]  # of the optimizer; the second one is ``adam
 LADDER = [float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 3)]  # of learning rates
 DIVERGED = {"loss": 99.0, "accuracy": 0.0, "ece": 1.0}  # what counts where a metric is not finite
 CLASSES = {"digits": 10, "textures": 3, "glosses": 5, "text": len(CHARACTERS)}
-PICTURES, LABELLED, LINEAR = ("digits", "textures"), ("digits", "textures", "glosses"), ("digits", "glosses", "text")
+PICTURES, TEXTS = ("digits", "textures"), ("glosses", "text")
+LABELLED, LINEAR = ("digits", "textures", "glosses"), ("digits", "glosses", "text")
 NOISE = {"digits": 0.5, "textures": 0.15}  # in the test images, in standard deviations of theirs
 REPLACED = 0.2  # share of the words or characters that other ones replace in noisy test data
 
@@ -203,13 +205,13 @@ TRICKS = {
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=0.01),
     "Lion": Trick(lambda: Recipe(optimizer="lion"), lr=0.001),
     "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=0.01),
-    "Muon, both rates": Trick(lambda: Recipe(optimizer="muon"), lr=(0.01, 0.01)),
-    "AdamW, both rates": Trick(lambda: Recipe(optimizer="adamw"), lr=(0.01, 0.01)),
+    "Muon, both rates": Trick(lambda: Recipe(optimizer="muon"), TEXTS, lr=(0.01, 0.01)),
+    "AdamW, both rates": Trick(lambda: Recipe(optimizer="adamw"), TEXTS, lr=(0.01, 0.01)),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),)), PICTURES),
     "rounded to int4": Trick(lambda: Recipe((Rounded(),)), LINEAR),
     "QAT int4": Trick(lambda: Recipe((lt.QAT("int4", start=0.5),)), LINEAR),
     "stochastic depth 0.2": Trick(
-        lambda: Recipe(change=partial(lt.add_stochastic_depth, rate=0.2, modules=BRANCHES)), ("glosses", "text")
+        lambda: Recipe(change=partial(lt.add_stochastic_depth, rate=0.2, modules=BRANCHES)), TEXTS
     ),
     "BlurPool": Trick(lambda: Recipe(change=lt.add_blur_pool), ("textures",)),
     "ProgressiveResizing": Trick(lambda: resized(1.0), ("textures",)),
@@ -464,10 +466,10 @@ def label(name: str, rate: Rate) -> str:
 
 
 def first(rate: Rate) -> list[Rate]:
-    """Where tuning begins: with a rate and its neighbours, or with equal rates up to two steps from it."""
+    """Where tuning begins: with a rate and its neighbours, or with all pairs of rates up to two steps from two."""
     if isinstance(rate, tuple):
-        place = LADDER.index(rate[0])
-        return [(each, each) for each in LADDER[place - 2 : place + 3]]
+        near = [LADDER[place - 2 : place + 3] for place in map(LADDER.index, rate)]
+        return [*product(*near)]
     return [rate, *neighbours(rate)]
 
 
