@@ -17,7 +17,7 @@ Tricks have the starting values that their cards give, or those in ``TRICKS``. T
 plain training, a constant one, is tuned for each task and regime by validation, with two seeds that are not used again:
 from the one in ``TASKS`` up and down a ladder of factors of about three, until neither neighbour of the best is better.
 Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise. "Muon" has
-one, as they have. "Muon, both rates", on texts, has a second one for the weights that AdamW trains, embeddings among
+one, as they have. "Muon, both rates", on glosses, has a second one for the weights that AdamW trains, embeddings among
 them; tuning begins with all pairs of five rates, which takes six times the runs. Since such a rate may gain with any
 optimizer, "AdamW, both rates" has the same two, for the same weights.
 
@@ -121,11 +121,10 @@ TASKS = {
     ),
 }
 Rate = float | tuple[float, float]  # of the optimizer; the second one is ``adamw_lr``
-LADDER = [float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 3)]  # of learning rates
+LADDER = [float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3)]  # of learning rates
 DIVERGED = {"loss": 99.0, "accuracy": 0.0, "ece": 1.0}  # what counts where a metric is not finite
 CLASSES = {"digits": 10, "textures": 3, "glosses": 5, "text": len(CHARACTERS)}
-PICTURES, TEXTS = ("digits", "textures"), ("glosses", "text")
-LABELLED, LINEAR = ("digits", "textures", "glosses"), ("digits", "glosses", "text")
+PICTURES, LABELLED, LINEAR = ("digits", "textures"), ("digits", "textures", "glosses"), ("digits", "glosses", "text")
 NOISE = {"digits": 0.5, "textures": 0.15}  # in the test images, in standard deviations of theirs
 REPLACED = 0.2  # share of the words or characters that other ones replace in noisy test data
 
@@ -205,13 +204,13 @@ TRICKS = {
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=0.01),
     "Lion": Trick(lambda: Recipe(optimizer="lion"), lr=0.001),
     "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=0.01),
-    "Muon, both rates": Trick(lambda: Recipe(optimizer="muon"), TEXTS, lr=(0.01, 0.01)),
-    "AdamW, both rates": Trick(lambda: Recipe(optimizer="adamw"), TEXTS, lr=(0.01, 0.01)),
+    "Muon, both rates": Trick(lambda: Recipe(optimizer="muon"), ("glosses",), lr=(0.01, 0.01)),
+    "AdamW, both rates": Trick(lambda: Recipe(optimizer="adamw"), ("glosses",), lr=(0.01, 0.01)),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),)), PICTURES),
     "rounded to int4": Trick(lambda: Recipe((Rounded(),)), LINEAR),
     "QAT int4": Trick(lambda: Recipe((lt.QAT("int4", start=0.5),)), LINEAR),
     "stochastic depth 0.2": Trick(
-        lambda: Recipe(change=partial(lt.add_stochastic_depth, rate=0.2, modules=BRANCHES)), TEXTS
+        lambda: Recipe(change=partial(lt.add_stochastic_depth, rate=0.2, modules=BRANCHES)), ("glosses", "text")
     ),
     "BlurPool": Trick(lambda: Recipe(change=lt.add_blur_pool), ("textures",)),
     "ProgressiveResizing": Trick(lambda: resized(1.0), ("textures",)),

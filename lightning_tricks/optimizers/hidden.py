@@ -42,7 +42,7 @@ def is_matrix(weight: Tensor) -> bool:
     """Whether a hidden weight is a matrix that can be orthogonalized, by the rule of timm's Muon.
 
     The filters of a convolution are the rows. A vector, a filter of a single channel, and what has fewer than 4 rows or
-    columns or is 128 times as long as wide, are not.
+    columns or is more than 128 times as long as wide, are not.
 
     Example:
         >>> is_matrix(nn.Conv2d(8, 8, 3).weight), is_matrix(nn.Conv2d(8, 8, 3, groups=8).weight)

@@ -49,6 +49,7 @@ def test_trials_are_what_the_script_has(claims: ModuleType) -> None:
         trial = claims.TRIALS[each["trick"]]
         assert (each["paper"], each["claim"]) == (trial.paper, trial.claim)
         assert (each["tasks"], each["configuration"]) == ([*trial.tasks], trial.configuration)
+        assert each["base"] == trial.base
     assert len(committed["trials"]) == len(claims.TRIALS)
     tricks = importlib.import_module("quality").TRICKS
     assert claims.TRIALS.keys() | claims.OTHERWISE.keys() | claims.OF.keys() <= tricks.keys()
@@ -71,7 +72,7 @@ def test_gains_are_those_of_runs_with_the_same_seeds(claims: ModuleType) -> None
         metric, factor = (f"{part}_loss", -100) if row["task"] == "text" else (f"{part}_accuracy", 100)
         mine, plain = (
             [factor * finals[(*cell, name, seed)][metric] for seed in range(row["seeds"])]
-            for name in (row["trick"], f"{row['trick']}: plain")
+            for name in (row["trick"], claims.TRIALS[row["trick"]].base)
         )
         limits = stats.ttest_rel(mine, plain).confidence_interval(0.95)
         assert [row["gain"]["low"], row["gain"]["high"]] == pytest.approx([*limits], abs=0.01)

@@ -69,13 +69,14 @@ def test_some_tricks_are_measured_anew_and_the_others_stay_as_they_are(
     quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = (quality.PLAIN, "EMA", "Muon", "Muon, both rates")
-    monkeypatch.setattr(quality, "TRICKS", {name: quality.TRICKS[name] for name in some})
+    tricks = {name: quality.TRICKS[name]._replace(tasks=("digits",)) for name in some}
+    monkeypatch.setattr(quality, "TRICKS", tricks)
     monkeypatch.setattr(quality, "CELLS", [("digits", "clean")])
     scale = quality.Scale(2, epochs=1, batches=2, tunes=False)
     kept = quality.result([quality.measure("digits", "clean", scale, tmp_path / "all")], scale)
     kept["machine"], anew = {"cpu": "another one"}, ("EMA", "Muon, both rates")
-    other = quality.TRICKS["Muon, both rates"]._replace(lr=(0.1, 0.03))
-    tricks = {quality.PLAIN: quality.TRICKS[quality.PLAIN], "EMA": quality.TRICKS["EMA"], "Muon, both rates": other}
+    tricks = {name: tricks[name] for name in (quality.PLAIN, *anew)}
+    tricks["Muon, both rates"] = tricks["Muon, both rates"]._replace(lr=(0.1, 0.03))
     found = quality.measure("digits", "clean", scale, tmp_path / "some", tricks, plain_lr=0.3)
     made = quality.result([found], scale, kept, anew)
     for part in ("sweep", "rows", "runs"):
