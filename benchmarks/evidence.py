@@ -25,6 +25,8 @@ REFERENCE = ("label smoothing 0.1", "EMA + flat_cos", "SAM + EMA + flat_cos")  #
 NAMES = {  # of the tricks that the benchmarks call otherwise
     "Lion": "optimizer",
     "Muon": "optimizer",
+    "Muon, both rates": "optimizer",
+    "AdamW, both rates": "optimizer",
     "QAT int4": "QAT",
     "rounded to int4": "QAT",
     "stochastic depth 0.2": "add_stochastic_depth",

@@ -1,7 +1,8 @@
 """Where each trick helps: wrong labels, few samples, rare classes, shifted test data, on four tasks.
 
-``nice python benchmarks/quality.py`` (about three hours of one core; ``--reduced`` runs all for two batches). The fits
-are those of ``lightning_tricks.compare``: interrupted, the command goes on where it was. It writes the figures to
+``nice python benchmarks/quality.py`` (about three hours of one core; ``--reduced`` runs all for two batches, and
+``--only Muon`` measures the named tricks anew and leaves the figures of the others as they are). The fits are those of
+``lightning_tricks.compare``: interrupted, the command goes on where it was. It writes the figures to
 ``benchmarks/results/quality.json``, the heat map ``quality.svg`` beside it, and a part of ``benchmarks/README.md``.
 
 Three tasks are those of ``configs/``: digits (images, a perceptron), textures (images, a small CNN with BatchNorm) and
@@ -15,7 +16,10 @@ of images blur and rotation, too) are seen by the models of the clean regime, wi
 Tricks have the starting values that their cards give, or those in ``TRICKS``. The learning rate of
 plain training, a constant one, is tuned for each task and regime by validation, with two seeds that are not used again:
 from the one in ``TASKS`` up and down a ladder of factors of about three, until neither neighbour of the best is better.
-Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise.
+Tricks keep it, ``HardExampleFilter`` half of it. Other optimizers have other learning rates, tuned likewise. "Muon" has
+one, as they have. "Muon, both rates", on glosses, has a second one for the weights that AdamW trains, embeddings among
+them; tuning begins with all pairs of five rates, which takes six times the runs. Since such a rate may gain with any
+optimizer, "AdamW, both rates" has the same two, for the same weights.
 
 Equal compute: SAM takes twice the compute of an epoch, so it comes with half of the epochs as well, and plain training
 with twice the epochs; ProgressiveResizing takes two thirds of the pixels, and comes with 1.5 times the epochs as well.
@@ -26,12 +30,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -113,7 +120,8 @@ TASKS = {
         lr=0.01,
     ),
 }
-LADDER = [float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 3)]  # of learning rates
+Rate = float | tuple[float, float]  # of the optimizer; the second one is ``adamw_lr``
+LADDER = [float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3)]  # of learning rates
 DIVERGED = {"loss": 99.0, "accuracy": 0.0, "ece": 1.0}  # what counts where a metric is not finite
 CLASSES = {"digits": 10, "textures": 3, "glosses": 5, "text": len(CHARACTERS)}
 PICTURES, LABELLED, LINEAR = ("digits", "textures"), ("digits", "textures", "glosses"), ("digits", "glosses", "text")
@@ -147,6 +155,8 @@ class Recipe(NamedTuple):
     smoothing: float = 0.0
     epochs: float = 1.0  # times the task's
     optimizer: str | None = None  # a name of ``lt.optimizers()`` in place of the task's
+    weight_decay: float | None = None  # None: the task's
+    settings: Mapping[str, Any] = MappingProxyType({})  # further ones of that optimizer
     change: Callable[[nn.Module], object] | None = None  # of the network
 
 
@@ -155,7 +165,7 @@ class Trick(NamedTuple):
 
     recipe: Callable[[], Recipe]
     tasks: tuple[str, ...] = tuple(TASKS)
-    lr: float | None = None  # where tuning of its own begins; None: that of plain training
+    lr: Rate | None = None  # where tuning of its own begins; None: that of plain training
     factor: float = 1.0  # by which that is multiplied
 
 
@@ -194,6 +204,8 @@ TRICKS = {
     "ScheduleFree": Trick(lambda: Recipe((lt.ScheduleFree(),), optimizer="schedulefree_adamw"), lr=0.01),
     "Lion": Trick(lambda: Recipe(optimizer="lion"), lr=0.001),
     "Muon": Trick(lambda: Recipe(optimizer="muon"), lr=0.01),
+    "Muon, both rates": Trick(lambda: Recipe(optimizer="muon"), ("glosses",), lr=(0.01, 0.01)),
+    "AdamW, both rates": Trick(lambda: Recipe(optimizer="adamw"), ("glosses",), lr=(0.01, 0.01)),
     "LayerFreezing": Trick(lambda: Recipe((lt.LayerFreezing(parameters=LAYERS),)), PICTURES),
     "rounded to int4": Trick(lambda: Recipe((Rounded(),)), LINEAR),
     "QAT int4": Trick(lambda: Recipe((lt.QAT("int4", start=0.5),)), LINEAR),
@@ -227,9 +239,16 @@ REDUCED = Scale(2, epochs=1, batches=2, tunes=False)
 class Measured(Classifier):
     """A classifier that measures accuracy, calibration error and loss; of sequences, in all their places."""
 
-    def __init__(self, network: nn.Module, classes: int, name: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        classes: int,
+        name: str | None = None,
+        further: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(network, **settings)
-        self.classes, self.name = classes, name
+        self.classes, self.name, self.further = classes, name, further or {}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Cross entropy."""
@@ -260,7 +279,11 @@ class Measured(Classifier):
         """That of the task, or of the trick."""
         if self.name is None:
             return super().configure_optimizers()
-        return lt.optimizer(self.name, self, lr=self.lr, weight_decay=self.weight_decay)
+        settings = {"lr": self.lr, "weight_decay": self.weight_decay, **self.further}
+        if self.name == "adamw" and "adamw_lr" in settings:
+            groups = lt.optimizer("muon", self, **settings).param_groups
+            return torch.optim.AdamW([{key: each[key] for key in ("params", "lr", "weight_decay")} for each in groups])
+        return lt.optimizer(self.name, self, **settings)
 
 
 class SharpMeasured(lt.SAMMixin, Measured):
@@ -348,15 +371,17 @@ def shifted(task: str, inputs: Tensor, shift: str) -> Tensor:
     return F.grid_sample(inputs, places, padding_mode="border", align_corners=False)
 
 
-def fit(task: str, regime: str, trick: str, lr: float, scale: Scale, folder: Path) -> tuple[Any, ...]:
+def fit(task: str, regime: str, trick: Trick, rate: Rate, scale: Scale, folder: Path) -> tuple[Any, ...]:
     """An arm: Trainer, module and data."""
-    recipe, settings = TRICKS[trick].recipe(), TASKS[task]
+    recipe, settings = trick.recipe(), TASKS[task]
     smaller = len(split(task, "clean")["train"][1]) / len(split(task, regime)["train"][1])
     epochs = max(1, round((scale.epochs or settings.epochs * smaller) * recipe.epochs))
     network = settings.network()
     if recipe.change is not None:
         recipe.change(network)
-    arguments: dict[str, Any] = {"optimizer": settings.optimizer, "weight_decay": settings.weight_decay, "lr": lr}
+    rates = named(rate)
+    weight_decay = settings.weight_decay if recipe.weight_decay is None else recipe.weight_decay
+    arguments: dict[str, Any] = {"optimizer": settings.optimizer, "weight_decay": weight_decay, "lr": rates.pop("lr")}
     arguments |= {"classes": CLASSES[task], "name": recipe.optimizer, "label_smoothing": recipe.smoothing}
     trainer = pl.Trainer(
         max_epochs=epochs,
@@ -366,54 +391,93 @@ def fit(task: str, regime: str, trick: str, lr: float, scale: Scale, folder: Pat
         callbacks=[*recipe.callbacks],
     )
     kind = Measured if recipe.sam is None else partial(SharpMeasured, sam=recipe.sam)
-    return trainer, kind(network, **arguments), Data(task, regime)
+    return trainer, kind(network, further={**recipe.settings, **rates}, **arguments), Data(task, regime)
 
 
-def measure(task: str, regime: str, scale: Scale, folder: Path) -> dict[str, list[Any]]:
-    """The learning rates, then the runs that count."""
+def measure(
+    task: str,
+    regime: str,
+    scale: Scale,
+    folder: Path,
+    tricks: Mapping[str, Trick] | None = None,
+    plain_lr: float | None = None,
+) -> dict[str, list[Any]]:
+    """The learning rates, then the runs that count.
+
+    Args:
+        task: A name of ``TASKS``.
+        regime: A name of ``REGIMES``.
+        scale: How much is run.
+        folder: Where runs are kept, so that an interrupted benchmark goes on.
+        tricks: Those to measure, ``TRICKS`` by default.
+        plain_lr: The learning rate of plain training where that is known.
+    """
     score, better = ("loss", min) if task in LOSS_TASKS else ("accuracy", max)
     metric, parts = f"val_{score}", ("test", *(shifts(task) if regime == "clean" else ()))
     tested = [f"{part}_{what}" for part in parts for what in (score, "ece")]
-    tricks = {name: trick for name, trick in TRICKS.items() if task in trick.tasks}
-    chosen = {PLAIN: TASKS[task].lr, **{name: trick.lr for name, trick in tricks.items() if trick.lr is not None}}
-    means: dict[str, dict[float, float]] = {name: {} for name in chosen}
+    tricks = {name: trick for name, trick in (tricks or TRICKS).items() if task in trick.tasks}
+    chosen: dict[str, Rate] = {PLAIN: plain_lr or TASKS[task].lr}
+    chosen |= {name: trick.lr for name, trick in tricks.items() if trick.lr is not None}
+    tuned = [name for name in chosen if name in tricks and (name != PLAIN or plain_lr is None)]
+    means: dict[str, dict[Rate, float]] = {name: {} for name in tuned}
     done: dict[str, list[dict[str, Any]]] = {}
 
-    def made(variants: Sequence[tuple[str, float]], seeds: Sequence[int], part: str) -> dict[tuple[str, float], Any]:
-        arms = {f"{name}, lr {lr:g}": partial(fit, task, regime, name, lr, scale) for name, lr in variants}
+    def made(variants: Sequence[tuple[str, Rate]], seeds: Sequence[int], part: str) -> dict[tuple[str, Rate], Any]:
+        arms = {label(name, rate): partial(fit, task, regime, tricks[name], rate, scale) for name, rate in variants}
         mode: Any = "min" if better is min else "max"
         runs = lt.compare(arms, metric=metric, mode=mode, seeds=seeds, folder=folder / f"{task}, {regime}" / part).runs
         kept = (metric,) if part == SWEEP else tested
         found = {variant: [run_of(run, kept) for run in runs[arm]] for variant, arm in zip(variants, arms, strict=True)}
         done[part] = []
-        for (name, lr), each in found.items():
-            what = {"task": task, "regime": regime, "part": part, "trick": name, "lr": lr}
+        for (name, rate), each in found.items():
+            what = {"task": task, "regime": regime, "part": part, "trick": name, **named(rate)}
             done[part] += [{**what, "seed": seed, **run} for seed, run in zip(seeds, each, strict=True)]
         return found
 
     with small_runs():  # of one thread
-        wanted = [*chosen.items()]
-        while wanted:
-            tried = [(name, lr) for name, of_name in means.items() for lr in of_name]
-            for (name, lr), runs in made([*tried, *wanted], SWEEP_SEEDS, SWEEP).items():
-                means[name][lr] = round(fmean(run[metric] for run in runs), 4)
-            chosen = {name: better(of_name, key=of_name.__getitem__) for name, of_name in means.items()}
-            near = [(name, each) for name, lr in chosen.items() for each in neighbours(lr)]
-            wanted = [(name, lr) for name, lr in near if lr not in means[name]] if scale.tunes else []
+        wanted = [(name, rate) for name in tuned for rate in first(chosen[name])]
+        while wanted and scale.tunes:
+            tried = [(name, rate) for name, of_name in means.items() for rate in of_name]
+            for (name, rate), runs in made([*tried, *wanted], SWEEP_SEEDS, SWEEP).items():
+                means[name][rate] = round(fmean(run[metric] for run in runs), 4)
+            chosen |= {name: better(of_name, key=of_name.__getitem__) for name, of_name in means.items()}
+            near = [(name, each) for name in tuned for each in neighbours(chosen[name])]
+            wanted = [(name, rate) for name, rate in near if rate not in means[name]]
         seeds = range(scale.seeds or TASKS[task].seeds)
         finals = [(name, chosen.get(name, trick.factor * chosen[PLAIN])) for name, trick in tricks.items()]
         made(finals, seeds, "finals")
     what = {"task": task, "regime": regime}
     sweep = [
-        {**what, "trick": name, "lr": chosen[name], metric: {str(lr): tried[lr] for lr in sorted(tried)}}
+        {**what, "trick": name, **named(chosen[name]), metric: {str(rate): tried[rate] for rate in sorted(tried)}}
         for name, tried in means.items()
     ]
     return {"sweep": sweep, "runs": [run for runs in done.values() for run in runs]}
 
 
-def neighbours(lr: float) -> list[float]:
-    """The next smaller and the next larger learning rate."""
-    place = LADDER.index(lr)
+def named(rate: Rate) -> dict[str, float]:
+    """The settings of the optimizer that a rate stands for."""
+    return {"lr": rate[0], "adamw_lr": rate[1]} if isinstance(rate, tuple) else {"lr": rate}
+
+
+def label(name: str, rate: Rate) -> str:
+    """The name of an arm."""
+    return ", ".join([name, *(f"{setting} {value:g}" for setting, value in named(rate).items())])
+
+
+def first(rate: Rate) -> list[Rate]:
+    """Where tuning begins: with a rate and its neighbours, or with all pairs of rates up to two steps from two."""
+    if isinstance(rate, tuple):
+        near = [LADDER[place - 2 : place + 3] for place in map(LADDER.index, rate)]
+        return [*product(*near)]
+    return [rate, *neighbours(rate)]
+
+
+def neighbours(rate: Rate) -> list[Rate]:
+    """The next smaller and the next larger learning rate; of two rates, either one's beside the other as it is."""
+    if isinstance(rate, tuple):
+        one, other = rate
+        return [(each, other) for each in neighbours(one)] + [(one, each) for each in neighbours(other)]
+    place = LADDER.index(rate)
     return LADDER[max(place - 1, 0) : place] + LADDER[place + 1 : place + 2]
 
 
@@ -428,19 +492,39 @@ def run_of(run: Mapping[str, Any], kept: Sequence[str]) -> dict[str, float]:
     return {**found, "seconds": round(run["seconds"], 2)}
 
 
-def result(found: Sequence[dict[str, list[Any]]], scale: Scale) -> dict[str, Any]:
-    """The figures of the cells that were measured."""
+def result(
+    found: Sequence[dict[str, list[Any]]],
+    scale: Scale,
+    kept: Mapping[str, Any] | None = None,
+    names: Collection[str] = (),
+) -> dict[str, Any]:
+    """The figures of the cells that were measured; with kept ones, in those, for the named tricks alone."""
     sweep, runs = ([line for cell in found for line in cell[part]] for part in ("sweep", "runs"))
     settings = {"regimes": {name: regime._asdict() for name, regime in REGIMES.items()}, **scale._asdict()}
     settings |= {"sweep_seeds": SWEEP_SEEDS, "shifts": SHIFTS, "tricks": [*TRICKS]}
+    here = machine("lightning-tricks", "scikit-learn", "scikit-image", "timm", "schedulefree", "torchao")
+    machines = {"machine": here}
+    if kept:
+        sweep, runs = ([line for line in mine if line["trick"] in names] for mine in (sweep, runs))
+        machines = {"machine": kept["machine"], "renewed": {**kept.get("renewed", {}), **dict.fromkeys(names, here)}}
+        sweep, runs = (
+            sorted([line for line in kept[part] if line["trick"] not in names] + mine, key=_place)
+            for part, mine in (("sweep", sweep), ("runs", runs))
+        )
     return {
         "benchmark": "quality",
-        "machine": machine("lightning-tricks", "scikit-learn", "scikit-image", "timm", "schedulefree", "torchao"),
+        **machines,
         "settings": {**settings, "tasks": {name: described(name) for name in TASKS}},
         "sweep": sweep,
         "rows": rows(runs),
         "runs": runs,
     }
+
+
+def _place(line: dict[str, Any]) -> tuple[int, bool, int]:
+    """Cell by cell; the runs that choose learning rates stay as they came, all others have the order of the tricks."""
+    chooses = line.get("part") == SWEEP
+    return CELLS.index((line["task"], line["regime"])), not chooses, chooses or [*TRICKS].index(line["trick"])
 
 
 def described(name: str) -> dict[str, Any]:
@@ -458,15 +542,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="two batches and two seeds, into results/scratch")
     parser.add_argument("--output", type=Path, help="another folder for quality.json and quality.svg")
+    parser.add_argument("--only", nargs="+", default=(), choices=[*TRICKS][1:], help="tricks; others stay as they are")
     args = parser.parse_args()
     folder = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     runs = (args.output or RESULTS / "scratch") / ("quality, reduced" if args.reduced else "quality")
     scale, found = REDUCED if args.reduced else Scale(), []
+    kept = json.loads((RESULTS / "quality.json").read_text()) if args.only else None
+    sweep = kept["sweep"] if kept else []
+    plain = {(each["task"], each["regime"]): each["lr"] for each in sweep if each["trick"] == PLAIN}
     gc.freeze()  # what is imported: ``compare`` collects garbage before every run
-    for task, regime in CELLS:
-        found.append(measure(task, regime, scale, runs))
-        (folder / "quality.json").write_text(written(made := result(found, scale)))
+    for cell in CELLS:
+        if only := [name for name in args.only or TRICKS if cell[0] in TRICKS[name].tasks]:
+            tricks = {name: TRICKS[name] for name in dict.fromkeys([PLAIN, *only])}
+            found.append(measure(*cell, scale, runs, tricks, plain.get(cell)))
+        (folder / "quality.json").write_text(written(made := result(found, scale, kept, args.only)))
     quality_report.draw(folder / "quality.svg", made)
     if folder == RESULTS:
         quality_report.renew(made)

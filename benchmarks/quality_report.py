@@ -50,13 +50,14 @@ def rows(runs: Sequence[Run]) -> list[Row]:
 
 def row(task: str, regime: str, part: str, trick: str, mine: dict[int, Run], plain: dict[int, Run]) -> Row:
     """Mean score and calibration error of a trick, and its gains over plain training with the same seeds."""
+    first = next(iter(mine.values()))
     score, sign = (f"{part}_loss", -100) if task in LOSS_TASKS else (f"{part}_accuracy", 100)
     scores = [abs(sign) * run[score] for run in mine.values()]
     return {
         "task": task,
         "regime": regime,
         "trick": trick,
-        "lr": next(iter(mine.values()))["lr"],
+        **{rate: first[rate] for rate in ("lr", "adamw_lr") if rate in first},
         "seeds": len(mine),
         "mean": round(fmean(scores), 2),
         "std": round(stdev(scores), 2),
@@ -95,7 +96,9 @@ def renew(result: dict[str, Any]) -> None:
 
 def section(result: dict[str, Any]) -> str:
     """The part of the README: in how many columns tricks are better or worse, and all figures, folded."""
-    machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    machine = words(result["machine"])
+    for other in dict.fromkeys(map(words, result.get("renewed", {}).values())):
+        machine += f"; {', '.join(name for name, where in result['renewed'].items() if words(where) == other)}: {other}"
     return "\n\n".join(
         [
             f"<details>\n<summary>All figures ({machine})</summary>",
@@ -106,6 +109,11 @@ def section(result: dict[str, Any]) -> str:
             "</details>",
         ]
     )
+
+
+def words(machine: dict[str, Any]) -> str:
+    """A machine and its versions."""
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def table(result: dict[str, Any], task: str, title: str, gain: str, level: str) -> str:

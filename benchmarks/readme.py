@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+import claims
 import clients
 import conflicts
 import curves
@@ -61,6 +62,7 @@ if __name__ == "__main__":
     matrix.PAGE.write_text(matrix.page())
     renew(list(discovered()))
     quality_report.renew(evidence.result("quality"))
+    claims.renew(evidence.result("claims"), evidence.result("quality"))
     quality_report.draw(quality_report.PICTURE, evidence.result("quality"))
     forest.draw(forest.PICTURE, evidence.result("quality"))
     curves.draw(curves.PICTURE)

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
 from lightning_tricks.core.selection import Patterns, check_patterns, select_parameters
 from lightning_tricks.core.weights.fsdp2 import is_split
 from lightning_tricks.optimizers.adamw import adamw
-from lightning_tricks.optimizers.hidden import is_hidden
+from lightning_tricks.optimizers.hidden import is_hidden, is_matrix
 from lightning_tricks.optimizers.lookahead import lookahead
 from lightning_tricks.optimizers.plain_states import with_plain_states
 from lightning_tricks.optimizers.table import Row, check_settings, row_of
@@ -29,6 +29,7 @@ from lightning_tricks.schedules.param_groups import Groups, layer_decay_groups, 
 __all__ = ["optimizer"]
 
 _LEAST_EPS = 1e-6  # for states of 4 bits
+_SCALE_OF_ADAMW = "match_rms_adamw"  # of Muon's steps: 0.2 in the root mean square, times the learning rate
 _FLAGS = ("capturable", "differentiable", "fused")  # which torch refuses in the first step, by device and dtype
 
 
@@ -46,10 +47,14 @@ def optimizer(
     """Make an optimizer by its name, with the parameter groups that it needs.
 
     The arithmetic is that of torch, timm, pytorch_optimizer, schedulefree, bitsandbytes or torchao; ``optimizers()``
-    lists the names. ``"muon"`` orthogonalizes the hidden weights: weights of layers with two or more dimensions,
-    without embeddings and the output layer; the others are trained as by AdamW at ``adamw_lr``, a tenth of ``lr`` by
-    default. ``"galore"`` keeps the states of hidden weights in a low rank. ``"lookahead_"`` before a name lets slow
-    weights follow every ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another one.
+    lists the names. ``"galore"`` keeps the states of hidden weights in a low rank. ``"lookahead_"`` before a name lets
+    slow weights follow every ``k`` = 6 steps by ``alpha`` = 0.5. A checkpoint of one optimizer is refused by another.
+
+    ``"muon"`` orthogonalizes the hidden weights: matrices and convolutions, without embeddings, the output layer and
+    filters of a single channel. Their steps, with Nesterov's momentum, are as large as AdamW's: 0.2 ``lr`` in the root
+    mean square. All other weights are trained by AdamW, with timm's ``betas`` = (0.9, 0.95), at ``adamw_lr``: ``lr`` by
+    default, but with another ``adjust_lr_fn`` than timm's own, steps have another size, and it must be given. Muon is
+    for training from scratch: to fine-tune all weights of a network that AdamW has trained, take AdamW.
 
     Args:
         name: A name of ``optimizers()``.
@@ -76,6 +81,11 @@ def optimizer(
         >>> made = optimizer("nadam", network, 1e-3, weight_decay=0.05)
         >>> [(group["name"], len(group["params"]), group["weight_decay"]) for group in made.param_groups]
         [('decay', 2, 0.05), ('no_decay', 4, 0.0)]
+
+    References:
+        Liu et al., "Muon is Scalable for LLM Training", 2025, https://arxiv.org/abs/2502.16982 (the size of its steps);
+        Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them", 2025, https://arxiv.org/abs/2509.02046;
+        Qu et al., "Can Muon Fine-tune Adam-Pretrained Models?", ICML 2026, https://arxiv.org/abs/2605.10468
     """
     row = row_of(name)
     check_type("module", module, nn.Module)
@@ -134,25 +144,50 @@ def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, set
     if row.name == "adamw" and isinstance(module, pl.LightningModule) and settings.keys() <= {"betas", "eps"}:
         return adamw(module, lr, params=groups, **settings)
     if row.base == "muon":
-        check_range("adamw_lr", rate := settings.pop("adamw_lr", lr / 10), 0.0)
-        groups = _with_hidden(row, module, groups, {"use_fallback": False}, {"use_fallback": True})
-        for group in groups:
-            if group["use_fallback"]:
-                group["lr"] = rate * group["lr"] / lr if "lr" in group and lr else rate  # as layer_decay has scaled it
+        groups = _muon_groups(row, module, groups, lr, settings)
     if row.base == "galore":
         low_rank: dict[str, Any] = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
         low_rank |= {key: settings.pop(key) for key in low_rank if key in settings}
         check_count("rank", low_rank["rank"])
-        groups = _with_hidden(row, module, groups, low_rank, {})
+        groups = _with_hidden(row, module, groups, is_hidden(module), low_rank, {})
     if row.base in ("galore", "adamw4bit"):
         kind = with_plain_states(kind)
     try:
-        return kind(groups, lr=lr, **settings)
+        made: Optimizer = kind(groups, lr=lr, **settings)
     except Exception as error:  # whatever a library raises
         if not settings or isinstance(error, ImportError | torch.OutOfMemoryError):
             raise
         given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
         raise ValueError(f"optimizer({row.name!r}) does not take {given}: {error}") from error
+    if "adamw_lr" in made.defaults:
+        made.register_step_pre_hook(_follow_schedule)
+    return made
+
+
+def _muon_groups(row: Row, module: nn.Module, groups: Groups, lr: float, settings: dict[str, Any]) -> Groups:
+    """Groups that Muon orthogonalizes, and groups that it trains as AdamW would, with their learning rates."""
+    scale = settings.get("adjust_lr_fn", _SCALE_OF_ADAMW)
+    if scale != _SCALE_OF_ADAMW and "adamw_lr" not in settings:
+        raise ValueError(
+            f"optimizer({row.name!r}, adjust_lr_fn={scale!r}) needs adamw_lr=, the learning rate of embeddings, output"
+            f" layer, norms and biases: lr={lr:g} is one for them only where adjust_lr_fn={_SCALE_OF_ADAMW!r}, the"
+            " default, makes the steps of matrices as large as AdamW's."
+        )
+    check_range("adamw_lr", rate := settings.pop("adamw_lr", lr), 0.0)
+    hidden = {"use_fallback": False, "use_muon": True, "nesterov": settings.pop("nesterov", True)}
+    others = {"use_fallback": True, "nesterov": False}  # with nesterov, timm takes NAdamW in the place of AdamW
+    matrices = {weight for weight in is_hidden(module) if is_matrix(weight)}
+    groups = _with_hidden(row, module, groups, matrices, hidden, others)
+    for group in groups:
+        if group["use_fallback"]:
+            group["lr"] = rate * group["lr"] / lr if "lr" in group and lr else rate  # as layer_decay has scaled it
+    return groups
+
+
+def _follow_schedule(made: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before timm 1.0.27 Muon trains as AdamW with a setting of its own, which no schedule changes."""
+    for group in made.param_groups:
+        group["adamw_lr"] = group["lr"]
 
 
 def _check_values(row: Row, kind: Any, groups: Groups, settings: dict[str, Any]) -> None:
@@ -180,13 +215,14 @@ def _check_values(row: Row, kind: Any, groups: Groups, settings: dict[str, Any])
             ) from error
 
 
-def _with_hidden(row: Row, module: nn.Module, groups: Groups, hidden: dict[str, Any], others: dict[str, Any]) -> Groups:
-    """Split each group into hidden weights and others, with the settings of each."""
-    found = is_hidden(module)
+def _with_hidden(
+    row: Row, module: nn.Module, groups: Groups, chosen: set[Tensor], hidden: dict[str, Any], others: dict[str, Any]
+) -> Groups:
+    """Split each group into the chosen hidden weights and others, with the settings of each."""
     split = []
     for group in groups:
         for wanted, own in ((True, hidden), (False, others)):
-            if weights := [weight for weight in group["params"] if (weight in found) is wanted]:
+            if weights := [weight for weight in group["params"] if (weight in chosen) is wanted]:
                 name = "_".join(filter(None, [group.get("name"), "hidden" if wanted else "other"]))
                 split.append({**group, **own, "name": name, "params": weights})
     if not any(group["name"].endswith("hidden") for group in split):

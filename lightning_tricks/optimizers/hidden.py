@@ -36,3 +36,19 @@ def is_hidden(module: nn.Module) -> set[Tensor]:
         for name, weight in layer.named_parameters(recurse=False)
         if "weight" in name and weight.ndim >= 2 and weight not in left
     }
+
+
+def is_matrix(weight: Tensor) -> bool:
+    """Whether a hidden weight is a matrix that can be orthogonalized, by the rule of timm's Muon.
+
+    The filters of a convolution are the rows. A vector, a filter of a single channel, and what has fewer than 4 rows or
+    columns or is more than 128 times as long as wide, are not.
+
+    Example:
+        >>> is_matrix(nn.Conv2d(8, 8, 3).weight), is_matrix(nn.Conv2d(8, 8, 3, groups=8).weight)
+        (True, False)
+    """
+    if weight.ndim < 2 or 1 in weight.shape[:2]:
+        return False
+    sides = sorted((weight.shape[0], weight.shape[1:].numel()))
+    return sides[0] >= 4 and sides[1] <= 128 * sides[0]

@@ -13,6 +13,7 @@ _8BIT = "'adamw8bit', which keeps as many bytes in a finer format"
 LEFT_OUT = {
     "adahessian": (_GRAPH, "'adamw'"),
     "adalomo": (_PAST, "'adafactor'"),
+    "adamuon": ("it is Muon with second moments of the orthogonalized steps", "'muon' with algo='adamuon'"),
     "adamw8bit_torchao": (_UNDERFLOW, _8BIT),
     "adamwfp8": (_UNDERFLOW, _8BIT),
     "asam": (_CLOSURE, _ANY),

@@ -130,7 +130,7 @@ _ROWS = (
         "muon",
         "timm.optim.Muon",
         4,
-        "hidden weights, orthogonalized; AdamW (8 bytes) for the rest",
+        "training from scratch at AdamW's lr: hidden weights, orthogonalized; AdamW (8 bytes) for the rest",
         by_shape=True,
         zero=False,
         fsdp2=False,

@@ -14,6 +14,8 @@ import pytest
 import torch
 from scipy import stats
 
+from lightning_tricks.optimizers.hidden import is_hidden
+
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text()
 
@@ -61,6 +63,46 @@ def test_a_cell_is_measured_for_real_and_goes_on_where_it_was(
     again = quality.measure("digits", "clean", scale, tmp_path / "runs")
     assert [{**run, "seconds": 0} for run in again["runs"]] == [{**run, "seconds": 0} for run in cell["runs"]]
     assert [path for path in runs if path.stat().st_mtime_ns != times[path]] == runs[:1]
+
+
+def test_some_tricks_are_measured_anew_and_the_others_stay_as_they_are(
+    quality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = (quality.PLAIN, "EMA", "Muon", "Muon, both rates")
+    tricks = {name: quality.TRICKS[name]._replace(tasks=("digits",)) for name in some}
+    monkeypatch.setattr(quality, "TRICKS", tricks)
+    monkeypatch.setattr(quality, "CELLS", [("digits", "clean")])
+    scale = quality.Scale(2, epochs=1, batches=2, tunes=False)
+    kept = quality.result([quality.measure("digits", "clean", scale, tmp_path / "all")], scale)
+    kept["machine"], anew = {"cpu": "another one"}, ("EMA", "Muon, both rates")
+    tricks = {name: tricks[name] for name in (quality.PLAIN, *anew)}
+    tricks["Muon, both rates"] = tricks["Muon, both rates"]._replace(lr=(0.1, 0.03))
+    found = quality.measure("digits", "clean", scale, tmp_path / "some", tricks, plain_lr=0.3)
+    made = quality.result([found], scale, kept, anew)
+    for part in ("sweep", "rows", "runs"):
+        places = [(each.get("part"), each["regime"], each["trick"], each.get("seed")) for each in made[part]]
+        assert sorted(places, key=str) == sorted(dict.fromkeys(places), key=str), "each once"
+        first, second = ([each for each in of[part] if each["trick"] not in anew] for of in (kept, made))
+        assert first == second
+    assert [each["trick"] for each in made["rows"]] == [*some] * 4
+    rates = {each["trick"]: (each["lr"], each.get("adamw_lr")) for each in made["rows"]}
+    assert rates == {"plain": (0.1, None), "EMA": (0.3, None), "Muon": (0.01, None), "Muon, both rates": (0.1, 0.03)}
+    assert made["machine"] == {"cpu": "another one"} != made["renewed"]["EMA"] == made["renewed"]["Muon, both rates"]
+
+
+def test_of_two_rates_each_has_its_neighbours(quality: ModuleType) -> None:
+    assert quality.neighbours(0.01) == [0.003, 0.03]
+    assert quality.neighbours((0.01, 3.0)) == [(0.003, 3.0), (0.03, 3.0), (0.01, 1.0)]
+    rates = (0.001, 0.003, 0.01, 0.03, 0.1)
+    assert quality.first((0.01, 0.01)) == [(one, other) for one in rates for other in rates]
+    for name in ("Muon, both rates", "AdamW, both rates"):
+        _, module, _ = quality.fit("glosses", "clean", quality.TRICKS[name], (0.01, 0.03), quality.REDUCED, Path())
+        made = module.configure_optimizers()
+        assert type(made).__name__ == name.split(",")[0]
+        hidden = is_hidden(module)
+        assert len(hidden) == 4
+        for group in made.param_groups:
+            assert {group["lr"]} == {0.01 if weight in hidden else 0.03 for weight in group["params"]}
 
 
 @pytest.mark.slow
@@ -178,22 +220,28 @@ def test_the_rows_are_those_of_the_runs(report: ModuleType, committed: dict[str,
             assert [row[gain]["low"], row[gain]["high"]] == pytest.approx([*limits], abs=0.01)
 
 
-def test_a_learning_rate_is_the_one_that_validates_best_on_other_seeds(
-    quality: ModuleType, committed: dict[str, Any]
-) -> None:
-    lrs = {(each["task"], each["regime"], each["trick"]): each["lr"] for each in committed["rows"]}
+@pytest.mark.parametrize("name", ["quality", "claims"])
+def test_a_learning_rate_is_the_one_that_validates_best_on_other_seeds(quality: ModuleType, name: str) -> None:
+    committed = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+    lrs = {
+        (run["task"], run["regime"], run["trick"]): rate_of(run)
+        for run in committed["runs"]
+        if run["part"] != "learning rates"
+    }
     for sweep in committed["sweep"]:
         cell = (sweep["task"], sweep["regime"], sweep["trick"])
         metric, best = ("val_loss", min) if sweep["task"] == "text" else ("val_accuracy", max)
         means = {}
         for run in committed["runs"]:
             if run["part"] == "learning rates" and (run["task"], run["regime"], run["trick"]) == cell:
-                means.setdefault(run["lr"], []).append(run[metric])
-        assert {float(lr): mean for lr, mean in sweep[metric].items()} == {
-            lr: round(fmean(each), 4) for lr, each in means.items()
-        }
-        assert lrs[cell] == sweep["lr"] == best(means, key=lambda lr, means=means: round(fmean(means[lr]), 4))
-        assert {*quality.neighbours(sweep["lr"])} <= means.keys()  # neither is better
+                means.setdefault(rate_of(run), []).append(run[metric])
+        assert sweep[metric] == {str(lr): round(fmean(each), 4) for lr, each in means.items()}
+        assert lrs[cell] == rate_of(sweep) == best(means, key=lambda lr, means=means: round(fmean(means[lr]), 4))
+        assert {*quality.neighbours(rate_of(sweep))} <= means.keys()  # neither is better
+
+
+def rate_of(line: dict[str, Any]) -> float | tuple[float, float]:
+    return (line["lr"], line["adamw_lr"]) if "adamw_lr" in line else line["lr"]
 
 
 COLUMNS = {

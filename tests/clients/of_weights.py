@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from lightning_tricks.optimizers.hidden import is_matrix
 from tests.clients.base import (
     Base,
     Kind,
@@ -131,10 +132,10 @@ class OfWeights(Base):
             from timm.optim import Muon
 
             weights, inner = selected(module, pattern), self.hidden(module)
-            hidden = [p for name, p in weights.items() if name in inner]
-            others = [p for name, p in weights.items() if name not in inner]
-            first = {"params": hidden, "use_fallback": False}
-            return Muon([first, {"params": others, "use_fallback": True, "lr": RATE / 10}], lr=RATE)
+            hidden = [p for name, p in weights.items() if name in inner and is_matrix(p)]
+            others = [p for p in weights.values() if all(p is not each for each in hidden)]
+            first = {"params": hidden, "nesterov": True}
+            return Muon([first, {"params": others, "use_fallback": True}], lr=RATE)
 
         self._optimizes(make, by_hand)
 

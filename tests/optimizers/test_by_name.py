@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from timm.optim import Muon
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import lightning_tricks as lt
 from lightning_tricks.core.nonfinite.snapshot import Snapshot
-from lightning_tricks.optimizers.hidden import is_hidden
+from lightning_tricks.optimizers.hidden import is_hidden, is_matrix
 from lightning_tricks.optimizers.left_out import LEFT_OUT
 from lightning_tricks.optimizers.table import ROWS, Row, row_of
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import Cases, run_cases
+from tests.reference.muon import NaiveMuon
 
 NEEDED = {"ranger21": {"num_iterations": 100}, "galore": {"rank": 2}}  # settings without a default that fits
 LR = {"prodigy": 1.0}
@@ -87,7 +90,7 @@ def groups_of(name: str, module: Three) -> Any:
     hidden = [module.layers[0].weight, module.layers[2].weight]
     others = [weight for weight in module.parameters() if all(weight is not each for each in hidden)]
     if name.endswith("muon"):
-        return [{"params": hidden}, {"params": others, "use_fallback": True, "lr": 0.001}]
+        return [{"params": hidden, "nesterov": True}, {"params": others, "use_fallback": True}]
     if name.endswith("galore"):
         low_rank = {"rank": 2, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
         return [{"params": hidden, **low_rank}, {"params": others}]
@@ -323,6 +326,7 @@ def test_norms_biases_and_embeddings_do_not_decay() -> None:
 HIDDEN = {
     "vit": ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight", "patch_embed.proj.weight"),
     "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+    "convnext": ("stem.0.weight", "downsample.1.weight", "mlp.fc1.weight", "mlp.fc2.weight"),  # without conv_dw
 }
 
 
@@ -332,7 +336,98 @@ def test_muon_orthogonalizes_the_hidden_weights_alone(model: str) -> None:
     groups = named(lt.optimizer("muon", module, 0.02, weight_decay=0.1), module)
     hidden = {name for name, group in groups.items() if not group["use_fallback"]}
     assert hidden == {name for name in groups if name.endswith(HIDDEN[model])}
-    assert {groups[name]["lr"] for name in groups.keys() - hidden} == {0.002}
+    assert {groups[name]["lr"] for name in groups.keys() - hidden} == {0.02}
+    apart = named(lt.optimizer("muon", module, 0.02, adamw_lr=0.002), module)
+    assert {name for name, group in apart.items() if group.get("lr", 0.02) == 0.002} == groups.keys() - hidden
+
+
+class Kinds(nn.Module):
+    """A weight of every kind: embedding, norm, matrices, a thin one, convolution, depthwise filters, output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(12, 16), nn.LayerNorm(16)
+        self.wide, self.tall, self.thin = nn.Linear(48, 16), nn.Linear(16, 48), nn.Linear(48, 3)
+        self.mixing, self.depthwise = nn.Conv1d(16, 8, 3), nn.Conv1d(8, 8, 3, groups=8)
+        self.head = nn.Linear(16, 5)
+
+
+MATRICES_OF_KINDS = {"wide.weight", "tall.weight", "mixing.weight"}
+
+
+def with_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Its weights before a step, for which it gets gradients."""
+    for weight in module.parameters():
+        weight.grad = torch.randn(weight.shape)
+    return weights(module)
+
+
+@pytest.mark.parametrize("adamw_lr", [None, 0.004])
+@pytest.mark.parametrize("nesterov", [None, False])
+def test_muon_steps_as_far_as_adamw_and_trains_the_others_as_adamw_does(
+    nesterov: bool | None, adamw_lr: float | None
+) -> None:
+    """Beside a naive loop that gets the same gradients, with a learning rate that falls."""
+    torch.manual_seed(0)
+    module, lr, settings = Kinds(), 0.02, {"adamw_lr": adamw_lr, "nesterov": nesterov}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    made = lt.optimizer("muon", module, lr, weight_decay=0.1, no_decay=False, **settings)
+    falling = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+    twin = dict(copy.deepcopy(module).named_parameters())
+    naive = {name: NaiveMuon(twin[name], 0.1, nesterov is None) for name in MATRICES_OF_KINDS}
+    others = [weight for name, weight in twin.items() if name not in naive]
+    adamw = torch.optim.AdamW(others, adamw_lr or lr, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
+    slower = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1 / (1 + step))
+    for step in range(4):
+        before, rate = with_gradients(module), lr / (1 + step)
+        for name, weight in module.named_parameters():
+            twin[name].grad = weight.grad.clone()
+            if name in naive:
+                naive[name].step(weight.grad, rate)
+        for each in (adamw, slower, made, falling):
+            each.step()
+        for name, weight in weights(module).items():
+            if name in naive:
+                moved = weight - (1 - 0.1 * rate) * before[name]
+                assert moved.square().mean().sqrt() == pytest.approx(0.2 * rate, rel=0.05)
+                assert (weight - twin[name]).norm() < 0.05 * moved.norm()  # Newton-Schulz has 16 bits
+                twin[name].data.copy_(weight)
+            else:
+                torch.testing.assert_close(weight, twin[name].detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif("algo" not in inspect.signature(Muon).parameters, reason="timm 1.0.21 has no AdaMuon")
+def test_adamuon_steps_as_far_as_adamw_too() -> None:
+    module = Kinds()
+    made = lt.optimizer("muon", module, 0.02, algo="adamuon")
+    for _ in range(3):
+        before = with_gradients(module)
+        made.step()
+        for name in MATRICES_OF_KINDS:
+            moved = weights(module)[name] - before[name]
+            assert moved.square().mean().sqrt() == pytest.approx(0.2 * 0.02, rel=0.01)
+
+
+@pytest.mark.parametrize("scale", ["original", "rms_to_rms", None])
+def test_muon_on_another_scale_needs_the_rate_of_the_others(scale: str | None) -> None:
+    with pytest.raises(ValueError, match=rf"adjust_lr_fn={scale!r}\) needs adamw_lr=, the learning rate of embeddings"):
+        lt.optimizer("muon", Kinds(), 0.02, adjust_lr_fn=scale)
+    made = lt.optimizer("muon", Kinds(), 0.02, adjust_lr_fn=scale, adamw_lr=0.003)
+    assert {(group["use_fallback"], group.get("lr")) for group in made.param_groups} == {(False, 0.02), (True, 0.003)}
+    with pytest.raises(ValueError, match=r"'adamuon' is not one of .*Take 'muon' with algo='adamuon'"):
+        lt.optimizer("adamuon", Kinds(), 0.02)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(8,), (8, 8), (8, 1, 3), (1, 8, 3), (3, 64), (64, 3), (4, 512), (4, 516), (512, 2, 3), (8, 2, 2), (8, 3, 1, 1)],
+)
+def test_what_is_a_matrix_is_what_timm_orthogonalizes_by_itself(shape: tuple[int, ...]) -> None:
+    weight = nn.Parameter(torch.ones(shape))
+    weight.grad = torch.ones(shape)
+    made = Muon([weight])
+    made.step()
+    assert is_matrix(weight) is made.state[weight]["use_muon"]
 
 
 def test_the_weights_of_attention_are_hidden_and_those_of_a_tied_head_are_not() -> None:
