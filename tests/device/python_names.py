@@ -1,4 +1,4 @@
-"""What Python code asks of tensors, of ``torch`` and of ``torch.cuda``, answered for the simulated device."""
+"""What Python code asks of tensors, of ``torch`` and of ``torch.cuda`` or the like, for the simulated device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from lightning.fabric.accelerators import MPSAccelerator
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.device.simulation import Simulation, aten, is_cuda
+from tests.device.simulation import Simulation, aten
 from tests.device.storage import ARRIVES, PINNED, notes, on_device, put
 
 Names = dict[tuple[Any, str], Any]  # by their owner
@@ -22,19 +23,20 @@ FACTORIES = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 
 
 @contextmanager
-def simulated_cuda(index: int = 0, count: int = 1, **settings: Any) -> Iterator[Simulation]:
-    """Let torch and Lightning have ``count`` CUDA devices, of which this process uses one; gives what is found.
+def simulated(kind: str = "cuda", index: int = 0, count: int = 1, **settings: Any) -> Iterator[Simulation]:
+    """Let torch and Lightning have ``count`` devices, of which this process uses one; gives what is found.
 
     Args:
+        kind: "cuda", "xpu" or "mps".
         index: The number of the device.
         count: How many there are.
         settings: Further arguments of ``Simulation``.
     """
-    simulation = Simulation(index, **settings)
+    simulation = Simulation(torch.device(kind, index), **settings)
     with ExitStack() as undo:
-        for names in (tensors(simulation), factories(simulation), cuda(simulation, count), autocast(simulation)):
+        for names in (tensors(simulation), factories(simulation), module_of(simulation, count), autocast(simulation)):
             for (owner, name), value in names.items():
-                undo.enter_context(mock.patch.object(owner, name, value, create=True))
+                undo.enter_context(mock.patch.object(owner, name, value, create=owner is torch._C))
         undo.enter_context(simulation)
         yield simulation
 
@@ -50,9 +52,9 @@ def tensors(simulation: Simulation) -> Names:
             return torch.overrides.handle_torch_function(Tensor.to, (self,), self, *args, **kwargs)
         found = arguments(args) | {name: value for name, value in kwargs.items() if value is not None}
         device = found.pop("device", None)
-        kind = None if device is None else torch.device(device).type
-        if kind not in ("cpu", "cuda") or (kind == "cuda") == on_device(self):
-            return to(self, **found, **({"device": device} if kind not in (None, "cpu", "cuda") else {}))
+        known = simulation.is_it(device) or (device is not None and torch.device(device).type == "cpu")
+        if not known or simulation.is_it(device) == on_device(self):
+            return to(self, **found, **({"device": device} if device is not None and not known else {}))
         found.pop("copy", None)
         with mock.patch.object(simulation, "moves", True):
             return aten._to_copy(self, **{"dtype": self.dtype, **found}, device=torch.device(device))
@@ -72,7 +74,7 @@ def tensors(simulation: Simulation) -> Names:
     def as_numpy(self: Tensor, *, force: bool = False) -> Any:
         if on_device(self) and not force:
             raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first."
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first."
             )
         check_arrival(self)
         return numpy(self.cpu() if on_device(self) else self, force=force)
@@ -101,14 +103,14 @@ def tensors(simulation: Simulation) -> Names:
         return result
 
     def wrapper(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        return make_wrapper(*args, device="cpu" if is_cuda(device) else device, **kwargs)
+        return make_wrapper(*args, device="cpu" if simulation.is_it(device) else device, **kwargs)
 
     def new_tensor(self: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
 
     values = {
         "device": property(lambda self: simulation.device if on_device(self) else real["device"].__get__(self)),
-        "is_cuda": property(on_device),
+        f"is_{simulation.device.type}": property(on_device),
         "is_cpu": property(lambda self: not on_device(self) and real["is_cpu"].__get__(self)),
         "get_device": lambda self: simulation.device.index if on_device(self) else -1,
         "to": moved,
@@ -166,8 +168,8 @@ def factories(simulation: Simulation) -> Names:
     }
 
 
-def cuda(simulation: Simulation, count: int) -> Names:
-    """``torch.cuda``, and what asks for the present accelerator."""
+def module_of(simulation: Simulation, count: int) -> Names:
+    """``torch.cuda`` or that of another device, and what asks for the present accelerator."""
 
     class Event:
         """Knows which copies were begun before it."""
@@ -268,25 +270,30 @@ def cuda(simulation: Simulation, count: int) -> Names:
         return {(lists[0][0].device, dtype): (lists, places) for (_, dtype), (lists, places) in found}
 
     accelerator = {
-        "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+        "_accelerator_getAccelerator": lambda: torch.device(simulation.device.type),
         "_cuda_getCurrentRawStream": lambda *_: 0,
         "_group_tensors_by_device_and_dtype": grouped,
     }
+    module = torch.get_device_module(simulation.device)
     return {
-        **{(torch.cuda, name): value for name, value in values.items()},
+        **{(module, name): value for name, value in values.items() if hasattr(module, name)},
         **{(torch._C, name): value for name, value in accelerator.items()},
+        (torch, "Event"): Event,
+        (MPSAccelerator, "is_available"): staticmethod(lambda: simulation.device.type == "mps"),
     }
 
 
 def autocast(simulation: Simulation) -> Names:
-    """Autocast of CUDA is that of the CPU, which computes."""
+    """Autocast of the device is that of the CPU, which computes."""
     begin, enabled, dtype_of = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def of(kind: str) -> str:
-        return "cpu" if kind == "cuda" else kind
+        return "cpu" if simulation.is_it(kind) else kind
 
     def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        begin(self, of(device_type), dtype or (torch.float16 if device_type == "cuda" else None), *args, **kwargs)
+        begin(
+            self, of(device_type), dtype or (torch.float16 if simulation.is_it(device_type) else None), *args, **kwargs
+        )
 
     return {
         (torch.autocast, "__init__"): init,

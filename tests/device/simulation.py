@@ -1,9 +1,9 @@
-"""A CUDA device that is not there: real numbers, computed on the CPU, in tensors that say that they are on it.
+"""A device that is not there: real numbers, computed on the CPU, in tensors that say that they are on it.
 
-A dispatch mode sees each operation of torch. It raises where CUDA would (devices that do not agree, a generator of the
-other device, types that the device has not), draws the device's random numbers from a generator of its own, and lists
-what makes the host wait for the device, and what the host does too early with memory of a ``non_blocking`` copy. What
-Python code asks of tensors and of ``torch.cuda`` is in ``python_names.py``.
+A dispatch mode sees each operation of torch. It raises where the device would (devices that do not agree, a generator
+of another one, types of numbers that it has not), draws the device's random numbers from a generator of its own, and
+lists what makes the host wait for the device, and what the host does too early with memory of a ``non_blocking`` copy.
+What Python code asks of tensors and of ``torch`` is in ``python_names.py``.
 
 There are no real streams, kernels and compiled code; two tensors that C++ code mixes can be missed.
 """
@@ -45,28 +45,29 @@ class Found:
     ours: bool
 
 
-def is_cuda(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
-
-
 class Simulation(TorchDispatchMode):
     """The device, and what was found.
 
     Args:
-        index: The number of the device.
+        device: Its type and number.
         lacks: Types of numbers that it has not, as MPS lacks float64.
         package: The package whose lines are named.
     """
 
-    def __init__(self, index: int = 0, lacks: Collection[torch.dtype] = (), package: str = "lightning_tricks") -> None:
+    def __init__(
+        self, device: torch.device, lacks: Collection[torch.dtype] = (), package: str = "lightning_tricks"
+    ) -> None:
         super().__init__()
-        self.device, self.lacks, self.package = torch.device("cuda", index), frozenset(lacks), package
+        self.device, self.lacks, self.package = device, frozenset(lacks), package
         self.waits: list[Found] = []  # for which the host stops until the device has done all that it was given
         self.races: list[Found] = []  # of the host with a copy that it has not waited for
         self.generator = torch.Generator().manual_seed(0)
         self.current: int | None = None  # the number of the device that was set; None before
         self.copies = self.arrived = 0  # non_blocking copies so far, and those that the host knows to be over
         self.moves = self.asks = False  # whether Python code has named the device of the present operation
+
+    def is_it(self, device: Any) -> bool:
+        return device is not None and torch.device(device).type == self.device.type
 
     def waits_for(self, what: str) -> None:
         self.waits.append(self._found(what))
@@ -128,7 +129,9 @@ class Simulation(TorchDispatchMode):
         """Whether the result of an operation is on the device; None if nobody knows."""
         if (asked := kwargs.get("device")) is not None:
             # C++ code names the CPU when it means the device of some tensor.
-            return is_cuda(asked) if self.asks or is_cuda(asked) else any(map(on_device, given)) if given else None
+            return (
+                self.is_it(asked) if self.asks or self.is_it(asked) else any(map(on_device, given)) if given else None
+            )
         there = [on_device(x) for x in given]
         if any(there) and not all(there):
             self._mixed(func, args, given)
@@ -154,7 +157,7 @@ class Simulation(TorchDispatchMode):
             rows = ([x for x in row if x.ndim or x is row[0]] for row in zip(*lists, strict=False))
             if all(len(set(map(on_device, row))) == 1 for row in rows):
                 return
-        places = [(tuple(x.shape), "cuda" if on_device(x) else "cpu") for x in given]
+        places = [(tuple(x.shape), x.device.type) for x in given]
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices,"
             f" {self.device} and cpu! ({func}: {places})"
@@ -164,7 +167,7 @@ class Simulation(TorchDispatchMode):
         """What an operation on the device must not have, and whether the host waits for its result."""
         packet, generator = func.overloadpacket, kwargs.get("generator")
         if generator is not None and generator._cdata != self.generator._cdata:
-            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+            raise RuntimeError(f"Expected a '{self.device.type}' device type for generator but found 'cpu'")
         if packet is aten._local_scalar_dense:
             self.waits_for("item")
         elif packet in SIZED_BY_VALUES or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None):
@@ -179,8 +182,8 @@ class Simulation(TorchDispatchMode):
         asynchronous = bool(kwargs.get("non_blocking", False) or (packet in IN_PLACE_COPIES and any(args[2:3])))
         if packet is aten._to_copy:
             asked = kwargs.get("device")
-            named = asked is not None and (self.moves or is_cuda(asked))  # a backward pass names the CPU as well
-            where = is_cuda(asked) if named else on_device(args[0])
+            named = asked is not None and (self.moves or self.is_it(asked))  # a backward pass names the CPU as well
+            where = self.is_it(asked) if named else on_device(args[0])
             self._transfer(args[0], None, where, asynchronous)
             return where
         targets, sources = args[:2] if isinstance(args[0], list | tuple) else ([args[0]], [args[1]])

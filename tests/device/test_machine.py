@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.python_names import simulated_cuda
+from tests.device.python_names import simulated
 from tests.nets import NormNet, assert_equal, build, fit, weights
 from tests.ranks import run_alone
 
@@ -27,7 +27,7 @@ def test_on_a_gpu():
 def test_a_trainer_for_the_cpu_beside_a_gpu_is_no_error() -> None:
     expected, module = build(NormNet), build(NormNet)
     fit(expected)
-    with simulated_cuda() as simulation:
+    with simulated() as simulation:
         fit(module)  # Lightning warns that there is a GPU, which is not used
     assert simulation.waits == []
     assert_equal(weights(module), weights(expected))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from tests.device.python_names import simulated_cuda
+from tests.device.python_names import simulated
 from tests.device.simulation import Found, Simulation
 from tests.nets import NormNet, build, fit
 
@@ -145,7 +145,7 @@ class Plant(Callback):
 
 def planted(statement: Statement, **device: Any) -> list[Found]:
     """What the simulation finds in two training steps with the statement in each."""
-    with simulated_cuda(**device) as simulation:
+    with simulated(**device) as simulation:
         plant = Plant(statement, simulation)
         fit(build(NormNet), callbacks=[plant], accelerator="cuda", max_steps=2)
     return plant.found
@@ -192,7 +192,7 @@ def test_a_device_may_lack_types(statement: Statement) -> None:
 
 
 def test_random_numbers_of_the_device_are_its_own() -> None:
-    with simulated_cuda():
+    with simulated():
         torch.manual_seed(3)
         host = torch.get_rng_state()
         state = torch.cuda.get_rng_state()
@@ -206,7 +206,7 @@ def test_random_numbers_of_the_device_are_its_own() -> None:
 
 
 def test_where_a_tensor_is_goes_with_what_is_made_of_it() -> None:
-    with simulated_cuda(index=1, count=2):
+    with simulated(index=1, count=2):
         x = torch.ones(8, 2, device="cuda")
         made = [x[0], x.T, x + 1, x.clone(), copy.deepcopy(x), torch.zeros_like(x), x.new_tensor([1.0]), x.sum()]
         module = copy.deepcopy(nn.Linear(2, 3).to(x))
@@ -219,7 +219,7 @@ def test_where_a_tensor_is_goes_with_what_is_made_of_it() -> None:
 
 def test_nothing_of_it_remains() -> None:
     before = torch.Tensor.device, torch.zeros, torch.cuda.is_available()
-    with pytest.raises(ZeroDivisionError), simulated_cuda():
+    with pytest.raises(ZeroDivisionError), simulated():
         raise ZeroDivisionError
     assert (torch.Tensor.device, torch.zeros, torch.cuda.is_available()) == before
 

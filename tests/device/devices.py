@@ -1,0 +1,59 @@
+"""A test that runs on a real CUDA device, where there is one, and on a simulated one everywhere.
+
+@pytest.mark.parametrize("on", CUDA)
+def test_it(on: str) -> None:
+    with device(on) as there:
+        x = torch.ones(3, device=there.name)
+        with there.unawaited():
+            x.add_(1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device.python_names import simulated
+from tests.device.simulation import Simulation
+
+CUDA = [pytest.param("real cuda", marks=pytest.mark.gpu), "simulated cuda"]
+EVERY = [*CUDA, "simulated mps", "simulated xpu"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a test, "cuda", "mps" or "xpu", and the simulation of it."""
+
+    name: str
+    simulation: Simulation | None = None
+
+    @contextmanager
+    def unawaited(self) -> Iterator[None]:
+        """Raise if the host waits for the device inside the block, or reads a copy that has not arrived."""
+        if self.simulation is None:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        else:
+            waits, races = len(self.simulation.waits), len(self.simulation.races)
+            yield
+            assert self.simulation.waits[waits:] == []
+            assert self.simulation.races[races:] == []
+
+
+@contextmanager
+def device(on: str, **settings: Any) -> Iterator[Device]:
+    """The device of a test, by one of the names of ``CUDA`` or ``EVERY``; settings are those of ``simulated``."""
+    sort, name = on.split()
+    if sort == "real":
+        yield Device(name)
+    else:
+        with simulated(name, **settings) as simulation:
+            yield Device(name, simulation)
