@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -93,11 +93,10 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
     if not layers:
         return {}
     sums, steps = {name: torch.zeros_like(_statistics(layer)) for name, layer in layers.items()}, 0
-    # In compiled code a layer without momentum would break the graph.
-    with _undone(trainer, pl_module), torch.compiler.set_stance("force_eager"):
-        for layer in layers.values():
-            layer.momentum = None  # the statistics are then the mean over the calls in one step
+    # In compiled code a momentum that changes would compile the graph again.
+    with _undone(trainer, pl_module), torch.compiler.set_stance("force_eager"), _mean_over_calls(layers) as calls:
         for arguments in training_steps(trainer, pl_module):
+            calls.clear()
             for layer in layers.values():
                 layer.reset_running_stats()
             trainer.strategy.training_step(*arguments)
@@ -112,6 +111,24 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
             " ScheduleFree, use a norm without statistics, as GroupNorm."
         )
     return _means({name: trainer.strategy.reduce(total, reduce_op="mean") for name, total in sums.items()})
+
+
+@contextmanager
+def _mean_over_calls(layers: Mapping[str, _BatchNorm]) -> Iterator[dict[nn.Module, int]]:
+    """Let running statistics be the mean over the calls that are counted in what this gives.
+
+    So they are with ``momentum=None`` as well, for which torch reads its own count from the device in each call.
+    """
+    calls: dict[nn.Module, int] = {}
+
+    def count(layer: Any, _: Any) -> None:
+        calls[layer] = calls.get(layer, 0) + 1
+        layer.momentum = 1 / calls[layer]
+
+    with ExitStack() as hooks:
+        for layer in layers.values():
+            hooks.callback(layer.register_forward_pre_hook(count).remove)
+        yield calls
 
 
 def _statistics(layer: _BatchNorm) -> Tensor:
