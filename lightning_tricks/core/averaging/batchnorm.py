@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_tricks.core.device import fetched
 from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
@@ -139,11 +140,12 @@ def _statistics(layer: _BatchNorm) -> Tensor:
 
 def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means and variances of the layers that were called, from sums over their calls; row 0 counts the calls."""
+    calls = fetched([total[0, 0] for total in sums.values()])
     return {
         f"{name}.{buffer}": total[row] / total[0]
-        for name, total in sums.items()
+        for (name, total), called in zip(sums.items(), calls, strict=True)
         for row, buffer in ((1, "running_mean"), (2, "running_var"))
-        if total[0, 0] > 0
+        if called > 0
     }
 
 
