@@ -18,7 +18,9 @@ from tests.device.simulation import Simulation, aten
 from tests.device.storage import ARRIVES, PINNED, notes, on_device, put
 
 Names = dict[tuple[Any, str], Any]  # by their owner
-CARD = SimpleNamespace(name="Simulated", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132)
+CARD = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132
+)
 FACTORIES = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 
 

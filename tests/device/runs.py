@@ -1,0 +1,127 @@
+"""A fit with all that a fit may have, on the simulated device or on the CPU: what it ends with, and what waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+from tests.conformance.runs import fitted
+from tests.conformance.test_resume import Resumable
+from tests.conformance.trick import Trick
+from tests.device.simulation import Found, Simulation
+from tests.nets import Net, NormNet, data, weights
+
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+SAVED = 4  # the optimizer step at which a checkpoint is saved, in the middle of the second epoch
+
+
+@dataclass
+class Fit:
+    """What is left of a fit that logs each step, and of one that goes on from its checkpoint and does not log.
+
+    Args:
+        weights: The weights at the end.
+        devices: Where weights, buffers and states of optimizers were then.
+        logged: What the host waited for in each training step that logs, without the validation behind it.
+        steps: The same of the steps that do not.
+        races: What the host did with memory of copies that it had not waited for.
+    """
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    devices: set[str] = field(default_factory=set)
+    logged: list[list[Found]] = field(default_factory=list)
+    steps: list[list[Found]] = field(default_factory=list)
+    races: list[Found] = field(default_factory=list)
+
+
+class Watch(Callback):
+    """Notes the waits of each step and the devices at the end, and saves a checkpoint between two steps."""
+
+    def __init__(self, found: Fit, simulation: Simulation | None, file: Path) -> None:
+        self.found, self.simulation, self.file = found, simulation, file
+        self.saved = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        self.steps = self.found.logged if trainer.loggers else self.found.steps
+        loop.advance = partial(self._advance, type(loop).advance, loop)
+        loop.on_advance_end = partial(self._end, trainer, loop.on_advance_end)  # which tricks may have wrapped
+
+    def _advance(self, advance: Any, *args: Any) -> None:
+        waits = self.simulation.waits if self.simulation else []
+        before = len(waits)
+        advance(*args)
+        self.steps.append(waits[before:])
+
+    def _end(self, trainer: Any, on_advance_end: Any, *args: Any) -> None:
+        on_advance_end(*args)
+        if trainer.global_step == SAVED and not self.saved:
+            self.saved = True
+            trainer.save_checkpoint(self.file)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        states = [(weight, state) for one in trainer.optimizers for weight, state in one.state.items()]
+        like_weights = [x for weight, state in states for x in state.values() if getattr(x, "shape", 0) == weight.shape]
+        self.found.devices |= {x.device.type for x in (*pl_module.parameters(), *pl_module.buffers(), *like_weights)}
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for name in {"advance", "on_advance_end"} & vars(trainer.fit_loop.epoch_loop).keys():
+            delattr(trainer.fit_loop.epoch_loop, name)
+
+
+def fit(
+    trick: Trick,
+    precision: str,
+    folder: Path,
+    simulation: Simulation | None = None,
+    base: type[Net] = NormNet,
+    **settings: Any,
+) -> Fit:
+    """Fit with accumulation and clipping, where the trick may, validate, log, save, and go on from the checkpoint."""
+    folder.mkdir(exist_ok=True)
+    found, device = Fit(), simulation.device.type if simulation else "cpu"
+    settings |= {} if "accumulate" in trick.refused else {"accumulate_grad_batches": 2}
+    settings |= {} if "clip" in trick.refused else {"gradient_clip_val": 0.5}
+    watch = Watch(found, simulation, folder / "middle.ckpt")
+    for logs, path in (({"logger": CSVLogger(folder), "log_every_n_steps": 1}, None), ({}, watch.file)):
+        if precision == "fp16":
+            scaler = torch.amp.GradScaler(device, init_scale=64.0)
+            settings["plugins"] = [MixedPrecision("16-mixed", device, scaler=scaler)]
+        else:
+            settings["precision"] = PRECISIONS[precision]
+        module = fitted(
+            trick.module(base, "on"),
+            **{
+                "callbacks": [*trick.make_callbacks("on"), watch],
+                "accelerator": device,
+                "train": loader(pinned=simulation is not None),
+                "ckpt_path": path,
+                **logs,
+                **settings,
+            },
+        )
+        if trick.stops:  # which has gone on by itself
+            break
+    found.weights = {name: value.cpu() for name, value in weights(module).items()}
+    found.races = simulation.races if simulation else []
+    return found
+
+
+def loader(pinned: bool) -> Resumable:
+    """Batches in pinned memory, as on a GPU, or in ordinary memory."""
+    batches = Resumable(data())
+    batches.pin_memory = pinned
+    return batches
+
+
+def beyond(steps: list[list[Found]], plain: list[list[Found]]) -> int:
+    """The most waits of a step, but for the first, beyond those of a step of a plain fit."""
+    return max(map(len, steps[1:])) - max(map(len, plain[1:]))
