@@ -36,7 +36,7 @@ notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts besi
 	$(BIN)/python .ci/notebooks.py
 
 matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks_cli/matrix.json and docs/compatibility.md
-	$(CPU) $(BIN)/python -m pytest tests/conformance -n auto --dist loadfile -m "not gpu" --deselect tests/conformance/test_matrix.py \
+	$(CPU) $(BIN)/python -m pytest tests/conformance tests/device -n auto --dist loadfile -m "not gpu" --deselect tests/conformance/test_matrix.py \
 	    --matrix lightning_tricks_cli/matrix.json
 	$(BIN)/python benchmarks/readme.py
 

@@ -123,5 +123,5 @@ def loader(pinned: bool) -> Resumable:
 
 
 def beyond(steps: list[list[Found]], plain: list[list[Found]]) -> int:
-    """The most waits of a step, but for the first, beyond those of a step of a plain fit."""
-    return max(map(len, steps[1:])) - max(map(len, plain[1:]))
+    """The most waits of a step, but for the first and the last, beyond those of a step of a plain fit."""
+    return max(map(len, steps[1:-1])) - max(map(len, plain[1:-1]))

@@ -1,6 +1,7 @@
 """How often a step of a trick waits for the device, beyond a plain fit: never, but for these reasons.
 
-A step that logs may wait once more, for the trick's own values; the first step of a fit may look at what it was given.
+A step that logs may wait once more, for the trick's own values. The first step of a fit may look at what it was given,
+and the last one at what it ends with.
 """
 
 from __future__ import annotations
