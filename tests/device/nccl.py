@@ -35,23 +35,24 @@ TYPES = {  # that NCCL has
 
 
 class Groups:
-    """The backends that groups were asked for; the first one is that of all processes."""
+    """The backends that groups were asked for."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.kind = simulation.device.type
+        self._of_all = "nccl"  # also of a group that an earlier fit has made
         self._asked: dict[Any, str] = {}
 
     def begin(self, backend: str | None) -> None:
         """Note that of all processes."""
-        self._asked = {dist.group.WORLD: backend or f"cpu:gloo,{self.kind}:nccl"}
+        self._of_all = backend or f"cpu:gloo,{self.kind}:nccl"
 
     def note(self, group: Any, backend: str | None) -> None:
-        self._asked[group] = backend or self.backend(None)
+        self._asked[group] = backend or self._of_all
 
     def backend(self, group: Any) -> str:
         """The backend by the name that was asked for; None is the group of all processes."""
-        return self._asked.get(group) or next(iter(self._asked.values()))
+        return self._asked.get(group, self._of_all)
 
     def config(self, group: Any) -> str:
         """The backend of each type of device."""
@@ -166,11 +167,10 @@ def is_mean(op: Any) -> bool:
 
 @contextmanager
 def rank_with_nccl(**settings: Any) -> Iterator[Simulation]:
-    """This process as one that torchrun has started on a machine with a device for each."""
+    """This process as one that torchrun has started on a machine with a device for each.
+
+    Its group stays when the block ends, as Lightning's does after a fit, and is the group of later blocks.
+    """
     index, count = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     with simulated(index=index, count=count, **settings) as simulation, nccl(simulation):
-        try:
-            yield simulation
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        yield simulation

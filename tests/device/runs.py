@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.utils.data import Subset
 
 from tests.conformance.runs import fitted
 from tests.conformance.test_resume import Resumable
-from tests.conformance.trick import Trick
+from tests.conformance.trick import NEEDS, Trick
 from tests.device.simulation import Found, Simulation
 from tests.nets import Net, NormNet, data, weights
 
@@ -103,6 +105,7 @@ def fit(
                 "callbacks": [*trick.make_callbacks("on"), watch],
                 "accelerator": device,
                 "train": loader(pinned=simulation is not None),
+                "use_distributed_sampler": False,
                 "ckpt_path": path,
                 **logs,
                 **settings,
@@ -116,12 +119,22 @@ def fit(
 
 
 def loader(pinned: bool) -> Resumable:
-    """Batches in pinned memory, as on a GPU, or in ordinary memory."""
-    batches = Resumable(data())
+    """This rank's batches, in pinned memory, as for a GPU, or in ordinary memory."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    batches = Resumable(Subset(data(44 * ranks), range(rank, 44 * ranks, ranks)))
     batches.pin_memory = pinned
     return batches
 
 
+def bare(needs: tuple[bool, ...], refused: tuple[str, ...]) -> Trick:
+    """No trick, in a network and with settings as for one: the arguments are ``needs_of(trick)``."""
+    return Trick(**dict(zip(NEEDS, needs, strict=True)), refused=refused)
+
+
+def needs_of(trick: Trick) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+    return tuple(getattr(trick, need) for need in NEEDS), trick.refused
+
+
 def beyond(steps: list[list[Found]], plain: list[list[Found]]) -> int:
     """The most waits of a step, but for the first and the last, beyond those of a step of a plain fit."""
-    return max(map(len, steps[1:-1])) - max(map(len, plain[1:-1]))
+    return max(map(len, steps[1:-1]), default=0) - max(map(len, plain[1:-1]))

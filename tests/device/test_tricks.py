@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.conformance.settings import SETTINGS
-from tests.conformance.trick import NEEDS, Trick
+from tests.conformance.trick import Trick
 from tests.device.python_names import simulated
-from tests.device.runs import Fit, beyond, fit
+from tests.device.runs import Fit, bare, beyond, fit, needs_of
 from tests.device.waits import waits_of
 from tests.nets import assert_close, assert_equal
 
@@ -45,11 +45,10 @@ def on_a_device(trick: Trick, precision: str, folder: Path, **settings: Any) -> 
 
 
 @cache
-def plain(precision: str, needs: tuple[bool, ...], refused: tuple[str, ...]) -> Fit:
-    """A fit without the trick, of the same network."""
-    bare = Trick(**dict(zip(NEEDS, needs, strict=True)), refused=refused)
+def plain(precision: str, *needs: Any) -> Fit:
+    """A fit without a trick, of a network with what one needs."""
     with TemporaryDirectory() as folder:
-        return on_a_device(bare, precision, Path(folder))
+        return on_a_device(bare(*needs), precision, Path(folder))
 
 
 @pytest.mark.parametrize(("precision", "name"), cases())
@@ -61,12 +60,11 @@ def test_a_device_trains_the_same_and_is_not_waited_for(
     (assert_close if name in OTHER_BRANCH else assert_equal)(found.weights, expected.weights)
     assert found.devices == {"cuda"}
     assert found.races == []
-    usual = plain(precision, tuple(getattr(trick, need) for need in NEEDS), trick.refused)
-    step, why = waits_of(name)
-    here = beyond(found.logged, usual.logged)
-    assert here <= step + 1, [wait for one in found.logged for wait in one if wait.ours]
-    if found.steps:  # of a trick that ends the fit there are none that do not log
-        tells = precision == "fp16"  # a GradScaler waits when it tells its scale
-        assert beyond(found.steps, usual.steps) <= step + tells, [w for one in found.steps for w in one if w.ours]
+    usual, (step, why) = plain(precision, *needs_of(trick)), waits_of(name)
+    logged = beyond(found.logged, usual.logged)
+    assert logged <= step + 1, [wait for each in found.logged for wait in each if wait.ours]
+    # A trick that ends the fit has logged each step; a GradScaler waits when it tells its scale.
+    unlogged = beyond(found.steps, usual.steps)
+    assert unlogged <= step + (precision == "fp16"), [wait for each in found.steps for wait in each if wait.ours]
     if precision == "fp32":
-        waits(name, step, max(here, 0), why)
+        waits(name, step, max(logged, 0), why)
