@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from tests.device.python_names import simulated
 from tests.device.simulation import Simulation
-from tests.device.storage import UNKNOWN, notes, on_device
+from tests.device.storage import UNKNOWN, notes, on_device, put
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "send", "recv", "all_gather", "all_gather_into_tensor"),
@@ -80,6 +81,7 @@ def nccl(simulation: Simulation) -> Iterator[None]:
     groups = Groups(simulation)
     names = {**making(groups), **asking(groups), **{name: checked(name, groups) for name in COLLECTIVES}}
     with ExitStack() as undo:
+        undo.enter_context(mock.patch.object(DistributedDataParallel, "register_comm_hook", hooked()))
         undo.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 27, 5)))  # of error messages
         for name, function in names.items():
             for owner in (c10d, dist):
@@ -134,6 +136,21 @@ def asking(groups: Groups) -> dict[str, Callable[..., Any]]:
     }
 
 
+def hooked() -> Callable[..., None]:
+    """DDP's buckets are made by C++ code, and are on the device."""
+    register = DistributedDataParallel.register_comm_hook
+
+    def register_comm_hook(self: Any, state: Any, hook: Callable[..., Any]) -> None:
+        @wraps(hook)  # torch looks at its name and annotations
+        def on_it(state: Any, bucket: Any) -> Any:
+            put(bucket.buffer(), True)
+            return hook(state, bucket)
+
+        register(self, state, on_it)
+
+    return register_comm_hook
+
+
 def checked(name: str, groups: Groups) -> Callable[..., Any]:
     """A collective that checks its tensors, and takes the mean as well, which gloo has not."""
     function = getattr(c10d, name)
@@ -149,7 +166,7 @@ def checked(name: str, groups: Groups) -> Callable[..., Any]:
         kwargs = {name: dist.ReduceOp.SUM if is_mean(each) else each for name, each in kwargs.items()}
         function(*args, **{**kwargs, "async_op": False})
         with torch.no_grad():
-            tensors[0].div_(dist.get_world_size(group))
+            tensors[0].copy_(tensors[0] / dist.get_world_size(group))  # of integers the whole part
         return Done() if kwargs.get("async_op") else None
 
     return collective

@@ -187,8 +187,7 @@ def module_of(simulation: Simulation, count: int) -> Names:
             return True
 
         def synchronize(self) -> None:
-            simulation.waits_for("synchronize")
-            self.query()
+            simulation.waits_for("synchronize", self.copies)
 
         def wait(self, stream: Any = None) -> None:
             """Another stream waits, not the host."""
@@ -212,6 +211,9 @@ def module_of(simulation: Simulation, count: int) -> Names:
 
         def query(self) -> bool:
             return self.record_event().query()
+
+        def is_capturing(self) -> bool:
+            return False
 
         def wait_event(self, event: Event) -> None:
             """The device waits, not the host."""
@@ -247,6 +249,7 @@ def module_of(simulation: Simulation, count: int) -> Names:
         "get_device_capability": lambda *_: (CARD.major, CARD.minor),
         "get_device_name": lambda *_: CARD.name,
         "get_device_properties": lambda *_: CARD,
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *_, **__: True,
         "memory_allocated": lambda *_: 2**20,
         "max_memory_allocated": lambda *_: 2**20,
@@ -273,6 +276,9 @@ def module_of(simulation: Simulation, count: int) -> Names:
 
     accelerator = {
         "_accelerator_getAccelerator": lambda: torch.device(simulation.device.type),
+        "_accelerator_getDeviceIndex": lambda: simulation.current or 0,
+        "_accelerator_getStream": lambda index: stream,
+        "_accelerator_synchronizeDevice": lambda index: stream.synchronize(),
         "_cuda_getCurrentRawStream": lambda *_: 0,
         "_group_tensors_by_device_and_dtype": grouped,
     }

@@ -69,8 +69,10 @@ class Simulation(TorchDispatchMode):
     def is_it(self, device: Any) -> bool:
         return device is not None and torch.device(device).type == self.device.type
 
-    def waits_for(self, what: str) -> None:
+    def waits_for(self, what: str, copies: int | None = None) -> None:
+        """Note that the host stops until the device has done what it was given: so many copies, or all."""
         self.waits.append(self._found(what))
+        self.arrived = max(self.arrived, self.copies if copies is None else copies)
 
     def races_with(self, what: str) -> None:
         self.races.append(self._found(what))
@@ -93,12 +95,14 @@ class Simulation(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented  # the tensors inside come here by themselves
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # of tensors without contents, which know their devices
         packet, begun = func.overloadpacket, self.copies
         self._look_for_races(func, args, given)
         where = self._copy(packet, args, kwargs) if packet in COPIES else self._where(func, args, kwargs, given)
         if where:
             self._on_the_device(func, args, kwargs, given)
-        if "device" in kwargs:
+        if self.is_it(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
         pinned = kwargs.pop("pin_memory", None)
         random = where and torch.Tag.nondeterministic_seeded in func.tags
@@ -128,10 +132,9 @@ class Simulation(TorchDispatchMode):
     def _where(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool | None:
         """Whether the result of an operation is on the device; None if nobody knows."""
         if (asked := kwargs.get("device")) is not None:
-            # C++ code names the CPU when it means the device of some tensor.
-            return (
-                self.is_it(asked) if self.asks or self.is_it(asked) else any(map(on_device, given)) if given else None
-            )
+            if self.asks or torch.device(asked).type != "cpu":
+                return self.is_it(asked)
+            return any(map(on_device, given)) if given else None  # C++ code says CPU when it means a tensor's device
         there = [on_device(x) for x in given]
         if any(there) and not all(there):
             self._mixed(func, args, given)

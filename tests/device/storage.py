@@ -30,12 +30,15 @@ def on_device(x: Tensor) -> bool:
     """Whether a tensor, or a tensor inside of it, is on the device."""
     if is_traceable_wrapper_subclass(x):
         with torch._C.DisableTorchFunctionSubclass():
-            return any(on_device(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+            parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+            return any(on_device(part) for part in parts if isinstance(part, Tensor))
     return ON_DEVICE in notes(x)
 
 
 def put(x: Tensor, device: bool | None) -> None:
     """Note that a tensor is on the device or in host memory, or with None that nobody knows."""
+    if x.is_meta:
+        return
     parts = [x]
     if x.layout == torch.sparse_coo:
         parts = [torch._C.TensorBase._values(x), torch._C.TensorBase._indices(x)]

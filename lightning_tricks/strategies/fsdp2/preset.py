@@ -202,6 +202,9 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         if self._agreement is not None:
             self._agreement.share_random_numbers(self.root_device)
             self._undo.callback(wrap_method(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm))
+        validation, fit = trainer.validate_loop, trainer.fit_loop.epoch_loop.val_loop
+        for loop in (fit, validation, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # whose tensors have no versions, which torch's FSDP2 asks for
         self._shard(module)
         self._root = Root(module)
         # Lightning's strategy requires a configure_model hook that shards. The user's own hook has already run.
