@@ -28,6 +28,7 @@ from tests.device.storage import UNKNOWN, notes, on_device, put
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "send", "recv", "all_gather", "all_gather_into_tensor"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("all_gather_single", "reduce_scatter_single"),  # their new names
 )
 TYPES = {  # that NCCL has
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -79,7 +80,11 @@ class Groups:
 def nccl(simulation: Simulation) -> Iterator[None]:
     """Let groups that are made inside the block have the backend that they are asked for, by name."""
     groups = Groups(simulation)
-    names = {**making(groups), **asking(groups), **{name: checked(name, groups) for name in COLLECTIVES}}
+    names = {
+        **making(groups),
+        **asking(groups),
+        **{name: checked(name, groups) for name in COLLECTIVES if hasattr(c10d, name)},
+    }
     with ExitStack() as undo:
         undo.enter_context(mock.patch.object(DistributedDataParallel, "register_comm_hook", hooked()))
         undo.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 27, 5)))  # of error messages
@@ -161,10 +166,12 @@ def checked(name: str, groups: Groups) -> Callable[..., Any]:
         group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         groups.check(group, tensors)
         if not any(map(is_mean, (*args, *kwargs.values()))):
-            return function(*args, **kwargs)
+            with torch._C._DisableTorchDispatch():  # gloo's own copies
+                return function(*args, **kwargs)
         args = tuple(dist.ReduceOp.SUM if is_mean(each) else each for each in args)
         kwargs = {name: dist.ReduceOp.SUM if is_mean(each) else each for name, each in kwargs.items()}
-        function(*args, **{**kwargs, "async_op": False})
+        with torch._C._DisableTorchDispatch():
+            function(*args, **{**kwargs, "async_op": False})
         with torch.no_grad():
             tensors[0].copy_(tensors[0] / dist.get_world_size(group))  # of integers the whole part
         return Done() if kwargs.get("async_op") else None

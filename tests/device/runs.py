@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import Subset
 
-from tests.conformance.runs import fitted
+from tests.conformance.runs import Gather, ShardedNet, fitted
 from tests.conformance.test_resume import Resumable
 from tests.conformance.trick import NEEDS, Trick
 from tests.device.simulation import Found, Simulation
@@ -85,6 +86,7 @@ def fit(
     folder: Path,
     simulation: Simulation | None = None,
     base: type[Net] = NormNet,
+    strategy: Callable[[], Any] = lambda: "auto",
     **settings: Any,
 ) -> Fit:
     """Fit with accumulation and clipping, where the trick may, validate, log, save, and go on from the checkpoint."""
@@ -93,6 +95,8 @@ def fit(
     settings |= {} if "accumulate" in trick.refused else {"accumulate_grad_batches": 2}
     settings |= {} if "clip" in trick.refused else {"gradient_clip_val": 0.5}
     watch = Watch(found, simulation, folder / "middle.ckpt")
+    sharded = issubclass(base, ShardedNet)
+    gather = Gather() if sharded else Callback()
     for logs, path in (({"logger": CSVLogger(folder), "log_every_n_steps": 1}, None), ({}, watch.file)):
         if precision == "fp16":
             scaler = torch.amp.GradScaler(device, init_scale=64.0)
@@ -102,8 +106,9 @@ def fit(
         module = fitted(
             trick.module(base, "on"),
             **{
-                "callbacks": [*trick.make_callbacks("on"), watch],
+                "callbacks": [*trick.make_callbacks("on"), watch, gather],
                 "accelerator": device,
+                "strategy": strategy(),
                 "train": loader(pinned=simulation is not None),
                 "use_distributed_sampler": False,
                 "ckpt_path": path,
@@ -113,7 +118,8 @@ def fit(
         )
         if trick.stops:  # which has gone on by itself
             break
-    found.weights = {name: value.cpu() for name, value in weights(module).items()}
+    ended = gather.weights if sharded else weights(module)
+    found.weights = {name: value.cpu() for name, value in ended.items()}
     found.races = simulation.races if simulation else []
     return found
 
