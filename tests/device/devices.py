@@ -1,4 +1,4 @@
-"""A test that runs on a real CUDA device, where there is one, and on a simulated one everywhere.
+"""A test that runs on a real CUDA device, where there is one, and on a simulated one everywhere::
 
 @pytest.mark.parametrize("on", CUDA)
 def test_it(on: str) -> None:
@@ -51,6 +51,15 @@ class Device:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+
+CPU = Device("cpu")
+
+
+def require_devices(number: int) -> None:
+    """Skip a test for real devices on a machine with fewer."""
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} CUDA devices")
 
 
 @contextmanager

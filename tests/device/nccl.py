@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from tests.device.devices import Device
 from tests.device.python_names import simulated
 from tests.device.simulation import Simulation
 from tests.device.storage import UNKNOWN, notes, on_device, put
@@ -165,24 +166,32 @@ def checked(name: str, groups: Groups) -> Callable[..., Any]:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
         groups.check(group, tensors)
-        if not any(map(is_mean, (*args, *kwargs.values()))):
-            with torch._C._DisableTorchDispatch():  # gloo's own copies
-                return function(*args, **kwargs)
+        takes_mean = any(map(is_mean, (*args, *kwargs.values())))
         args = tuple(dist.ReduceOp.SUM if is_mean(each) else each for each in args)
         kwargs = {name: dist.ReduceOp.SUM if is_mean(each) else each for name, each in kwargs.items()}
-        with torch._C._DisableTorchDispatch():
-            function(*args, **{**kwargs, "async_op": False})
-        with torch.no_grad():
-            tensors[0].copy_(tensors[0] / dist.get_world_size(group))  # of integers the whole part
-        return Done() if kwargs.get("async_op") else None
+        later = kwargs.pop("async_op", False)
+        with torch._C._DisableTorchDispatch():  # gloo's own copies
+            function(*args, **kwargs)
+        if takes_mean:
+            with torch.no_grad():
+                tensors[0].copy_(tensors[0] / dist.get_world_size(group))  # of integers the whole part
+        return Done(tensors) if later else None
 
     return collective
 
 
 class Done:
-    """The work of a collective that is over."""
+    """The work of a collective that is over: what comes after it is done in this thread, which knows the device."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
 
     def wait(self) -> None: ...
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        done.set_result(self.tensors)
+        return done
 
 
 def is_mean(op: Any) -> bool:
@@ -198,3 +207,13 @@ def rank_with_nccl(**settings: Any) -> Iterator[Simulation]:
     index, count = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     with simulated(index=index, count=count, **settings) as simulation, nccl(simulation):
         yield simulation
+
+
+@contextmanager
+def rank_device(on: str) -> Iterator[Device]:
+    """The device of this rank, by one of the names of ``CUDA``, or "host cpu"."""
+    if on == "simulated cuda":
+        with rank_with_nccl() as simulation:
+            yield Device("cuda", simulation)
+    else:
+        yield Device(on.split()[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch.utils.data import Subset
 from tests.conformance.runs import Gather, ShardedNet, fitted
 from tests.conformance.test_resume import Resumable
 from tests.conformance.trick import NEEDS, Trick
-from tests.device.simulation import Found, Simulation
+from tests.device.devices import CPU, Device
+from tests.device.simulation import Found
 from tests.nets import Net, NormNet, data, weights
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -46,10 +48,17 @@ class Fit:
 
 
 class Watch(Callback):
-    """Notes the waits of each step and the devices at the end, and saves a checkpoint between two steps."""
+    """Notes the waits of each step and the devices at the end, and saves a checkpoint between two steps.
 
-    def __init__(self, found: Fit, simulation: Simulation | None, file: Path) -> None:
-        self.found, self.simulation, self.file = found, simulation, file
+    Args:
+        found: Where it notes them.
+        there: The device.
+        file: The checkpoint.
+        still: Whether a real device must not be waited for, but for steps that log, the first one and the last.
+    """
+
+    def __init__(self, found: Fit, there: Device, file: Path, *, still: bool = False) -> None:
+        self.found, self.there, self.file, self.still = found, there, file, still
         self.saved = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -59,9 +68,10 @@ class Watch(Callback):
         loop.on_advance_end = partial(self._end, trainer, loop.on_advance_end)  # which tricks may have wrapped
 
     def _advance(self, advance: Any, *args: Any) -> None:
-        waits = self.simulation.waits if self.simulation else []
-        before = len(waits)
-        advance(*args)
+        waits = self.there.simulation.waits if self.there.simulation else []
+        before, middle = len(waits), 0 < len(self.found.steps) < 3
+        with self.there.waits(0) if self.still and middle else nullcontext():
+            advance(*args)
         self.steps.append(waits[before:])
 
     def _end(self, trainer: Any, on_advance_end: Any, *args: Any) -> None:
@@ -84,17 +94,18 @@ def fit(
     trick: Trick,
     precision: str,
     folder: Path,
-    simulation: Simulation | None = None,
+    there: Device,
     base: type[Net] = NormNet,
     strategy: Callable[[], Any] = lambda: "auto",
+    still: bool = False,
     **settings: Any,
 ) -> Fit:
     """Fit with accumulation and clipping, where the trick may, validate, log, save, and go on from the checkpoint."""
-    folder.mkdir(exist_ok=True)
-    found, device = Fit(), simulation.device.type if simulation else "cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    found, device = Fit(), there.name
     settings |= {} if "accumulate" in trick.refused else {"accumulate_grad_batches": 2}
     settings |= {} if "clip" in trick.refused else {"gradient_clip_val": 0.5}
-    watch = Watch(found, simulation, folder / "middle.ckpt")
+    watch = Watch(found, there, folder / "middle.ckpt", still=still)
     sharded = issubclass(base, ShardedNet)
     gather = Gather() if sharded else Callback()
     for logs, path in (({"logger": CSVLogger(folder), "log_every_n_steps": 1}, None), ({}, watch.file)):
@@ -109,7 +120,7 @@ def fit(
                 "callbacks": [*trick.make_callbacks("on"), watch, gather],
                 "accelerator": device,
                 "strategy": strategy(),
-                "train": loader(pinned=simulation is not None),
+                "train": loader(pinned=there != CPU),
                 "use_distributed_sampler": False,
                 "ckpt_path": path,
                 **logs,
@@ -120,7 +131,7 @@ def fit(
             break
     ended = gather.weights if sharded else weights(module)
     found.weights = {name: value.cpu() for name, value in ended.items()}
-    found.races = simulation.races if simulation else []
+    found.races = there.simulation.races if there.simulation else []
     return found
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ import lightning_tricks as lt
 from tests.callbacks.test_preemption import Signals
 from tests.conformance.preset_runs import PRECISIONS
 from tests.conformance.test_presets import everything
-from tests.device.devices import Device
-from tests.device.nccl import rank_with_nccl
+from tests.device.devices import CUDA, Device, require_devices
+from tests.device.nccl import rank_device, rank_with_nccl
 from tests.device.runs import Fit, Watch
 from tests.evaluation.recipes import Scored, make_trainer
 from tests.evaluation.recipes import run as cross_validated
@@ -117,7 +116,7 @@ def rounded(there: Device, folder: Path, **arguments: Any) -> Any:
     ended, waits = {}, {}
     for compression in ("none", arguments["compression"]):
         found = Fit()
-        watch = Watch(found, there.simulation, folder / f"{compression}.ckpt")
+        watch = Watch(found, there, folder / f"{compression}.ckpt")
         given = arguments if compression != "none" else {"compression": "none"}
         ended[compression] = plain(compressed(arguments=given, accelerator=there.name, callbacks=[watch]))
         waits[compression] = max(map(len, found.steps))
@@ -151,45 +150,51 @@ SLOW: dict[str, Case] = {
 CASES = {**QUICK, **SLOW}
 
 
-def outcome(name: str, folder: str) -> list[Any]:
-    """What a rank finds on its device and on a CPU."""
-    found = []
-    for device in ("cuda", "cpu"):
-        here = Path(folder, name, device)
-        here.mkdir(parents=True, exist_ok=True)
-        with rank_with_nccl() if device == "cuda" else nullcontext() as simulation:
-            found.append(CASES[name](Device(device, simulation), here))
-            assert simulation is None or not simulation.races
+def outcome(name: str, folder: str, on: str) -> Any:
+    """What a rank finds."""
+    here = Path(folder, on, name)
+    here.mkdir(parents=True, exist_ok=True)
+    with rank_device(on) as there:
+        found = CASES[name](there, here)
+        assert there.simulation is None or not there.simulation.races
     return found
 
 
 @pytest.fixture(scope="module")
-def found(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    return run_cases(outcome, selected("name"), str(tmp_path_factory.mktemp("collectives")))
+def found(selected: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cases]:
+    """What the ranks find in a place, in the same two processes."""
+    folder = str(tmp_path_factory.mktemp("collectives"))
+    return cache(lambda on: run_cases(outcome, selected("name"), folder, on))
 
 
-def same(a: Any, b: Any) -> None:
-    """Compare nested results, numbers to the last digits but few."""
+def same(a: Any, b: Any, tolerance: float) -> None:
+    """Compare nested results."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
-            same(a[key], b[key])
+            same(a[key], b[key], tolerance)
     elif isinstance(a, list | tuple):
         assert len(a) == len(b)
         for one, other in zip(a, b, strict=True):
-            same(one, other)
+            same(one, other, tolerance)
     elif isinstance(a, float | np.ndarray):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=10 * tolerance, atol=tolerance)
     else:
         assert a == b
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_devices_do_together_what_cpus_do(name: str, found: Cases) -> None:
-    for on_devices, on_cpus in found[name]:
-        same(on_devices, on_cpus)
-    if name.startswith("Preemption"):
-        same(*(found[name][0][0][each] for each in ("whole", "resumed")))
+NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@pytest.mark.parametrize("on", CUDA)
+@pytest.mark.parametrize("name", NAMES)
+def test_devices_do_together_what_cpus_do(name: str, on: str, found: Callable[[str], Cases]) -> None:
+    if on == "real cuda":
+        require_devices(2)
+    for on_devices, on_cpus in zip(found(on)[name], found("host cpu")[name], strict=True):
+        same(on_devices, on_cpus, 1e-6 if on == "simulated cuda" else 1e-3)
+        if name.startswith("Preemption"):
+            same(on_devices["whole"], on_devices["resumed"], 0.0)
 
 
 # -- a process group of both backends, which is made once in a process ------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
-from tests.device.python_names import simulated
+from tests.device.devices import CPU, Device, device
 from tests.device.runs import Fit, bare, beyond, fit, needs_of
 from tests.device.waits import waits_of
 from tests.nets import assert_close, assert_equal
@@ -40,8 +40,8 @@ def cases() -> list[Any]:
 
 def on_a_device(trick: Trick, precision: str, folder: Path, **settings: Any) -> Fit:
     lacks = [] if precision == "fp16" or trick in [SETTINGS[name] for name in OTHER_MATHS] else [torch.float64]
-    with simulated(lacks=lacks) as simulation:
-        return fit(trick, precision, folder, simulation, **settings)
+    with device("simulated cuda", lacks=lacks) as there:
+        return fit(trick, precision, folder, there, **settings)
 
 
 @cache
@@ -56,7 +56,7 @@ def test_a_device_trains_the_same_and_is_not_waited_for(
     precision: str, name: str, tmp_path: Path, waits: Callable[..., None]
 ) -> None:
     trick = SETTINGS[name]
-    found, expected = on_a_device(trick, precision, tmp_path / "a"), fit(trick, precision, tmp_path / "b")
+    found, expected = on_a_device(trick, precision, tmp_path / "a"), fit(trick, precision, tmp_path / "b", CPU)
     (assert_close if name in OTHER_BRANCH else assert_equal)(found.weights, expected.weights)
     assert found.devices == {"cuda"}
     assert found.races == []
@@ -68,3 +68,17 @@ def test_a_device_trains_the_same_and_is_not_waited_for(
     assert unlogged <= step + (precision == "fp16"), [wait for each in found.steps for wait in each if wait.ours]
     if precision == "fp32":
         waits(name, step, max(logged, 0), why)
+
+
+TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of other kernels, which add in another order
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "name"), cases())
+def test_so_does_a_real_device(precision: str, name: str, tmp_path: Path) -> None:
+    trick = SETTINGS[name]
+    still = precision != "fp16" and name != "Compile" and waits_of(name)[0] == 0  # compiling may wait
+    found = fit(trick, precision, tmp_path / "a", Device("cuda"), still=still)
+    expected = fit(trick, precision, tmp_path / "b", CPU)
+    assert_close(found.weights, expected.weights, TOLERANCES[precision])
+    assert found.devices == {"cuda"}
