@@ -11,7 +11,7 @@ There are no real streams, kernels and compiled code; two tensors that C++ code 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -194,7 +194,13 @@ class Simulation(TorchDispatchMode):
             self._transfer(source, target, on_device(target), asynchronous)
         return bool(targets) and on_device(targets[0])
 
+    def _read(self, host: Iterable[Tensor]) -> None:
+        if any(notes(x).get(ARRIVES, 0) > self.arrived for x in host):
+            self.races_with("reads a non_blocking copy, for which nobody has waited")
+
     def _transfer(self, source: Tensor, target: Tensor | None, where: bool, asynchronous: bool) -> None:
+        if not (where and asynchronous):  # else the device reads, in the order of its work
+            self._read([source])
         if where == on_device(source) or UNKNOWN in notes(source):
             return
         if not asynchronous:
@@ -209,9 +215,8 @@ class Simulation(TorchDispatchMode):
     def _look_for_races(self, func: Any, args: Any, given: list[Tensor]) -> None:
         """List what reads a copy that has not arrived, or overwrites one that has not left."""
         written = tree_leaves(args[0]) if func._schema.is_mutable and args else []
-        read = tree_leaves(args[1]) if func.overloadpacket in IN_PLACE_COPIES else given
-        if any(notes(x).get(ARRIVES, 0) > self.arrived for x in read):
-            self.races_with("reads a non_blocking copy, for which nobody has waited")
+        if func.overloadpacket not in COPIES:
+            self._read(given)
         if any(notes(x).get(LEAVES, 0) > self.arrived for x in written if isinstance(x, Tensor)):
             self.races_with("overwrites a non_blocking copy, for which nobody has waited")
 
