@@ -49,13 +49,16 @@ def tensors(simulation: Simulation) -> Names:
     to, tolist, numpy, deepcopy = Tensor.to, Tensor.tolist, Tensor.numpy, Tensor.__deepcopy__
     make_wrapper, parse_to = Tensor._make_wrapper_subclass, torch._C._nn._parse_to
 
+    def there(x: Tensor) -> bool:
+        return not simulation.inside and on_device(x)
+
     def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.overrides.has_torch_function_unary(self):
             return torch.overrides.handle_torch_function(Tensor.to, (self,), self, *args, **kwargs)
         found = arguments(args) | {name: value for name, value in kwargs.items() if value is not None}
         device = found.pop("device", None)
         known = simulation.is_it(device) or (device is not None and torch.device(device).type == "cpu")
-        if not known or simulation.is_it(device) == on_device(self):
+        if not known or simulation.is_it(device) == there(self):
             return to(self, **found, **({"device": device} if device is not None and not known else {}))
         found.pop("copy", None)
         with mock.patch.object(simulation, "moves", True):
@@ -74,17 +77,17 @@ def tensors(simulation: Simulation) -> Names:
         return (given[0].device, given[0].dtype, *given[1:]) if given and isinstance(given[0], Tensor) else given
 
     def as_numpy(self: Tensor, *, force: bool = False) -> Any:
-        if on_device(self) and not force:
+        if there(self) and not force:
             raise TypeError(
                 f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first."
             )
         check_arrival(self)
-        return numpy(self.cpu() if on_device(self) else self, force=force)
+        return numpy(self.cpu() if there(self) else self, force=force)
 
     def as_list(self: Tensor) -> Any:
         if torch.overrides.has_torch_function_unary(self):
             return torch.overrides.handle_torch_function(Tensor.tolist, (self,), self)
-        if on_device(self):
+        if there(self):
             simulation.waits_for("tolist")
         check_arrival(self)
         with torch._C._DisableTorchDispatch():
@@ -96,7 +99,7 @@ def tensors(simulation: Simulation) -> Names:
 
     def copied(self: Tensor, memo: Any) -> Tensor:
         result = deepcopy(self, memo)
-        put(result, on_device(self))
+        put(result, there(self))
         return result
 
     def pin(self: Tensor, *_: Any) -> Tensor:
@@ -111,10 +114,10 @@ def tensors(simulation: Simulation) -> Names:
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
 
     values = {
-        "device": property(lambda self: simulation.device if on_device(self) else real["device"].__get__(self)),
-        f"is_{simulation.device.type}": property(on_device),
-        "is_cpu": property(lambda self: not on_device(self) and real["is_cpu"].__get__(self)),
-        "get_device": lambda self: simulation.device.index if on_device(self) else -1,
+        "device": property(lambda self: simulation.device if there(self) else real["device"].__get__(self)),
+        f"is_{simulation.device.type}": property(there),
+        "is_cpu": property(lambda self: not there(self) and real["is_cpu"].__get__(self)),
+        "get_device": lambda self: simulation.device.index if there(self) else -1,
         "to": moved,
         "cpu": lambda self, **kwargs: self.to("cpu"),
         "cuda": lambda self, device=None, **kwargs: self.to("cuda", **kwargs),

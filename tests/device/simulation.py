@@ -65,6 +65,7 @@ class Simulation(TorchDispatchMode):
         self.current: int | None = None  # the number of the device that was set; None before
         self.copies = self.arrived = 0  # non_blocking copies so far, and those that the host knows to be over
         self.moves = self.asks = False  # whether Python code has named the device of the present operation
+        self.inside = False  # whether Python code computes for another library's operation, on the CPU
 
     def is_it(self, device: Any) -> bool:
         return device is not None and torch.device(device).type == self.device.type
@@ -106,8 +107,12 @@ class Simulation(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         pinned = kwargs.pop("pin_memory", None)
         random = where and torch.Tag.nondeterministic_seeded in func.tags
-        with self._random_numbers() if random else nullcontext():
-            result = func(*args, **kwargs)
+        outside, self.inside = self.inside, func.namespace not in ("aten", "prims", "_c10d_functional")
+        try:
+            with self._random_numbers() if random else nullcontext():
+                result = func(*args, **kwargs)
+        finally:
+            self.inside = outside
         if packet not in IN_PLACE_COPIES:
             self._put(result, given, where, packet, pinned)
         if packet is aten._to_copy and self.copies > begun and not where:
