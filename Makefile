@@ -5,6 +5,8 @@ TORCH  ?=
 # Written bytecode spares each worker of pytest, and each process that tests start, five seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Where there is a GPU these tests are those of a machine without one; `pytest -m gpu` runs those that need it.
+CPU    := CUDA_VISIBLE_DEVICES=
 VENV   := .venv
 BIN    := $(VENV)/bin
 # deepspeed compiles its operators at first use, not while being installed
@@ -25,16 +27,16 @@ demo: $(VENV)/.demo ## train small models with and without the tricks and draw a
 	$(BIN)/lightning-tricks demo
 
 test: $(VENV)/.test check ## lint, check types, run doctests and fast tests
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(CPU) $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(VENV)/.test-all check ## the same with the slow tests, Ray, the site and its pages
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+	$(CPU) $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
 notebooks: $(VENV)/.test ## execute the notebooks in full, from the scripts beside them
 	$(BIN)/python .ci/notebooks.py
 
 matrix: $(VENV)/.test ## every trick in every regime: writes lightning_tricks_cli/matrix.json and docs/compatibility.md
-	$(BIN)/python -m pytest tests/conformance -n auto --dist loadfile -m "not gpu" --deselect tests/conformance/test_matrix.py \
+	$(CPU) $(BIN)/python -m pytest tests/conformance tests/device -n auto --dist loadfile -m "not gpu" --deselect tests/conformance/test_matrix.py \
 	    --matrix lightning_tricks_cli/matrix.json
 	$(BIN)/python benchmarks/readme.py
 

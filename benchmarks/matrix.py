@@ -61,6 +61,10 @@ COLUMNS = """\
   changes nothing.
 - **pl**: with a `pytorch_lightning.Trainer` equal to the plain loop of fp32."""
 
+WAITS = (
+    "**waits**: how often a training step waits for a GPU, beyond one of plain Lightning (a simulated device counts); a"
+    " step that logs at most once more. Those that wait decide by a number:"
+)
 SHORT = "Where each is not ✓:"
 
 
@@ -68,6 +72,17 @@ def cells() -> dict[str, dict[str, dict[str, str]]]:
     """Of each row, what was found in each regime."""
     found: dict[str, Any] = json.loads(JSON.read_text())["tricks"]
     return found
+
+
+def waits() -> dict[str, dict[str, Any]]:
+    """Of each trick, how often a step waits for the device."""
+    found: dict[str, Any] = json.loads(JSON.read_text())["waits"]
+    return found
+
+
+def reasons() -> str:
+    """Those that wait, and what for."""
+    return "\n".join(f"- `{row}`: {of['step']}, {of['why']}." for row, of in waits().items() if of["step"])
 
 
 def markdown() -> str:
@@ -95,16 +110,18 @@ def page() -> str:
             if why and why not in notes:
                 notes.append(why)
             signs.append(SIGNS[of[regime]["cell"]] + (f" [{notes.index(why) + 1}](#notes)" if why else ""))
+        signs.append(str(waits()[row]["step"]) if row in waits() else "")
         rows.append((f"`{row}`", signs))
     versions = ", ".join(f"{name} {number}" for name, number in json.loads(JSON.read_text())["versions"].items())
     numbered = "\n".join(f"{number}. {why}" for number, why in enumerate(notes, 1))
-    head = f"{TITLE}\n\nWritten by `make matrix`, from tests in `tests/conformance` that passed with {versions}."
-    return (
-        "\n\n".join([head, LEGEND, COLUMNS, SHORT, markdown(), "## Each by itself", _table(rows), "## Notes", numbered])
-        + "\n"
+    head = (
+        f"{TITLE}\n\nWritten by `make matrix`, from tests in `tests/conformance` and `tests/device` that passed with"
+        f" {versions}."
     )
+    parts = [head, LEGEND, COLUMNS, WAITS, reasons(), SHORT, markdown(), "## Each by itself", _table(rows)]
+    return "\n\n".join([*parts, "## Notes", numbered]) + "\n"
 
 
 def _table(rows: list[tuple[str, list[str]]]) -> str:
-    lines = [["", *HEADS.values()], ["---"] * (len(HEADS) + 1), *([name, *signs] for name, signs in rows)]
+    lines = [["", *HEADS.values(), "waits"], ["---"] * (len(HEADS) + 2), *([name, *signs] for name, signs in rows)]
     return "\n".join(f"|{'|'.join(line)}|" for line in lines)

@@ -94,9 +94,15 @@ def evidence() -> dict[str, Any]:
 
 
 @cache
+def found_by_tests() -> dict[str, Any]:
+    """What the tests of all tricks found, as ``make matrix`` wrote it."""
+    found: dict[str, Any] = json.loads((HERE / "matrix.json").read_text())
+    return found
+
+
 def matrix() -> dict[str, dict[str, dict[str, str]]]:
     """What the conformance tests found, by trick and regime."""
-    found: dict[str, dict[str, dict[str, str]]] = json.loads((HERE / "matrix.json").read_text())["tricks"]
+    found: dict[str, dict[str, dict[str, str]]] = found_by_tests()["tricks"]
     return found
 
 
@@ -118,7 +124,23 @@ def _names(row: Row) -> str:
 
 def _costs(row: Row) -> list[str]:
     measured = evidence()["measured"].get(row.names[0], [])
-    return [_bullet(text) for text in (*([f"{row.cost[0].upper()}{row.cost[1:]}."] if row.cost else []), *measured)]
+    told = [f"{row.cost[0].upper()}{row.cost[1:]}."] if row.cost else []
+    return [_bullet(text) for text in (*told, *measured, *_waits(row))]
+
+
+def _waits(row: Row) -> list[str]:
+    """How often a training step waits for a GPU."""
+    entries: dict[str, list[str]] = {}
+    for entry, of in found_by_tests()["waits"].items():
+        if entry.split("(")[0] in row.names:
+            logged = f", {of['logged']} in a step that logs" if of["logged"] > of["step"] else ""
+            reason = f" ({of['why']})" if of["step"] else ""
+            entries.setdefault(f"{of['step']}{reason}{logged}", []).append(f"`{entry}`")
+    several = len(entries) > 1
+    return [
+        f"Waits per step for a GPU{', with ' + ', '.join(of) if several else ''}: {text}."
+        for text, of in entries.items()
+    ]
 
 
 def _bullet(text: str) -> str:

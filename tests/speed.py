@@ -92,7 +92,10 @@ def leave_devices_out() -> None:
     """
     if torch.accelerator.is_available():
         return
-    result._ResultMetric.to = lambda self, *args, **kwargs: self
+    move = result._ResultMetric.to
+    result._ResultMetric.to = lambda self, *args, **kwargs: (
+        move(self, *args, **kwargs) if torch.cuda.is_available() else self  # as in tests.device
+    )
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.manual_seed_all = lambda seed: None
 

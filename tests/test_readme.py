@@ -197,7 +197,9 @@ def test_what_the_evidence_page_says_of_muon() -> None:
     assert counts("Muon") == (8, 1, 27)
     page = " ".join((ROOT / "docs" / "optimizers.md").read_text().split())
     assert "is better than plain training in 8 of 27 settings, and worse in 1 ([evidence]" in page
-    assert "**Muon**, at one learning rate for all weights, is better than plain training in 8 of 27 settings" in EVIDENCE
+    assert (
+        "**Muon**, at one learning rate for all weights, is better than plain training in 8 of 27 settings" in EVIDENCE
+    )
     clean = [settings["digits", "clean"]["points"] for settings in gains().values() if ("digits", "clean") in settings]
     assert max(clean) == gains()["Muon"]["digits", "clean"]["points"]
     assert f"It gains {points('Muon', 'digits')[1:]} points on clean digits, more than anything else there" in EVIDENCE

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_tricks.core.device import fetched
 from lightning_tricks.core.weights.tensors import local_part
 
 _WITH_UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # a row of the weight is a unit
@@ -100,24 +101,38 @@ class Look:
 
     def layers(self) -> tuple[LayerStatistics, ...]:
         """The statistics of the steps so far, without layers that stopped training before the first of them."""
+        norms, alive, squares = self._numbers()
+
+        def of(name: str, layer: nn.Module) -> LayerStatistics:
+            own = list(layer.parameters(recurse=False))
+            per_weight = [norms[weight] for weight in own if weight in norms]
+            steps = [[math.hypot(*kind) for kind in zip(*step, strict=True)] for step in zip(*per_weight, strict=False)]
+            share = alive.get(own[0]) if isinstance(layer, _WITH_UNITS) else None
+            return LayerStatistics(
+                name,
+                gradient=_median([gradient for gradient, *_ in steps]),
+                update=_median([update / max(sizes) if any(sizes) else 0.0 for _, update, *sizes in steps]),
+                dead=None if share is None else 1 - share,
+                activation=math.sqrt(squares[layer]) if layer in squares else None,
+            )
+
         return tuple(
-            self._of(name, layer)
+            of(name, layer)
             for name, layer in self._layers.items()
-            if any(weight.requires_grad or weight in self._norms for weight in layer.parameters(recurse=False))
+            if any(weight.requires_grad or weight in norms for weight in layer.parameters(recurse=False))
         )
 
-    def _of(self, name: str, layer: nn.Module) -> LayerStatistics:
-        own = list(layer.parameters(recurse=False))
-        norms = [torch.stack(self._norms[weight]).tolist() for weight in own if weight in self._norms]
-        steps = [[math.hypot(*kind) for kind in zip(*step, strict=True)] for step in zip(*norms, strict=False)]
-        alive = self._alive.get(own[0]) if isinstance(layer, _WITH_UNITS) else None
-        squares = self._squares.get(layer)
-        return LayerStatistics(
-            name,
-            gradient=_median([gradient for gradient, *_ in steps]),
-            update=_median([update / max(sizes) if any(sizes) else 0.0 for _, update, *sizes in steps]),
-            dead=None if alive is None else 1 - alive.float().mean().item(),
-            activation=torch.stack(squares).mean().sqrt().item() if squares else None,
+    def _numbers(self) -> tuple[dict[nn.Parameter, Any], dict[nn.Parameter, float], dict[nn.Module, float]]:
+        """Norms of the steps, shares of units and mean squares, which come from the device together."""
+        norms = [torch.stack(steps) for steps in self._norms.values()]
+        shares = [units.float().mean() for units in self._alive.values()]
+        means = [torch.stack(squares).mean() for squares in self._squares.values()]
+        numbers: list[Any] = [part.tolist() for part in fetched([*norms, *shares, *means])]
+        first, second = len(norms), len(norms) + len(shares)
+        return (
+            dict(zip(self._norms, numbers[:first], strict=True)),
+            dict(zip(self._alive, numbers[first:second], strict=True)),
+            dict(zip(self._squares, numbers[second:], strict=True)),
         )
 
 

@@ -122,8 +122,7 @@ class _Profiler(Callback):
                 self.profile.seconds[key] += seconds - inside
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize()
         return time.perf_counter()
 
     def _end(self) -> None:
@@ -181,8 +180,8 @@ def profile_tricks(trainer: pl.Trainer) -> Iterator[TricksProfile]:
     """Measure the time of a training step that each active trick takes, in the fits within a ``with`` block.
 
     Hooks of callbacks of this package are timed, what they do to batches, and methods of Lightning that they wrap, each
-    without the time of what it calls of others. On CUDA every measurement waits for the device, so that the step takes
-    longer, and a trick has the time that its own work takes there. Outside of the block nothing is timed, and nothing
+    without the time of what it calls of others. Every measurement waits for the device, so that the step takes longer
+    on a GPU, and a trick has the time that its own work takes there. Outside of the block nothing is timed, and nothing
     is left. Printing the result gives a table, and says what is not seen.
 
     Args:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.replay.offload import offload
+from lightning_tricks.core.replay.random_numbers import random_state
 from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import check_patterns, select_blocks
 from lightning_tricks.core.trick import Conflict, Trick
@@ -94,6 +95,8 @@ class ActivationCheckpointing(Trick):
                 f"ActivationCheckpointing(modules={self.modules!r}) selects nothing in {type(pl_module).__name__}:"
                 f" {error}"
             ) from None
+        if self.policy != "offload":
+            random_state(pl_module.device)  # raises for a device whose random numbers cannot be drawn a second time
         torch.compiler.reset()  # code that was compiled earlier would still keep activations
         for name, block in found.items():
             require_python([block] if self.policy == "offload" else block.modules(), name)

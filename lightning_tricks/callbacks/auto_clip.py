@@ -161,8 +161,9 @@ class AutoClip(GradientCallback):
         known = self._norms.get(number)
         assert not isinstance(known, NormHistory), "the weights of an optimizer stay on their device"
         counted = (norm - norm + norm).reshape(1)  # inf - inf is NaN
-        known = counted if known is None else torch.cat([known.to(norm), counted])
-        self._norms[number] = known = known if self.history is None else known[-self.history :]
+        known = counted if known is None else torch.cat([known.to(norm, non_blocking=True), counted])
+        first = 0 if self.history is None else max(0, len(known) - self.history)  # XLA slices within the length only
+        self._norms[number] = known = known[first:]
         limit = clip_value(known, self.percentile)
         self._last[number] = norm, limit
         scale_down_(parts, norm, limit)
@@ -174,11 +175,11 @@ class AutoClip(GradientCallback):
         if self._last:
             log_every_n_steps(trainer, self._metrics)
 
-    def _metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
+    def _metrics(self) -> dict[str, float | Tensor]:
+        metrics: dict[str, float | Tensor] = {}
         for number, (norm, limit) in self._last.items():
             suffix = f"_{number}" if number else ""
-            metrics |= {f"tricks/grad_norm{suffix}": float(norm), f"tricks/clip_value{suffix}": float(limit)}
+            metrics |= {f"tricks/grad_norm{suffix}": norm, f"tricks/clip_value{suffix}": limit}
         return metrics
 
     @override

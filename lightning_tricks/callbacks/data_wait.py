@@ -123,12 +123,16 @@ class DataWait(Trick):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)
+        self._add_waits()  # here, so that no more events are kept than the device has batches to do
         original()
 
-    def _moment(self) -> Moment:
+    def _add_waits(self) -> None:
         while len(self._events) > 1 and self._events[1].query():
             self._wait += self._events[0].elapsed_time(self._events[1]) / 1000
             del self._events[:2]
+
+    def _moment(self) -> Moment:
+        self._add_waits()
         return Moment(time.perf_counter() - self._pause, self._wait, time.process_time())
 
     @override

@@ -19,7 +19,7 @@ from lightning_tricks.core.batches.paths import Names, other_samples, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.batches.scoring import per_sample_losses, shrunk
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
-from lightning_tricks.core.lightning.trainer import data_parallel, extremes, is_fitting, log_every_n_steps
+from lightning_tricks.core.lightning.trainer import data_parallel, is_fitting, later_extremes, log_every_n_steps
 from lightning_tricks.core.mixed_targets.loss_plan import Choose
 from lightning_tricks.core.replay.rerun import is_replaying, run_number
 from lightning_tricks.core.replay.trial import WithoutGradients
@@ -203,19 +203,18 @@ class HardExampleFilter(BatchCallback):
         if self.keep == 1 or context.number % self.every_n_batches:
             return
         size = self._samples(context.batch)
-        smallest, largest = extremes(trainer, size)
-        count = kept_count(smallest, self.keep)
+        sizes = later_extremes(trainer, size)  # which are here when there are losses
         if self.mode == "prune":
             losses = self._losses(trainer, context.batch)
             # Through BatchNorm one NaN spoils the losses of all samples. Guards must see the sample that has it.
             if losses is not None and not losses.isnan().any():
-                context.batch = self._selected(context.batch, self._keep(losses, count), size)
-                self._samples(context.batch, count)
+                context.batch = self._selected(context.batch, self._keep(losses, sizes()[0]), size)
+                self._samples(context.batch, kept_count(sizes()[0], self.keep))
         elif self.across_ranks:
-            context.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, count, largest))
+            context.plan.choose = Selection(lambda losses: self._keep_of_all(trainer, losses, *sizes()))
             context.plan_targets(self, self.targets_in(context.batch))
         else:
-            context.plan.choose = Selection(lambda losses: (self._keep(losses, count), 1.0))
+            context.plan.choose = Selection(lambda losses: (self._keep(losses, sizes()[0]), 1.0))
             context.plan_targets(self, self.targets_in(context.batch))
 
     @override
@@ -246,13 +245,16 @@ class HardExampleFilter(BatchCallback):
     def _selected(self, batch: Any, kept: Samples, size: int) -> Any:
         return select_samples(batch, kept, size, type(self).__name__, len(self.targets_in(batch)))
 
-    def _keep(self, losses: Tensor, count: int) -> Tensor:
+    def _keep(self, losses: Tensor, smallest: int) -> Tensor:
+        """The samples to keep, of which there are as many as of the smallest batch of a rank."""
+        count = kept_count(smallest, self.keep)
         kept = hardest(losses, count)
         self._kept, self._filtered = (count / len(losses), losses[kept].min()), count < len(losses)
         return kept
 
-    def _keep_of_all(self, trainer: pl.Trainer, losses: Tensor, count: int, largest: int) -> tuple[Tensor, float]:
+    def _keep_of_all(self, trainer: pl.Trainer, losses: Tensor, smallest: int, largest: int) -> tuple[Tensor, float]:
         """This rank's samples among the hardest of all ranks; a rank without any keeps one, with factor 0."""
+        count = kept_count(smallest, self.keep)
         everyone = trainer.strategy.all_gather(F.pad(losses, (0, largest - len(losses)), value=-torch.inf)).flatten()
         rank, ranks = data_parallel(trainer)
         best = hardest(everyone, count * ranks)
@@ -267,9 +269,7 @@ class HardExampleFilter(BatchCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._kept is not None:
             share, threshold = self._kept
-            log_every_n_steps(
-                trainer, lambda: {"tricks/kept_fraction": share, "tricks/loss_threshold": float(threshold)}
-            )
+            log_every_n_steps(trainer, lambda: {"tricks/kept_fraction": share, "tricks/loss_threshold": threshold})
 
 
 class Selection:

@@ -6,6 +6,7 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
@@ -13,6 +14,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_range, some
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.trainer import is_fitting
+from lightning_tricks.core.ranks import sample_group
 from lightning_tricks.core.trick import Conflict, Trick
 
 __all__ = ["MoEBalance", "balance_experts_"]
@@ -126,8 +128,9 @@ class MoEBalance(Trick):
             return
         for router in routers(pl_module).values():
             bias, load = router.expert_bias, router.tokens_per_expert
-            total = trainer.strategy.reduce(load.clone(), reduce_op="sum") if trainer.world_size > 1 else load
-            balance_experts_(bias, total, self.rate)
+            if trainer.world_size > 1:
+                dist.all_reduce(load, group=sample_group())  # strategy.reduce would wait for the devices of all ranks
+            balance_experts_(bias, load, self.rate)
             load.zero_()
 
 

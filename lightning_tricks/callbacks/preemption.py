@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.checkpoints.newest import newest_checkpoint
 from lightning_tricks.core.lightning.resume import begin_epoch
-from lightning_tricks.core.lightning.trainer import extremes, will_step
+from lightning_tricks.core.lightning.trainer import extremes, later_extremes, will_step
 from lightning_tricks.core.safe_load.own_folder import unused
 from lightning_tricks.core.trick import Conflict, Trick
 
@@ -39,9 +39,10 @@ class Preemption(Trick):
     """Saves and ends all processes at the same step when the job is preempted; ``ckpt_path="newest"`` resumes there.
 
     Schedulers and clouds send SIGTERM before they take a machine away. After it, or SIGUSR1, on any process, all of
-    them finish the optimizer step that they are in, save ``preempted-step=N.ckpt``, and raise Lightning's
-    ``SIGTERMException``: the program ends with exit status 143. A validation is left before its next batch, and runs
-    again in full after the resume. After the last step training ends as if there were no signal.
+    them finish the optimizer step that they are in (on several GPUs, which no process waits for, the next one as well),
+    save ``preempted-step=N.ckpt``, and raise Lightning's ``SIGTERMException``: the program ends with exit status 143. A
+    validation is left before its next batch, and runs again in full after the resume. After the last step training ends
+    as if there were no signal.
 
     In a SLURM job SIGUSR1 (``#SBATCH --signal=SIGUSR1@120``) also queues the job again, once; ``SLURMEnvironment``'s
     ``requeue_signal`` and ``auto_requeue=False`` are respected. Lightning's own handlers, which save and broadcast amid
@@ -79,6 +80,7 @@ class Preemption(Trick):
         self._wish = 0  # what this process was asked for
         self._validated = False  # after the present batch
         self._compares = False  # in the present validation, which has the same number of batches on all ranks
+        self._asked: Callable[[], tuple[int, int]] = lambda: (0, 0)  # gives the wishes of the ranks at the last call
         super().__init__()
 
     @override
@@ -91,7 +93,7 @@ class Preemption(Trick):
                 "Preemption needs a fit in the main thread, since Python tells no other of signals: leave it out in"
                 " workers of Ray, which restarts them itself, and resume with ckpt_path=newest_checkpoint(folder)."
             )
-        self._wish, self._saved = 0, []
+        self._wish, self._asked, self._saved = 0, lambda: (0, 0), []
         wishes = _wishes(trainer)
         self._wrap(trainer._signal_connector, "register_signal_handlers", lambda original: None)
         for number, wish in wishes.items():
@@ -141,8 +143,10 @@ class Preemption(Trick):
         self._wish = max(self._wish, wish)
 
     def _agreed(self, trainer: pl.Trainer) -> int:
-        """What any rank was asked for; all ranks take part."""
-        return extremes(trainer, self._wish)[1]
+        """What any rank was asked for; all ranks take part. A device that computes ahead tells it one call later."""
+        before, self._asked = self._asked, later_extremes(trainer, self._wish)
+        at_once = trainer.world_size == 1 or trainer.strategy.root_device.type == "cpu"
+        return (self._asked if at_once else before)()[1]
 
     def _after_batch(self, trainer: pl.Trainer, original: Callable[..., None], *args: Any) -> None:
         self._validated = False

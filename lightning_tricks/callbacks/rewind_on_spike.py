@@ -184,12 +184,10 @@ class RewindOnSpike(Trick):
     ) -> None:
         if not self._parts:  # training_step returned None
             return
-        one = len(self._parts) == 1 and not self._parts[0].ndim
-        mean = self._parts[0].clone() if one else torch.stack(self._parts).mean()  # reduce writes into it
-        loss = trainer.strategy.reduce(mean, reduce_op="mean").item()
+        mean = torch.stack(self._parts).mean()
         self._parts.clear()
         scaled = grad_scaler(trainer) is not None
-        finite = self._watch.finite(trainer, [] if scaled else [optimizer])
+        finite, (loss,) = self._watch.finite_and_mean(trainer, [] if scaled else [optimizer], [mean])
         full = len(self._losses) == self.window
         if finite and not (full and is_spike(loss, self._losses, self.threshold)):
             self._losses.append(loss)

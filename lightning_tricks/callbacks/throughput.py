@@ -177,7 +177,8 @@ class Throughput(Trick):
                 rates["tricks/mfu"] = flops / (peak * devices)
         self._since, self._samples, self._counted = now, 0, None
         for name, rate in rates.items():
-            pl_module.log(name, rate, prog_bar=True, logger=False, batch_size=1)
+            # In host memory, where the progress bar shows it without waiting for the device.
+            pl_module.log(name, torch.tensor(rate, device="cpu"), prog_bar=True, logger=False, batch_size=1)
         return rates
 
     @override

@@ -140,7 +140,7 @@ class _Ranks:
 
 def _sizes(embeddings: Tensor, group: Any) -> list[int]:
     """The number of samples of every rank."""
-    own = torch.tensor([len(embeddings)], device=embeddings.device)
+    own = torch.full((1,), len(embeddings), device=embeddings.device)  # without a copy, which would wait
     sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, own, group=group)
     return torch.cat(sizes).tolist()

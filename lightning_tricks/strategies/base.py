@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
@@ -146,9 +146,9 @@ class PresetStrategy(Strategy):
     @property
     def device_type(self) -> str:
         """The type of the Trainer's devices, as torch names it."""
-        if isinstance(self.accelerator, CPUAccelerator):
-            return "cpu"
-        return "mps" if isinstance(self.accelerator, MPSAccelerator) else "cuda"
+        assert self.accelerator is not None, "the Trainer sets it before the precision"
+        device: torch.device = self.accelerator.get_parallel_devices(self.accelerator.parse_devices(1))[0]
+        return device.type
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_undo": ExitStack()}

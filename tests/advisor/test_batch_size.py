@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.batch_size import accumulation_for, find_batch_size, search_sizes
+from tests.device.devices import device
 from tests.nets import Net, PlainNet, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import run_ranks
 
@@ -665,3 +666,21 @@ def test_a_gpu_keeps_its_margin() -> None:
         torch.cuda.reset_peak_memory_stats()
         trainer(accelerator="gpu", max_steps=3).fit(build(Wide), loader(200_000, size))
         assert (torch.cuda.max_memory_allocated() <= 0.6 * total) == fits
+
+
+@pytest.mark.parametrize(("margin", "size"), [(0.0, 20), (0.38, 12), (0.88, 2)])
+def test_the_memory_of_a_device_decides(margin: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of which each sample takes a twentieth."""
+
+    class Notes(PlainNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            samples.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    samples: list[int] = []
+    with device("simulated cuda"):
+        total = torch.cuda.get_device_properties(0).total_memory
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: samples.clear())
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: max(samples, default=0) * total // 20)
+        result = find_batch_size(trainer(accelerator="cuda"), build(Notes), loader(200), margin=margin)
+    assert result.batch_size == size

@@ -17,6 +17,7 @@ from lightning_tricks.advisor.memory.activations import measure
 from lightning_tricks.advisor.memory.estimate import readable
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.strategies import presets
+from tests.device.devices import CUDA, device
 
 MB, GB = 1e6, 1e9
 SMALL, MIDDLE, LARGE, HUGE = 10**8, 7 * 10**9, 30 * 10**9, 10**13
@@ -305,11 +306,12 @@ def test_this_machine_needs_a_device_or_its_memory(monkeypatch: pytest.MonkeyPat
     assert not Hardware.detect(device_memory=24 * GB, host_memory=GB).host_is_assumed
 
 
-@pytest.mark.gpu
-def test_this_machine_is_seen() -> None:
-    found = Hardware.detect()
-    assert found.devices == torch.cuda.device_count()
-    assert found.device_memory > GB
+@pytest.mark.parametrize("on", CUDA)
+def test_this_machine_is_seen(on: str) -> None:
+    with device(on):
+        found = Hardware.detect()
+        assert found.devices == torch.cuda.device_count()
+        assert found.device_memory > GB
 
 
 @pytest.mark.parametrize(

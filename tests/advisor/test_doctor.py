@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import lightning_tricks as lt
+from tests.device.nccl import rank_with_nccl
 from tests.nets import PlainNet, build, data, fit, rank_loader
 from tests.ranks import run_ranks
 
@@ -142,3 +143,19 @@ def test_samplers_that_give_all_ranks_the_same_samples_are_heard() -> None:
     assert len(same) == 1
     assert "Doctor, same-samples: the first batch of all 2 ranks has the same samples" in same[0]
     assert silenced == distributed == own == []
+
+
+def of_a_device() -> list[list[str]]:
+    """The same without float64 on the device, as on some of Intel's."""
+    with rank_with_nccl(lacks=[torch.float64]):
+        settings = {"accelerator": "cuda", "silence": ("pinned-memory",)}
+        return [
+            heard(PlainNet, train=DataLoader(data(48), 8), **settings),
+            heard(PlainNet, train=rank_loader(), **settings),
+        ]
+
+
+def test_the_samples_of_ranks_are_compared_on_any_device() -> None:
+    (same, own), _ = run_ranks(of_a_device)
+    assert "Doctor, same-samples: the first batch of all 2 ranks has the same samples" in same[0]
+    assert own == []

@@ -15,6 +15,7 @@ import torch
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.environment import Device, Environment, environment_report, preset_status
+from tests.device.devices import CUDA, device
 from tests.nets import quiet
 from tests.ranks import printed, run_alone
 
@@ -178,11 +179,12 @@ def test_this_machine() -> None:
     assert json.loads(json.dumps(report.to_dict()))["environment"]["versions"] == found.versions
 
 
-@pytest.mark.gpu
-def test_a_gpu() -> None:
-    report = environment_report()
-    device = report.environment.devices[0]
-    assert device.kind == "cuda"
-    assert device.memory == torch.cuda.get_device_properties(0).total_memory
+@pytest.mark.parametrize("on", CUDA)
+def test_a_gpu(on: str) -> None:
+    with device(on):
+        report = environment_report()
+        total = torch.cuda.get_device_properties(0).total_memory
+    found = report.environment.devices[0]
+    assert (found.kind, found.memory) == ("cuda", total)
     single = next(preset for preset in report.presets if preset.name == "single_bf16")
-    assert single.status == ("runs" if device.bf16 else "slower")
+    assert single.status == ("runs" if found.bf16 else "slower")

@@ -15,6 +15,7 @@ import lightning_tricks as lt
 from lightning_tricks.advisor import TricksProfile
 from lightning_tricks.core.lightning import patching
 from lightning_tricks.core.trick import Trick
+from tests.device.devices import EVERY, device
 from tests.nets import Net, PlainNet, assert_equal, build, loader, trainer, weights
 
 SLEEP = 0.005
@@ -145,3 +146,14 @@ def test_several_fits_add_up_and_a_trainer_without_tricks_has_none() -> None:
 def test_what_is_no_trainer_is_refused() -> None:
     with pytest.raises(TypeError, match="trainer must be a lightning"), lt.profile_tricks(None):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.parametrize("on", EVERY)
+def test_each_measurement_waits_for_the_device(on: str) -> None:
+    with device(on) as there:
+        made = trainer(callbacks=[lt.EMA(0.9)], accelerator=there.name, max_steps=2)
+        with lt.profile_tricks(made) as profile:
+            made.fit(build(PlainNet), loader(), loader(8))
+        if there.simulation is not None:
+            assert [wait.what for wait in there.simulation.waits].count("synchronize") > 10
+    assert ("EMA", "on_train_batch_end") in profile.seconds

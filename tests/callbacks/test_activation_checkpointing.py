@@ -267,3 +267,12 @@ def test_no_block_is_an_error() -> None:
         fit(build(Net), callbacks=[lt.ActivationCheckpointing()])
     with pytest.raises(MisconfigurationException, match=r"'Bert' is neither. Names are 'layers'"):
         fit(build(Net), callbacks=[lt.ActivationCheckpointing("Bert")])
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_device_whose_random_numbers_cannot_be_drawn_again_is_refused(policy: Any) -> None:
+    class OnXLA(Deep):
+        device = property(lambda self: torch.device("xla", 0))
+
+    with pytest.raises(MisconfigurationException, match=r"torch cannot set for a device of type 'xla': train on cuda"):
+        fit(build(OnXLA), callbacks=[lt.ActivationCheckpointing(policy=policy)])

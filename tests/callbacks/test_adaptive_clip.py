@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh
 
 import lightning_tricks as lt
+from tests.device.devices import CUDA, device
 from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -48,21 +49,22 @@ def test_the_function_is_timms_bit_for_bit(dtype: torch.dtype, scale: float, set
     assert_equal(clipped(lt.functional.adaptive_clip_, parameters(dtype, scale), **settings), theirs)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("scale", [1e-4, 0.03, 10.0])
-def test_on_a_gpu_it_is_timms_and_waits_for_nothing(scale: float) -> None:
-    given = [[each.detach().cuda().requires_grad_() for each in parameters(torch.float32, scale)[:-1]] for _ in "ab"]
-    for kind in given:
-        for each, like in zip(kind, parameters(torch.float32, scale), strict=False):
-            each.grad = like.grad.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        lt.functional.adaptive_clip_(given[0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    adaptive_clip_grad(given[1])
-    for ours, theirs in zip(*given, strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+def test_on_a_device_it_is_timms_and_waits_for_nothing(scale: float, on: str) -> None:
+    with device(on) as there:
+        given = [[moved(each, there.name) for each in parameters(torch.float32, scale)[:-1]] for _ in "ab"]
+        with there.waits(at_most=0):
+            lt.functional.adaptive_clip_(given[0])
+        adaptive_clip_grad(given[1])
+        for ours, theirs in zip(*given, strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def moved(weight: nn.Parameter, name: str) -> Tensor:
+    there = weight.detach().to(name).requires_grad_()
+    there.grad = None if weight.grad is None else weight.grad.to(name)
+    return there
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])

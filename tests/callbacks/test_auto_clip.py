@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.auto_clip import NormHistory, clip_value, scale_down_
+from tests.device.devices import CUDA, device
 from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -89,17 +90,25 @@ def test_training_is_that_by_the_formula(history: int | None, settings: dict[str
     assert_close(weights(ours), weights(theirs), 1e-5)
 
 
-@pytest.mark.gpu
-def test_the_gpu_is_not_waited_for() -> None:
-    gradients = [torch.rand(100, device="cuda") for _ in range(3)]
-    history, norm = torch.rand(50, device="cuda"), torch.tensor(3.0, device="cuda")
-    expected = [gradient * (clip_value(history, 10) / norm) for gradient in gradients]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        scale_down_(gradients, norm, clip_value(history, 10))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(gradients, expected)
+@pytest.mark.parametrize("on", CUDA)
+def test_a_device_is_not_waited_for(on: str) -> None:
+    with device(on) as there:
+        gradients = [torch.rand(100, device=there.name) for _ in range(3)]
+        history, norm = torch.rand(50, device=there.name), torch.full((), 3.0, device=there.name)
+        expected = [gradient * (clip_value(history, 10) / norm) for gradient in gradients]
+        with there.waits(at_most=0):
+            scale_down_(gradients, norm, clip_value(history, 10))
+        torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("on", CUDA)
+@pytest.mark.parametrize("history", [None, 4, 1000])
+def test_on_a_device_training_is_that_by_the_formula(history: int | None, on: str) -> None:
+    ours, theirs, reference = build(NormNet), build(NormNet), ByHand(20, history)
+    with device(on) as there:
+        fit(ours, callbacks=[lt.AutoClip(20, history=history)], max_epochs=4, accelerator=there.name)
+    fit(theirs, callbacks=[reference], max_epochs=4)
+    assert_close(weights(ours), weights(theirs), 1e-5 if there.simulation else 1e-4)
 
 
 class Keep(Callback):

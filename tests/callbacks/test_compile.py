@@ -482,3 +482,16 @@ def test_a_module_that_is_not_there_or_not_called_is_an_error() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"did nothing.*called none of 'idle'"):
         trained(Idle, lt.Compile("idle", backend=FAST))
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about the device
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_kernels_and_graphs_of_cuda_train_as_eager_ones(mode: Any) -> None:
+    eager, compiled = build(NormNet), build(NormNet)
+    fit(eager, accelerator="cuda", max_epochs=3)
+    fit(compiled, callbacks=[lt.Compile("layers", mode=mode)], accelerator="cuda", max_epochs=3)
+    assert_close(weights(compiled), weights(eager), 1e-3)

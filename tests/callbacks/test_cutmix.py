@@ -27,6 +27,7 @@ from tests.core.batches.test_mixing import (
     naive_mixup,
     train_by_hand,
 )
+from tests.device.devices import device
 from tests.nets import assert_close, assert_equal, build, fit, weights
 
 
@@ -201,17 +202,19 @@ def test_it_works_with_sam_accumulation_and_bf16() -> None:
         assert all(map(torch.equal, first, noted))
 
 
-@pytest.mark.parametrize(("accelerator", "precision"), DEVICES)
+@pytest.mark.parametrize(("on", "precision"), DEVICES)
 @pytest.mark.parametrize(
     "callback", [lt.Mixup(1.0), lt.Mixup(1.0, per_sample=True), lt.CutMix()], ids=lambda c: c.state_key
 )
-def test_a_step_on_a_device_has_the_gradient_of_a_naive_loop(callback: Any, accelerator: str, precision: str) -> None:
+def test_a_step_on_a_device_has_the_gradient_of_a_naive_loop(callback: Any, on: str, precision: str) -> None:
     module, watch, steps, plain = build(ImageNet), Watch(callback), Steps(), list(images(48))
-    settings = {"accelerator": accelerator, "precision": precision, "callbacks": [callback, watch, steps]}
-    fit(module, train=images(48), val=images(48), **settings)
+    with device(on) as there:
+        settings = {"accelerator": there.name, "precision": precision, "callbacks": [callback, watch, steps]}
+        fit(module, train=images(48), val=images(48), **settings)
+        drawn = zip(watch.batches, watch.drawn, strict=True)
+        assert {x.device.type for (mixed, _), (_, index) in drawn for x in (mixed, index)} == {there.name}
     hand, losses = build(ImageNet), []
     for (x, y), (mixed, _), (lam, index) in zip(2 * plain, watch.batches, watch.drawn, strict=True):
-        assert mixed.device.type == index.device.type == ("cuda" if accelerator == "gpu" else "cpu")
         mixed, lam, index = mixed.cpu(), torch.as_tensor(lam).cpu(), index.cpu()
         if isinstance(callback, lt.Mixup):
             torch.testing.assert_close(mixed, naive_mixup(x, lam, index))

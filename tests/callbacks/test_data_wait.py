@@ -19,6 +19,7 @@ import lightning_tricks as lt
 from lightning_tricks.callbacks import data_wait
 from lightning_tricks.callbacks.data_wait import useful_workers
 from tests.callbacks.test_swa import save_at
+from tests.device.devices import CUDA, device
 from tests.nets import NormNet, PlainNet, assert_equal, build, data, fit, trainer, weights
 
 
@@ -251,7 +252,7 @@ def test_wrong_values_are_refused(wrong: Any, error: type[Exception]) -> None:
         lt.DataWait(warn=wrong)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_on_cuda_the_time_counts_in_which_the_device_idles() -> None:
     class Heavy(PlainNet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -261,3 +262,18 @@ def test_on_cuda_the_time_counts_in_which_the_device_idles() -> None:
     run = trainer(accelerator="cuda", max_epochs=1, log_every_n_steps=12, callbacks=[lt.DataWait(warn=1.0)])
     run.fit(Heavy(), DataLoader(Slow(0.001), 4), DataLoader(data(8), 4))
     assert run.callback_metrics["tricks/data_wait"] < 0.2
+
+
+@pytest.mark.parametrize("on", CUDA)
+@pytest.mark.parametrize("every", [0, 1])
+def test_no_more_events_are_kept_than_the_device_has_batches_to_do(every: int, on: str) -> None:
+    class Kept(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            kept.append(len(wait._events))
+
+    wait, kept = lt.DataWait(warn=1.0), list[int]()
+    with device(on) as there:
+        settings = {"accelerator": there.name, "log_every_n_steps": every, "max_epochs": 4}
+        trainer(**settings, callbacks=[wait, Kept()]).fit(PlainNet(), DataLoader(data(40), 4), DataLoader(data(8), 4))
+    assert len(kept) == 40
+    assert max(kept) <= (4 if there.simulation else 40)

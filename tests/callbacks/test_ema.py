@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.ema import ema_decay
+from tests.device.devices import CUDA, device
 from tests.nets import (
     Net,
     NormNet,
@@ -772,16 +773,24 @@ def test_ddp_averages_resumes_and_agrees_between_ranks(tmp_path: Any) -> None:
     assert all((first[name] == second[name]).all() for name in first)
 
 
-@pytest.mark.gpu
-def test_cuda_average_equals_naive_and_can_live_in_host_memory() -> None:
+@pytest.mark.parametrize("on", CUDA)
+def test_on_a_device_an_average_equals_a_naive_one_and_can_live_in_host_memory(on: str) -> None:
     naive, module = NaiveEMA(0.9), build()
-    fit(module, callbacks=[lt.EMA(0.9, warmup=False), naive], accelerator="cuda", max_epochs=3, log_every_n_steps=1)
-    average = {name: value.cpu() for name, value in naive.average.items()}
-    for name, value in average.items():
-        torch.testing.assert_close(module.state_dict()[name].cpu().double(), value, atol=1e-6, rtol=1e-6)
-    beside, apart = build(), build()
-    fit(beside, callbacks=[lt.EMA(0.9)], accelerator="cuda")
-    fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator="cuda", log_every_n_steps=1)
+    with device(on) as there:
+        fit(
+            module,
+            callbacks=[lt.EMA(0.9, warmup=False), naive],
+            accelerator=there.name,
+            max_epochs=3,
+            log_every_n_steps=1,
+        )
+        average = {name: value.cpu() for name, value in naive.average.items()}
+        for name, value in average.items():
+            torch.testing.assert_close(module.state_dict()[name].cpu().double(), value, atol=1e-6, rtol=1e-6)
+        beside, apart = build(), build()
+        fit(beside, callbacks=[lt.EMA(0.9)], accelerator=there.name)
+        fit(apart, callbacks=[lt.EMA(0.9, device="cpu")], accelerator=there.name, log_every_n_steps=1)
+        assert there.simulation is None or not there.simulation.races
     assert_close(weights(beside), weights(apart))
 
 

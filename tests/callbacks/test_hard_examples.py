@@ -29,6 +29,7 @@ from tests.core.batches.test_scoring import (
     scored,
     top,
 )
+from tests.device.devices import device
 from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, data, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.reference.sam import naive_sam
@@ -182,24 +183,27 @@ class NormLoss(NaiveLoss, NormNet):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler has its own in each version of torch
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "settings",
+    ("on", "compiled"),
     [
-        pytest.param({"accelerator": "gpu", "precision": "16-mixed"}, marks=pytest.mark.gpu, id="gpu"),
-        pytest.param({"precision": "bf16-mixed"}, id="cpu"),
+        *(pytest.param("real cuda", compiled, marks=pytest.mark.gpu) for compiled in (False, True)),
+        ("simulated cuda", False),  # where nothing is compiled
+        ("host cpu", False),
+        ("host cpu", True),
     ],
 )
 @modes
 def test_under_autocast_a_compiled_network_equals_a_step_that_filters_for_itself(
-    mode: Any, settings: Any, compiled: bool
+    mode: Any, on: str, compiled: bool
 ) -> None:
     ours, theirs = build(NormNet), build(NormPrune if mode == "prune" else NormLoss)
     for module, callbacks in ((ours, [lt.HardExampleFilter(mode=mode)]), (theirs, [])):
         if compiled:
             torch.compiler.reset()
-            module.layers.compile(**({} if "accelerator" in settings else {"backend": "eager"}))
-        fit(module, callbacks=callbacks, **settings)
+            module.layers.compile(**({} if on == "real cuda" else {"backend": "eager"}))
+        with device(on) as there:
+            precision = "bf16-mixed" if on == "host cpu" else "16-mixed"
+            fit(module, callbacks=callbacks, accelerator=there.name, precision=precision)
     assert_close(weights(ours), weights(theirs), 1e-3 if compiled else 1e-5)
     assert not torch.equal(weights(ours)["layers.0.weight"], weights(build(NormNet))["layers.0.weight"])
 

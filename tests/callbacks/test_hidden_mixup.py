@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import lightning_tricks as lt
 from tests.callbacks.test_swa import Resumable, save_at
 from tests.core.batches.test_mixing import DEVICES, Steps
+from tests.device.devices import device
 from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}
@@ -367,13 +368,14 @@ def test_resume_is_bit_exact(step: int, train: Callable[[], Any], first: bool, t
     assert_equal(whole, rest)
 
 
-@pytest.mark.parametrize(("accelerator", "precision"), DEVICES)
-def test_a_step_on_a_device_has_the_gradient_of_a_naive_one(accelerator: str, precision: str) -> None:
+@pytest.mark.parametrize(("on", "precision"), DEVICES)
+def test_a_step_on_a_device_has_the_gradient_of_a_naive_one(on: str, precision: str) -> None:
     mixup, module, steps, hand = lt.HiddenMixup("layers.2", 1.0), build(PlainNet), Steps(), build(PlainNet)
     watch, losses = Watch(mixup), []
-    fit(module, callbacks=[mixup, watch, steps], accelerator=accelerator, precision=precision)
+    with device(on) as there:
+        fit(module, callbacks=[mixup, watch, steps], accelerator=there.name, precision=precision)
+        assert {index.device.type for _, index in watch.drawn} == {there.name}
     for (x, y), (lam, index) in zip(2 * list(loader()), watch.drawn, strict=True):
-        assert index.device.type == ("cuda" if accelerator == "gpu" else "cpu")
         numbers = {"x": x, "y": y, "lam": lam, "index": index.cpu()}
         losses.append(lambda n=numbers: hidden_loss(hand, **n))
     steps.compare(hand, losses)

@@ -31,6 +31,7 @@ from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
 from lightning_tricks.strategies.zero.preset import ZeROPreset
 from lightning_tricks_cli.main import main as command
 from tests.conformance.runs import Steps
+from tests.device.devices import CUDA, device
 from tests.nets import (
     Net,
     NormNet,
@@ -793,6 +794,21 @@ def test_a_quantized_base_trains_resumes_and_merges(base: Any, variant: Any, tmp
     fit(again := build(Deep), callbacks=[callback()])
     fit(resumed, callbacks=[callback()], ckpt_path=tmp_path / "half.ckpt")
     assert_equal(trained(resumed), trained(again))
+
+
+@pytest.mark.parametrize("on", CUDA)
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_a_quantized_base_trains_on_a_device_as_on_the_cpu(base: Any, on: str, tmp_path: Path) -> None:
+    whole, there_too, resumed = build(Deep), build(Deep), build(Deep)
+    fit(whole, callbacks=[lora(base=base)])
+    with device(on) as there:
+        settings = {"callbacks": [lora(base=base)], "accelerator": there.name}
+        fit(build(Deep), **settings, max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
+        fit(there_too, **settings)
+        fit(resumed, **settings, ckpt_path=tmp_path / "half.ckpt")
+        ended, again = ({n: w.cpu() for n, w in trained(each).items()} for each in (there_too, resumed))
+    assert_close(ended, trained(whole), 1e-6 if there.simulation else 1e-2)
+    assert_close(again, ended, 0.0 if there.simulation else 1e-4)
 
 
 class Speaks(Deep):

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_tricks as lt
 from lightning_tricks.optimizers.table import optimizers
 from tests.conformance.runs import fp16
+from tests.device.devices import CUDA, device
 from tests.faults.runs import differences, load, state
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
 
@@ -386,11 +387,13 @@ def test_what_would_read_a_weight_that_is_stepped_is_refused(kind: type[Any], me
         fit(build(kind), callbacks=[lt.StepInBackward()])
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_the_backward_pass_has_a_thread_of_its_own() -> None:
-    assert_same(Blocks, lambda: [lt.ActivationCheckpointing("blocks.*")], accelerator="gpu")
-    with pytest.raises(MisconfigurationException, match=r"uses a weight, by detach\(\), after it has stepped it"):
-        fit(build(Peeks), callbacks=[lt.StepInBackward()], accelerator="gpu")
+@pytest.mark.parametrize("on", CUDA)
+def test_on_a_device_the_backward_pass_has_a_thread_of_its_own(on: str) -> None:
+    """On a real one; a simulated one is not waited for, and keeps everything where it is."""
+    with device(on) as there:
+        assert_same(Blocks, lambda: [lt.ActivationCheckpointing("blocks.*")], accelerator=there.name)
+        with pytest.raises(MisconfigurationException, match=r"uses a weight, by detach\(\), after it has stepped it"):
+            fit(build(Peeks), callbacks=[lt.StepInBackward()], accelerator=there.name)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_tricks as lt
 from lightning_tricks.callbacks.swa import SWA
 from tests.conformance.engines import cpu_deepspeed
+from tests.device.devices import CUDA, device
 from tests.nets import (
     Net,
     NormNet,
@@ -668,13 +669,14 @@ def test_shards_are_averaged_recalibrated_and_resumed_as_one_process(engine: str
     assert_as_one_process(run_ranks(fit_shards, engine, str(tmp_path)))
 
 
-@pytest.mark.gpu
-def test_cuda_average_and_statistics_equal_naive_ones() -> None:
+@pytest.mark.parametrize("on", CUDA)
+def test_on_a_device_average_and_statistics_equal_naive_ones(on: str) -> None:
     naive, module = NaiveSWA(6), build(NormNet)
-    fit(module, callbacks=[SWA(6), naive], accelerator="cuda", max_epochs=3)
-    module.cpu()
-    for name, value in naive.mean().items():
-        torch.testing.assert_close(module.state_dict()[name].double(), value.cpu(), atol=1e-6, rtol=1e-6)
+    with device(on) as there:
+        fit(module, callbacks=[SWA(6), naive], accelerator=there.name, max_epochs=3)
+        module.cpu()
+        for name, value in naive.mean().items():
+            torch.testing.assert_close(module.state_dict()[name].double(), value.cpu(), atol=1e-6, rtol=1e-6)
     assert_recalibrated(module)
 
 

@@ -1,4 +1,4 @@
-"""``pytest tests/conformance --matrix FILE`` writes the compatibility matrix, as the tests that passed found it."""
+"""``pytest tests/conformance tests/device --matrix FILE`` writes the compatibility matrix, as passed tests found it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.matrix import Cell, as_json, empty, write
+from tests.conformance.matrix import Cell, Waits, as_json, empty, write
 
 
 @pytest.fixture
@@ -36,15 +36,17 @@ class Matrix:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cells: list[tuple[Cell, str]] = []
+        self.waits: list[tuple[Waits, str]] = []
         self.problem = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            self.cells += [(tuple(value), report.nodeid) for name, value in report.user_properties if name == "cell"]
+            for name, found in (("cell", self.cells), ("waits", self.waits)):
+                found += [(tuple(value), report.nodeid) for known, value in report.user_properties if known == name]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         try:
-            matrix = as_json(self.cells)
+            matrix = as_json(self.cells, self.waits)
             if missing := empty(matrix):
                 raise ValueError(f"{len(missing)} cells are empty: " + ", ".join(missing))
             write(matrix, self.path)

@@ -108,10 +108,11 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
 }
 
 Cell = tuple[str, str, str, str]  # row, regime, what was found, why
+Waits = tuple[str, int, int, str]  # row, waits for the device in a step, in a step that logs, why
 
 
-def as_json(cells: Iterable[tuple[Cell, str]]) -> dict[str, Any]:
-    """The contents of the file, of the cells and the tests that found them, in the order of rows and columns.
+def as_json(cells: Iterable[tuple[Cell, str]], waits: Iterable[tuple[Waits, str]] = ()) -> dict[str, Any]:
+    """The contents of the file, of what was found and the tests that found it, in the order of rows and columns.
 
     Raises:
         ValueError: If a cell was found twice, or is neither "right" nor "refused" or "none" with a reason.
@@ -128,6 +129,10 @@ def as_json(cells: Iterable[tuple[Cell, str]]) -> dict[str, Any]:
         "versions": {name: version(name).split("+")[0] for name in ("torch", "lightning", "deepspeed")},
         "regimes": list(REGIMES),
         "tricks": ordered,
+        "waits": {
+            row: {"step": step, "logged": logged, "test": test, **({"why": why} if why else {})}
+            for (row, step, logged, why), test in sorted(waits)
+        },
     }
 
 
@@ -138,7 +143,8 @@ def readable(why: str) -> str:
 
 def empty(matrix: dict[str, Any]) -> list[str]:
     """The cells that no test has found."""
-    return [f"{row} x {regime}" for row in ROWS for regime in REGIMES if regime not in matrix["tricks"].get(row, {})]
+    cells = [f"{row} x {regime}" for row in ROWS for regime in REGIMES if regime not in matrix["tricks"].get(row, {})]
+    return cells + [f"waits of {row}" for row in SETTINGS if row not in matrix["waits"]]
 
 
 def write(matrix: dict[str, Any], path: Path) -> None:

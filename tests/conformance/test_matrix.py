@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.matrix import HEADS, JSON, PAGE, cells, markdown, page
+from benchmarks.matrix import HEADS, JSON, PAGE, cells, markdown, page, waits
 from tests.conformance.matrix import REGIMES, ROWS, as_json, empty
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import public_name
+from tests.device.waits import WAITS, waits_of
 from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,12 +40,12 @@ def test_what_is_refused_is_what_the_settings_say(row: str) -> None:
 @pytest.mark.slow
 def test_every_named_test_is_collected() -> None:
     collected = run_alone(collect)
-    named = {cell["test"] for of in cells().values() for cell in of.values()}
+    named = {cell["test"] for of in cells().values() for cell in of.values()} | {of["test"] for of in waits().values()}
     assert named <= collected, sorted(named - collected)[:5]
 
 
 def collect() -> set[str]:
-    """The names of all tests of the conformance suite, whatever the options of this run are."""
+    """The names of all tests that find something, whatever the options of this run are."""
     found: set[str] = set()
 
     class Names:
@@ -54,8 +55,17 @@ def collect() -> set[str]:
     os.chdir(ROOT)
     options = ["--collect-only", "-qq", "-m", "", "-o", "addopts=", "--assert=plain", "-p", "no:cacheprovider"]
     with redirect_stdout(StringIO()) as printed:
-        assert pytest.main([*options, str(Path(__file__).parent)], plugins=[Names()]) == 0, printed.getvalue()
+        folders = [str(ROOT / "tests" / folder) for folder in ("conformance", "device")]
+        assert pytest.main([*options, *folders], plugins=[Names()]) == 0, printed.getvalue()
     return found
+
+
+@pytest.mark.parametrize("row", SETTINGS)
+def test_a_step_waits_as_often_as_the_table_says(row: str) -> None:
+    found, (step, why) = waits()[row], waits_of(row)
+    assert (found["step"], found.get("why", "")) == (step, why)
+    assert step <= found["logged"] <= step + 1
+    assert set(WAITS) <= set(SETTINGS)
 
 
 def test_the_page_is_what_the_matrix_gives() -> None:
@@ -71,7 +81,7 @@ def test_what_no_test_has_found_is_named() -> None:
     some = as_json([(("EMA", "fp32", "right", ""), "test"), (("EMA", "DDP", "refused", "because"), "test")])
     assert some["tricks"]["EMA"]["DDP"] == {"cell": "refused", "test": "test", "why": "because"}
     missing = empty(some)
-    assert len(missing) == len(ROWS) * len(REGIMES) - 2
+    assert len(missing) == len(ROWS) * len(REGIMES) - 2 + len(SETTINGS)
     assert "EMA x bf16" in missing
 
 

@@ -60,7 +60,7 @@ def train(name: str, precision: str, watch: Watch, batches: Any, **more: Any) ->
     )
 
 
-def everything(name: str, form: str, folder: Path) -> dict[str, Any]:
+def everything(name: str, form: str, folder: Path, accelerator: str = "cpu") -> dict[str, Any]:
     """What a rank has to tell."""
     precision, folder = precision_of(name, form), folder / f"{name} {form}"
     folder.mkdir(exist_ok=True)
@@ -72,16 +72,17 @@ def everything(name: str, form: str, folder: Path) -> dict[str, Any]:
     half, end = folder / "half.ckpt", folder / "end.ckpt"
     watch, resumed = Watch(half), Watch()
     batches = loader(48, batch_size=16) if name.startswith("tp_") else rank_loader()  # both compute each batch
-    run = train(name, precision, watch, batches, devices=2)
+    where: dict[str, Any] = {"accelerator": accelerator, "devices": 2}
+    run = train(name, precision, watch, batches, **where)
     run.save_checkpoint(end)
-    train(name, precision, resumed, batches, devices=2, ckpt_path=half)
+    train(name, precision, resumed, batches, **where, ckpt_path=half)
     assert_equal(resumed.weights, watch.weights)
-    told = {"weights": {key: value.numpy() for key, value in watch.weights.items()}, "steps": watch.steps}
+    told = {"weights": {key: value.cpu().numpy() for key, value in watch.weights.items()}, "steps": watch.steps}
     told.update(lr=watch.lr, resumed=resumed.steps, precision=run.precision)
     for evaluate in ("validate", "test", "predict"):
-        new = trainer(devices=2, use_distributed_sampler=False, **settings_of(name, precision))
+        new = trainer(**where, use_distributed_sampler=False, **settings_of(name, precision))
         given = getattr(new, evaluate)(build(Scheduled), loader(24), ckpt_path=end)
-        told[evaluate] = torch.cat(given).float().numpy() if evaluate == "predict" else given[0]
+        told[evaluate] = torch.cat(given).float().cpu().numpy() if evaluate == "predict" else given[0]
     dist.barrier()
     return told
 

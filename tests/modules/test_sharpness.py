@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_tricks.modules.sharpness import Sharpness, sharpness
+from tests.device.devices import CUDA, device
 from tests.nets import Net, NormNet, PlainNet, assert_equal, build, data, fit, loader, weights
 from tests.ranks import run_ranks
 
@@ -529,16 +530,18 @@ def test_reentrant_checkpoints_and_sparse_gradients_are_refused() -> None:
         sharpness(embedding, [torch.tensor([0, 2])], lambda model, batch: model(batch).pow(2).mean())
 
 
-@pytest.mark.gpu
-def test_cuda_finds_what_the_cpu_finds() -> None:
-    def moved(model: nn.Module, batch: Any) -> Tensor:
-        return cross_entropy(model, [each.to("cuda") for each in batch])
-
+@pytest.mark.parametrize("on", CUDA)
+def test_a_device_finds_what_the_cpu_finds(on: str) -> None:
     expected = sharpness(build(PlainNet), loader(), cross_entropy)
-    module = build(PlainNet).cuda()
-    before, state = weights(module), torch.cuda.get_rng_state()
-    found = sharpness(module, loader(), moved)
+    with device(on) as there:
+
+        def moved(model: nn.Module, batch: Any) -> Tensor:
+            return cross_entropy(model, [each.to(there.name) for each in batch])
+
+        random_numbers, module = torch.get_device_module(there.name), build(PlainNet).to(there.name)
+        before, state = weights(module), random_numbers.get_rng_state()
+        found = sharpness(module, loader(), moved)
+        assert_equal(before, weights(module))
+        assert torch.equal(random_numbers.get_rng_state(), state)
     assert found.eigenvalue == pytest.approx(expected.eigenvalue, rel=1e-3)
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
-    assert_equal(before, weights(module))
-    assert torch.equal(torch.cuda.get_rng_state(), state)

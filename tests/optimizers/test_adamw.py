@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
+from torch.utils import cpp_extension
 
 from lightning_tricks.optimizers.adamw import adamw
 from tests.nets import PlainNet, assert_close, build, fit, loader, spelled, trainer, weights
@@ -155,6 +156,7 @@ def test_deepspeeds_trains_as_torchs_where_states_are_offloaded() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(cpp_extension.CUDA_HOME is None, reason="DeepSpeed compiles it with nvcc, of the CUDA toolkit")
 @pytest.mark.parametrize(
     ("name", "expected"), [("zero2_bf16", "FusedAdam"), ("zero2_offload_bf16", "DeepSpeedCPUAdam")]
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
+from tests.device.devices import EVERY, device
 from tests.nets import assert_equal, build, fit, loader, trainer, weights
 from tests.strategies.spy import Spy, facts
 
@@ -59,12 +62,45 @@ def test_a_checkpoint_loads_in_any_trainer(tmp_path: Path) -> None:
     assert_equal(weights(plain), weights(module))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("accelerator", ["cuda", "gpu", "auto"])
-def test_on_cuda_the_autocast_is_cudas(accelerator: str) -> None:
+class XPU(Accelerator):
+    """As Lightning's documentation has it for a device that Lightning does not know."""
+
+    def setup_device(self, device: torch.device) -> None:
+        torch.xpu.set_device(device)
+
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> Any:
+        return [torch.device("xpu", index) for index in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return torch.xpu.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.xpu.is_available()
+
+    @staticmethod
+    def name() -> str:
+        return "xpu"
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("on", EVERY)
+@pytest.mark.parametrize("name", ["its own", "gpu", "auto"])
+def test_the_autocast_is_that_of_the_device(name: str, on: str) -> None:
     module = build(Spy)
-    seen = facts(fit(module, strategy="single_bf16", accelerator=accelerator), module)
-    assert (seen["device"], seen["autocast"]) == ("cuda", "cuda")
+    with device(on) as there:
+        accelerator = XPU() if there.name == "xpu" else there.name if name == "its own" else name
+        seen = facts(fit(module, strategy="single_bf16", accelerator=accelerator), module)
+    assert (seen["device"], seen["autocast"]) == (there.name, there.name)
     assert seen["activation"] is torch.bfloat16
     assert seen["parameters"] == seen["gradients"] == {torch.float32}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tricks.core.checks import some
+from lightning_tricks.core.device import fetched
 from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
 from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
@@ -130,11 +131,14 @@ def _sums(
         gradients: Whether ``training_step`` differentiates inside.
     """
     sums, steps = {name: torch.zeros_like(_statistics(layer)) for name, layer in layers.items()}, 0
-    # In compiled code a layer without momentum would break the graph.
-    with _undone(trainer, pl_module, gradients) as restore_weights, torch.compiler.set_stance("force_eager"):
-        for layer in layers.values():
-            layer.momentum = None  # the statistics are then the mean over the calls in one step
+    # In compiled code a momentum that changes would compile the graph again.
+    with (
+        _undone(trainer, pl_module, gradients) as restore_weights,
+        torch.compiler.set_stance("force_eager"),
+        _mean_over_calls(layers) as calls,
+    ):
         for arguments in training_steps(trainer, pl_module):
+            calls.clear()
             for layer in layers.values():
                 layer.reset_running_stats()
             trainer.strategy.training_step(*arguments)
@@ -146,6 +150,24 @@ def _sums(
     return sums, steps
 
 
+@contextmanager
+def _mean_over_calls(layers: Mapping[str, _BatchNorm]) -> Iterator[dict[nn.Module, int]]:
+    """Let running statistics be the mean over the calls that are counted in what this gives.
+
+    So they are with ``momentum=None`` as well, for which torch reads its own count from the device in each call.
+    """
+    calls: dict[nn.Module, int] = {}
+
+    def count(layer: Any, _: Any) -> None:
+        calls[layer] = calls.get(layer, 0) + 1
+        layer.momentum = 1 / calls[layer]
+
+    with ExitStack() as hooks:
+        for layer in layers.values():
+            hooks.callback(layer.register_forward_pre_hook(count).remove)
+        yield calls
+
+
 def _statistics(layer: _BatchNorm) -> Tensor:
     """Ones, running means and running variances, of shape (3, channels)."""
     mean, variance = copies([cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)])
@@ -154,11 +176,12 @@ def _statistics(layer: _BatchNorm) -> Tensor:
 
 def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means and variances of the layers that were called, from sums over their calls; row 0 counts the calls."""
+    calls = fetched([total[0, 0] for total in sums.values()])
     return {
         f"{name}.{buffer}": total[row] / total[0]
-        for name, total in sums.items()
+        for (name, total), called in zip(sums.items(), calls, strict=True)
         for row, buffer in ((1, "running_mean"), (2, "running_var"))
-        if total[0, 0] > 0
+        if called > 0
     }
 
 

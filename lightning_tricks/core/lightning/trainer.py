@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_tricks.core.device import fetched, reached
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 
@@ -162,13 +164,19 @@ def _silent(*_: Any, **__: Any) -> None:
     pass
 
 
-def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], dict[str, float]]) -> None:
-    """Log metrics every ``log_every_n_steps``, as LearningRateMonitor does, also without a logger."""
+def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], Mapping[str, float | torch.Tensor]]) -> None:
+    """Log metrics every ``log_every_n_steps``, as LearningRateMonitor does, also without a logger.
+
+    Those that are tensors, scalars, come from the device together.
+    """
     # The Trainer's own should_update_logs takes five times longer.
     stepped, every = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.log_every_n_steps  # type: ignore[attr-defined]
     if not every or ((stepped + 1) % every and not trainer.should_stop):
         return
-    metrics = values()
+    given = values()
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    numbers = dict(zip(tensors, fetched([*tensors.values()]), strict=True))
+    metrics = {name: float(numbers.get(name, value)) for name, value in given.items()}
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=stepped)
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
@@ -223,12 +231,30 @@ def requested_precision() -> str | None:
 
 
 def extremes(trainer: pl.Trainer, number: int) -> tuple[int, int]:
-    """The smallest and the largest of the ranks' numbers; all ranks take part."""
+    """The smallest and the largest of the ranks' numbers; all ranks take part, and wait for their devices."""
+    return later_extremes(trainer, number)()
+
+
+def later_extremes(trainer: pl.Trainer, number: int) -> Callable[[], tuple[int, int]]:
+    """Begin to find the smallest and the largest of the ranks' numbers, which the result gives when it is called.
+
+    All ranks take part now. None waits for its device before the result is called, and then only if the device is
+    still busy with what it was given before this call. (``strategy.reduce`` would wait for the devices of all ranks.)
+    """
     if trainer.world_size == 1:
-        return number, number
-    both = torch.tensor([number, -number], device=trainer.strategy.root_device)
-    largest, negated_smallest = trainer.strategy.reduce(both, reduce_op="max").tolist()
-    return -negated_smallest, largest
+        return lambda: (number, number)
+    device = trainer.strategy.root_device
+    both = torch.full((2,), number, device=device)
+    both[1].neg_()
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    found, wait = both.to("cpu", non_blocking=True), reached(device)
+
+    def values() -> tuple[int, int]:
+        wait()
+        largest, negated_smallest = found.tolist()
+        return -negated_smallest, largest
+
+    return values
 
 
 def step_arguments(pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:

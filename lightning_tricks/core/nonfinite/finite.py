@@ -72,7 +72,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []  # the losses of the window so far
-        self._last: Tensor | None = None  # the last finite loss
+        self._last: Tensor | None = None  # the last finite loss, or the first one if none was finite
 
     def note(self, trainer: pl.Trainer, loss: Tensor) -> Tensor:
         """Keep a copy of a loss before its backward pass, without waiting for the device."""
@@ -86,21 +86,26 @@ class FiniteCheck:
 
     def finite(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the losses since the last call and the gradients are finite on all ranks; all ranks take part."""
+        return self.finite_and_mean(trainer, optimizers)[0]
+
+    def finite_and_mean(
+        self, trainer: pl.Trainer, optimizers: Sequence[Optimizer], numbers: Sequence[Tensor] = ()
+    ) -> tuple[bool, list[float]]:
+        """The same, and the means of scalars over the ranks, in one wait for the device."""
         good = all_finite([*_gradients(optimizers), *self._losses])
+        device = trainer.strategy.root_device
+        wrong = torch.full((), not good, device=device) if isinstance(good, bool) else ~good
+        dtype = torch.float64 if any(number.dtype == torch.float64 for number in numbers) else torch.float32
+        all_of_them = torch.stack([each.to(device, dtype) for each in (wrong, *numbers)])
         if trainer.world_size > 1:
-            wrong = (~torch.as_tensor(good, device=trainer.strategy.root_device)).float()
-            dist.all_reduce(wrong, dist.ReduceOp.MAX)
-            good = ~wrong.bool()
-        answer = bool(good)
-        if answer and self._losses:
-            self._last, self._losses = self._losses[-1], []
-        else:
-            self.forget()
-        return answer
+            dist.all_reduce(all_of_them)
+        ranks_with_wrong, *sums = all_of_them.tolist()
+        self.forget()
+        return not ranks_with_wrong, [total / trainer.world_size for total in sums]
 
     def _note_last(self) -> None:
-        finite = [loss for loss in self._losses if loss.isfinite()]
-        self._last = finite[-1] if finite else self._last
+        for loss in self._losses:
+            self._last = loss if self._last is None else torch.where(loss.isfinite(), loss, self._last)
 
     def report(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
         """A text with the parameters whose gradients are not finite, and the last finite loss; all ranks take part."""
@@ -112,7 +117,8 @@ class FiniteCheck:
         names = list(dict.fromkeys(name for of_rank in every for name in of_rank))
         loss = "the loss, of which every gradient is finite" if gradients else "the loss"
         which = f"the gradients of {some(names)}" if names else loss
-        last = "none" if self._last is None else f"{self._last.item():.6g}"
+        number = math.nan if self._last is None else self._last.item()
+        last = f"{number:.6g}" if math.isfinite(number) else "none"
         return f"not finite: {which}; last finite loss: {last}"
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_tricks.core.averaging.callback import averaging_callbacks
+from lightning_tricks.core.device import reached
 from lightning_tricks.core.lightning.trainer import grad_scaler, subtract_steps
 from lightning_tricks.core.nonfinite.step_guard import Buffers
 from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
@@ -45,16 +46,18 @@ class Snapshot:
             (stateful, copy.deepcopy(stateful.state_dict())) for stateful in (*schedulers, *_scalers(trainer))
         ]
         self._random = random_state(module.device)
+        self._wait = reached(module.device)  # the device writes the copies while the host goes on
 
     @torch.no_grad()
     def restore(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Restore the snapshot; this can be repeated."""
+        self._wait()
         for now, before in self._places:
             for name in before.keys() & now.keys():  # pruning moves a weight to another name, which it keeps
                 if now[name] is not before[name] and not isinstance(before[name], DTensor):
                     now[name] = before[name]  # a step has made a new parameter
         for parameter, saved in self._weights:
-            local_part(parameter).copy_(saved)
+            local_part(parameter).copy_(saved, non_blocking=True)
         self._buffers.restore()
         for optimizer, (states, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             for weight in [weight for weight in optimizer.state if weight not in states]:
@@ -86,7 +89,7 @@ def _scalers(trainer: pl.Trainer) -> list[Any]:
 def _host(tensor: Tensor) -> Tensor:
     tensor = local_part(tensor)
     if not is_traceable_wrapper_subclass(tensor):
-        return tensor.to("cpu", copy=True)
+        return tensor.to("cpu", copy=True, non_blocking=True)
     names, context = tensor.__tensor_flatten__()  # Its own to(copy=True) may share the tensors inside, as torchao's do.
     inside = {name: _host(getattr(tensor, name)) for name in names}
     return type(tensor).__tensor_unflatten__(inside, context, tensor.size(), tensor.stride())
@@ -102,6 +105,6 @@ def _put(values: dict[str, Any], saved: dict[str, Any]) -> None:
         del values[key]
     for key, value in saved.items():
         if isinstance(value, Tensor):
-            local_part(values[key]).copy_(value)
+            local_part(values[key]).copy_(value, non_blocking=True)
         else:
             values[key] = copy.deepcopy(value)

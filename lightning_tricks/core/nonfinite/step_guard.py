@@ -59,7 +59,10 @@ def require_skippable_steps(trainer: pl.Trainer, trick: str) -> None:
 
 
 class Buffers:
-    """Copies of a module's buffers, such as BatchNorm statistics, on their device or on ``device``."""
+    """Copies of a module's buffers, such as BatchNorm statistics, on their device or on ``device``.
+
+    Those in host memory are complete when the device has done what it was given before (``core.device.reached``).
+    """
 
     def __init__(self, module: nn.Module, device: str | None = None) -> None:
         modules, seen = [module], {module}
@@ -71,7 +74,8 @@ class Buffers:
         self._owners = [(owner._buffers, dict(owner._buffers)) for owner in modules]
         found = {id(buffer): buffer for _, named in self._owners for buffer in named.values() if buffer is not None}
         self._copies = [
-            (buffer, local_part(buffer).to(device or buffer.device, copy=True)) for buffer in found.values()
+            (buffer, local_part(buffer).to(device or buffer.device, copy=True, non_blocking=True))
+            for buffer in found.values()
         ]
 
     @torch.no_grad()
@@ -85,7 +89,7 @@ class Buffers:
                     now[name] = buffer
         for buffer, copied in self._copies:
             if _writable(buffer):
-                local_part(buffer).copy_(copied)
+                local_part(buffer).copy_(copied, non_blocking=True)
 
 
 def _writable(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 
 @partial(torch.compiler.disable, recursive=False)  # code that is compiled inside the block stays compiled
@@ -33,12 +33,12 @@ def offload(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     stays = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
-    host = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
         if saved.device.type == "cpu" or saved.untyped_storage().data_ptr() in stays:
             return partial(_unchanged, saved, saved._version)
-        return partial(host.unpack_hook, host.pack_hook(saved))
+        ordered = saved.is_cuda  # which makes copies in pinned memory, amid its other work, so that the host goes on
+        return partial(saved.detach().to("cpu", non_blocking=ordered).to, saved.device, non_blocking=ordered)
 
     with saved_tensors_hooks(pack, lambda packed: packed()):
         return forward(*args, **kwargs)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 RandomState = dict[str, Any]
+NONE_OF_ITS_OWN = ("cpu", "meta")  # types of devices that have no generator beside torch's
 
 
 def random_state(device: torch.device) -> RandomState:
-    """The state of the generators that a step on ``device`` may draw from: torch, the device, Python, NumPy."""
+    """The state of the generators that a step on ``device`` may draw from: torch, the device, Python, NumPy.
+
+    Raises:
+        MisconfigurationException: If torch does not tell the state of the device's generator.
+    """
     state: RandomState = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type not in NONE_OF_ITS_OWN:
+        state["device"] = _generators(device).get_rng_state(device)
     if numpy := sys.modules.get("numpy"):
         state["numpy"] = numpy.random.get_state()
     return state
@@ -27,8 +33,8 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
     """Set the generators to a state of ``random_state``."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if "device" in state:
+        _generators(device).set_rng_state(state["device"], device)
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
@@ -51,11 +57,23 @@ def random_numbers_from(seed: int, device: torch.device) -> Iterator[None]:
     try:
         torch.random.default_generator.manual_seed(seed)
         random.seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+        if device.type not in NONE_OF_ITS_OWN:
+            module = _generators(device)
+            with getattr(module, "device", nullcontext)(device):  # manual_seed is for the current device
+                module.manual_seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed)
         yield
     finally:
         set_random_state(outside, device)
+
+
+def _generators(device: torch.device) -> Any:
+    """Torch's module for a device's type (torch.cuda, torch.mps, torch.xpu), which knows its generator."""
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        raise MisconfigurationException(
+            "A step that is run a second time must draw the same random numbers, which torch cannot set for a device of"
+            f" type {device.type!r}: train on cuda, mps, xpu or cpu, or leave the trick out."
+        ) from None

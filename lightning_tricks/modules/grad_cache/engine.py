@@ -73,7 +73,7 @@ class GradCache:
     def training_step(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a training step, which reaches ``first_pass`` if its batch has to be cut."""
         self._step = None
-        if not torch.is_grad_enabled() or self._number_of_chunks(batch) == 1:
+        if not (torch.is_grad_enabled() and self._cuts(batch)):
             return original(batch, *args, **kwargs)
         self._run, self.in_chunks = partial(_run, original, args, kwargs), True
         try:
@@ -103,7 +103,7 @@ class GradCache:
                 " once, with all of the samples."
             )
         samples = self.samples(batch)
-        number = math.ceil(samples / self.module.chunk)
+        number = max(1, math.ceil(samples / self.module.chunk))
         places = [slice(samples * n // number, samples * (n + 1) // number) for n in range(number)]  # of similar sizes
         chunks = [(select_samples(batch, place, samples, self.name), place) for place in places]
         random, state = random_state(self.module.device), ModuleState(self.module)
@@ -167,11 +167,14 @@ class GradCache:
                 " the last chunk, and has no gradient. Return it from embed, with a row for each sample."
             )
 
-    def _number_of_chunks(self, batch: Any) -> int:
-        """The largest number of chunks that a rank needs."""
-        least, most = extremes(self.trainer, max(1, math.ceil(self.samples(batch) / self.module.chunk)))
-        if least == most or not (self._shards or _syncs_batchnorm(self.module)):
-            return most
+    def _cuts(self, batch: Any) -> bool:
+        """Whether this step is cut into chunks; if one rank cuts its batch, all do, as DDP goes through them alike."""
+        chunks = max(1, math.ceil(self.samples(batch) / self.module.chunk))
+        if not (self._shards or _syncs_batchnorm(self.module)):
+            return chunks > 1 or self.trainer.world_size > 1  # asking the others would wait for the device
+        least, most = extremes(self.trainer, chunks)
+        if least == most:
+            return most > 1
         cause = "FSDP2 gathers weights" if self._shards else "SyncBatchNorm meets the other ranks"
         raise MisconfigurationException(
             f"{self.name} cuts the batches of this step into {least} chunks on one rank and {most} on another, and"

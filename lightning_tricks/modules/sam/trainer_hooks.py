@@ -105,7 +105,7 @@ class SAMHooks(Trick):
             self._engine.schedules.check_batch()
         norm = None if self._engine is None else self._engine.norm
         if norm is not None:
-            log_every_n_steps(trainer, lambda: {"tricks/sam_grad_norm": float(norm)})
+            log_every_n_steps(trainer, lambda: {"tricks/sam_grad_norm": norm})
 
     @override
     def on_before_optimizer_step(

@@ -108,13 +108,14 @@ class PowerSGD(Compressor):
         self.step += 1
         if self.step == self.first_compressed:
             self.state.start_powerSGD_iter = 0
-        errors = list(self.state.error_dict.values())
-        if errors and not torch.stack([error.sum() for error in errors]).isfinite().all():
-            # An overflow would be added to every later gradient. All ranks see it and clear their state together.
-            for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
-                memory.clear()
-        elif errors and self.loss_scale and loss_scale != self.loss_scale:
-            torch._foreach_mul_(errors, loss_scale / self.loss_scale)
+        if errors := list(self.state.error_dict.values()):
+            # An overflow would be added to every later gradient. All ranks see it and clear their state together, on
+            # the device, which nobody waits for.
+            overflow = ~torch.stack([error.sum() for error in errors]).isfinite().all()
+            for memory in (*errors, *self.state.q_memory_dict.values()):
+                memory.masked_fill_(overflow, 0.0)
+            if self.loss_scale and loss_scale != self.loss_scale:
+                torch._foreach_mul_(errors, loss_scale / self.loss_scale)
         self.loss_scale = loss_scale
         self._perturb_directions()
 

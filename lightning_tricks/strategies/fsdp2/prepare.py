@@ -56,7 +56,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for group in by_dtype.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in group])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: NCCL has no integers of 16 bits
         for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

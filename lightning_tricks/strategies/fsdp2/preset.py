@@ -49,6 +49,11 @@ from lightning_tricks.strategies.fsdp2.root import Root
 __all__ = ["FSDP2Preset"]
 
 
+def backends_with_host(kind: str) -> str | None:
+    """The backends of a process group for a type of device and for host memory; None for torch's own choice."""
+    return None if kind == "cpu" else f"cpu:gloo,{kind}:{distributed.get_default_backend_for_device(kind)}"
+
+
 @final
 class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
     """FSDP2 for an ordinary LightningModule: the presets ``fsdp2_*``, ``hsdp_bf16`` and ``tp_bf16``.
@@ -169,9 +174,16 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
                 " theirs."
             )
         self._data_parallel_size, self._tensor_parallel_size = processes // parts, parts
-        if self.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
-            self._process_group_backend = "cpu:gloo,cuda:nccl"  # Gradient norms are reduced in host memory.
+        if self.offload and self._process_group_backend is None:
+            self._process_group_backend = backends_with_host(self.root_device.type)
         super().setup_environment()
+        if self.offload and "cpu" not in (found := distributed.get_backend_config()):
+            raise MisconfigurationException(
+                f"strategy={self.strategy_name!r} adds up the norms of gradients in host memory, for which the process"
+                f" group needs a backend, got {found!r}. Ray makes it by TorchConfig(backend=...), others by"
+                f" init_process_group(...): pass {backends_with_host(self.root_device.type)!r}, or leave the group to"
+                " the strategy."
+            )
         self._mesh = self.device_mesh["data_parallel"]
         if replicas > 1:
             shape, names = (replicas, processes // replicas), ("replicate", "shard")
@@ -191,6 +203,9 @@ class FSDP2Preset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         if self._agreement is not None:
             self._agreement.share_random_numbers(self.root_device)
             self._undo.callback(wrap_method(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm))
+        validation, fit = trainer.validate_loop, trainer.fit_loop.epoch_loop.val_loop
+        for loop in (fit, validation, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # whose tensors have no versions, which torch's FSDP2 asks for
         self._shard(module)
         self._root = Root(module)
         # Lightning's strategy requires a configure_model hook that shards. The user's own hook has already run.

@@ -22,6 +22,7 @@ from torchmetrics import Accuracy
 
 import lightning_tricks as lt
 from lightning_tricks.core.averaging.batchnorm import batchnorm_layers, recalibrate
+from tests.device.devices import CUDA, Device, device
 from tests.nets import (
     Net,
     NormNet,
@@ -288,6 +289,8 @@ def test_sync_batchnorm_is_found() -> None:
 
 # ---- what must not move
 
+everywhere = pytest.mark.parametrize("on", ["host cpu", *CUDA])
+
 
 class Busy(Net):
     """A step that changes whatever a step can: metrics, attributes, a teacher, logs, gradients, requires_grad."""
@@ -304,7 +307,7 @@ class Busy(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        x = x + 0.1 * torch.rand(x.shape, generator=self.numbers) + random.random() + np.random.rand()
+        x = x + 0.1 * torch.rand(x.shape, generator=self.numbers).to(x) + random.random() + np.random.rand()
         loss = F.cross_entropy(self(x), y)
         with torch.enable_grad():
             F.cross_entropy(self.layers(x.clone().requires_grad_()), y).backward()
@@ -357,25 +360,31 @@ def same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b))
 
 
-def test_nothing_has_moved_afterwards(tmp_path: Any) -> None:
+@everywhere
+def test_nothing_has_moved_afterwards(on: str, tmp_path: Any) -> None:
     train = DataLoader(data(), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
     callback, module = Recalibrate(probe=snapshot), build(Busy)
-    fit(module, callbacks=[callback], train=train, logger=CSVLogger(tmp_path), log_every_n_steps=1, max_epochs=2)
-    before, after = callback.seen
-    assert not [what for what in before if not same(before[what], after[what])]
+    settings = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "max_epochs": 2}
+    with device(on) as there:
+        fit(module, callbacks=[callback], train=train, accelerator=there.name, **settings)
+        before, after = callback.seen
+        assert not [what for what in before if not same(before[what], after[what])]
     assert len(module.history) == 12
     assert callback.found.keys() == {MEAN, VARIANCE}
 
 
-def test_training_that_goes_on_elsewhere_is_as_without() -> None:
+@everywhere
+def test_training_that_goes_on_elsewhere_is_as_without(on: str) -> None:
     class Last(Callback):
         def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            numbers.append((torch.rand(2).tolist(), random.random(), np.random.rand()))
+            drawn = torch.rand(2).tolist(), torch.rand(2, device=trainer.strategy.root_device).tolist()
+            numbers.append((*drawn, random.random(), np.random.rand()))
 
     numbers: list[Any] = []
     plain, module = build(Busy), build(Busy)
-    first = fit(plain, callbacks=[Last()])
-    second = fit(module, callbacks=[Last(), Recalibrate()])
+    with device(on) as there:
+        first = fit(plain, callbacks=[Last()], accelerator=there.name)
+        second = fit(module, callbacks=[Last(), Recalibrate()], accelerator=there.name)
     assert numbers[0] == numbers[1]
     assert_equal(weights(plain), weights(module))
     assert first.callback_metrics == second.callback_metrics
@@ -466,10 +475,35 @@ def test_ranks_agree_on_the_mean_over_all_of_their_batches() -> None:
     assert (first[4] != second[4]).any()  # the ranks' own statistics differ
 
 
-@pytest.mark.gpu
-def test_cuda_statistics_equal_naive_ones() -> None:
-    module, found = take(NormNet, accelerator="cuda")
-    assert_statistics(module.cpu(), {name: value.cpu() for name, value in found.items()}, inputs())
+class Twice(NormNet):
+    """A layer with statistics is called twice in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self(2 * batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class Quiet(Recalibrate):
+    """Takes the statistics without waiting for the device for each of them."""
+
+    def __init__(self, there: Device) -> None:
+        super().__init__()
+        self.there = there
+
+    def take(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with self.there.waits(at_most=1):  # which layers were called
+            super().take(trainer, pl_module)
+
+
+@pytest.mark.parametrize("on", CUDA)
+@pytest.mark.parametrize("kind", [NormNet, Twice])
+def test_on_a_device_statistics_equal_naive_ones(kind: Any, on: str) -> None:
+    expected, module = take(kind)[1], build(kind)
+    with device(on) as there:
+        callback = Quiet(there)
+        fit(module, callbacks=[callback], accelerator=there.name)
+        found = {name: value.cpu() for name, value in callback.found.items()}
+    assert_close(found, expected, 1e-5)
 
 
 def test_a_batch_that_is_not_finite_does_not_count() -> None:

@@ -123,8 +123,9 @@ class Steps(Callback):
         assert compared > len(self.weights) / 2
 
 
-DEVICES = [("cpu", "32-true"), ("cpu", "bf16-mixed")]
-DEVICES += [pytest.param("gpu", precision, marks=pytest.mark.gpu) for precision in ("16-mixed", "bf16-mixed")]
+DEVICES = [("host cpu", "32-true"), ("host cpu", "bf16-mixed")]
+DEVICES += [pytest.param("real cuda", precision, marks=pytest.mark.gpu) for precision in ("16-mixed", "bf16-mixed")]
+DEVICES += [("simulated cuda", precision) for precision in ("16-mixed", "bf16-mixed")]
 
 
 # ---- when

@@ -30,14 +30,20 @@ from lightning_tricks.core.lightning.trainer import (
     has_static_graph,
     is_fitting,
     keep_user_samplers,
+    later_extremes,
     launches_processes,
     log_every_n_steps,
     requested_precision,
     saves_folder,
     transfers_batch,
+    validate_again,
     will_step,
 )
-from tests.nets import PlainNet, build, fit, loader, trainer
+from lightning_tricks.core.replay.random_numbers import random_state
+from tests.device.devices import CUDA, EVERY, device, require_devices
+from tests.device.nccl import rank_device
+from tests.nets import Net, PlainNet, build, fit, loader, trainer
+from tests.ranks import run_ranks
 
 MODES = ("min_size", "max_size", "max_size_cycle")  # and "sequential", which the fit loop refuses
 
@@ -270,3 +276,66 @@ def test_lightning_knows_in_a_batch_whether_the_optimizer_steps_after_it(accumul
     asked: list[bool] = []
     fit(build(Ask), train=loader(40), max_epochs=2, accumulate_grad_batches=accumulate)
     assert asked == steps * 2, "fit_loop._should_accumulate no longer tells which batches are followed by a step"
+
+
+# -- several ranks, and devices ---------------------------------------------------------------------------------------
+
+
+def asked_and_answered(on: str) -> list[Any]:
+    """The extremes of the ranks' numbers in each step, which are read behind the step's own work."""
+    found = []
+
+    class Ask(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            number = 5 + trainer.global_rank * (1 - 2 * trainer.global_step)
+            with there.waits(at_most=0):
+                self.answer = later_extremes(trainer, number)
+
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            with there.waits(at_most=0):
+                found.append(self.answer())
+
+    with rank_device(on) as there:
+        settings = {"accelerator": there.name, "strategy": "ddp", "devices": 2, "max_steps": 3}
+        fit(build(PlainNet), callbacks=[Ask()], **settings)
+    return found
+
+
+@pytest.mark.parametrize("on", ["host cpu", *CUDA])
+def test_numbers_of_other_ranks_come_later_and_nobody_waits(on: str) -> None:
+    if on == "real cuda":
+        require_devices(2)
+    assert run_ranks(asked_and_answered, on) == [[(5, 6), (4, 5), (2, 5)]] * 2
+
+
+@pytest.mark.parametrize("on", ["host cpu", *EVERY])
+def test_logged_tensors_come_from_the_device_together(on: str) -> None:
+    class Many(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            values = {"a": torch.full((), 2.5, device=there.name), "b": 3, "c": torch.ones((), device=there.name)}
+            with there.waits(at_most=1):
+                log_every_n_steps(trainer, lambda: values)
+
+    with device(on) as there:
+        run = fit(build(PlainNet), callbacks=[Many()], accelerator=there.name, max_steps=2, log_every_n_steps=1)
+        logged = {name: value.item() for name, value in run.callback_metrics.items()}
+    assert (logged["a"], logged["b"], logged["c"]) == (2.5, 3.0, 1.0)
+
+
+@pytest.mark.parametrize("on", ["host cpu", *EVERY])
+def test_a_validation_that_runs_again_leaves_random_numbers_alone(on: str) -> None:
+    class Draws(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            torch.rand(3, device=self.device)
+
+    class Again(Callback):
+        def on_validation_end(self, trainer: Any, *_: Any) -> None:
+            states.append(random_state(trainer.strategy.root_device)["device" if there.name != "cpu" else "torch"])
+            validate_again(trainer, trainer.fit_loop.epoch_loop.val_loop.run, "_again")
+            states.append(random_state(trainer.strategy.root_device)["device" if there.name != "cpu" else "torch"])
+
+    states: list[torch.Tensor] = []
+    with device(on) as there:
+        fit(build(Draws), callbacks=[Again()], accelerator=there.name, max_epochs=1)
+    assert torch.equal(*states)

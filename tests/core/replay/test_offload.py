@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_tricks.core.replay.offload import offload
 from tests.core.replay.test_recompute import bert, descend, resnet, wrapped
+from tests.device.devices import CUDA, device
 from tests.nets import assert_equal
 
 
@@ -48,14 +49,33 @@ def test_nothing_is_saved_apart_without_gradients() -> None:
         assert torch.equal(offload(layer, layer.forward, torch.ones(1, 4)), layer(torch.ones(1, 4)))
 
 
-def blocks() -> tuple[nn.Sequential, Tensor]:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)))
-    return model.cuda(), torch.randn(4096, 256, device="cuda")
+def blocks(name: str, size: int = 256) -> tuple[nn.Sequential, Tensor]:
+    wide = 4 * size
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(size, wide), nn.GELU(), nn.Linear(wide, size)) for _ in range(8)))
+    return model.to(name), torch.randn(16 * size, size, device=name)
+
+
+@pytest.mark.parametrize("on", CUDA)
+def test_activations_leave_a_device_and_nobody_waits(on: str) -> None:
+    with device(on) as there:
+        model, x = blocks(there.name, 256 if there.simulation is None else 8)
+        again = wrapped(model, "offload")
+        F.mse_loss(model(x), x).backward()
+        with there.waits(at_most=0):
+            F.mse_loss(again(x), x).backward()
+        for own, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert own.grad is not None
+            assert other.grad is not None
+            assert torch.equal(own.grad, other.grad)
+        saved: list[Tensor] = []
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+            offload(again[0], again[0].forward, x)
+        assert not saved, "the inner hooks take all of a block"
 
 
 @pytest.mark.gpu
-def test_activations_leave_a_gpu_and_weights_stay() -> None:
-    model, x = blocks()
+def test_a_gpu_keeps_fewer_bytes() -> None:
+    model, x = blocks("cuda")
     again, peaks = wrapped(model, "offload"), []
     for each in (model, again):
         F.mse_loss(each(x), x).backward()  # workspaces are made
@@ -66,11 +86,3 @@ def test_activations_leave_a_gpu_and_weights_stay() -> None:
         peaks.append(torch.cuda.memory_allocated() - before)
         value.backward()
     assert peaks[1] < 0.2 * peaks[0]
-    for own, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert own.grad is not None
-        assert other.grad is not None
-        assert torch.equal(own.grad, other.grad)
-    saved: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        offload(again[0], again[0].forward, x)
-    assert not saved, "the inner hooks take all of a block"

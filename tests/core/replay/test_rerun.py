@@ -19,7 +19,12 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
+from lightning_tricks.core.replay.random_numbers import (
+    random_numbers_from,
+    random_numbers_of,
+    random_state,
+    set_random_state,
+)
 from lightning_tricks.core.replay.rerun import (
     begin_run,
     copy_containers,
@@ -31,6 +36,7 @@ from lightning_tricks.core.replay.rerun import (
     tensors_in,
     versions,
 )
+from tests.device.devices import EVERY, device
 
 CPU = torch.device("cpu")
 
@@ -223,14 +229,28 @@ def test_a_state_drawn_from_stays_what_it_was() -> None:
         assert draw() == values
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cudas_generator_is_among_them() -> None:
-    device = torch.device("cuda", 0)
-    state = random_state(device)
-    first = torch.rand(3, device=device)
-    with random_numbers_of(state, device):
-        assert torch.equal(torch.rand(3, device=device), first)
+@pytest.mark.parametrize("on", EVERY)
+def test_the_devices_generator_is_among_them(on: str) -> None:
+    with device(on) as there:
+        at = torch.device(there.name, 0)
+        state = random_state(at)
+        first = torch.rand(3, device=at)
+        with random_numbers_of(state, at):
+            assert torch.equal(torch.rand(3, device=at), first)
+        with random_numbers_from(5, at):
+            seeded = torch.rand(3, device=at)
+        second = torch.rand(3, device=at)
+        with random_numbers_from(5, at):
+            assert torch.equal(torch.rand(3, device=at), seeded)
+        set_random_state(state, at)
+        assert torch.equal(torch.rand(3, device=at), first)
+        assert torch.equal(torch.rand(3, device=at), second)
+
+
+def test_a_device_without_a_generator_that_can_be_set_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"torch cannot set for a device of type 'xla': train on cuda"):
+        random_state(torch.device("xla", 0))
+    random_state(torch.device("meta"))  # which draws nothing
 
 
 class Carrier(nn.Module):

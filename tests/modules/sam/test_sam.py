@@ -28,6 +28,7 @@ import lightning_tricks as lt
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.modules.sam.rules import sam_perturb_
 from tests.conformance.engines import cpu_deepspeed
+from tests.device.devices import CUDA, device
 from tests.nets import (
     Net,
     NormNet,
@@ -537,15 +538,15 @@ def test_a_bad_radius_is_named(rho: Any, error: type[Exception], message: str) -
         lt.SAM(rho=rho)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("on", [*CUDA, "simulated mps"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_cuda_rho_zero_is_bit_equal_to_no_mixin(precision: Any) -> None:
+def test_on_a_device_rho_zero_is_bit_equal_to_no_mixin_with_dropout(on: str, precision: Any) -> None:
     class Still(SAMNet):
         sam = lt.SAM(rho=0)
 
-    plain, still = build(Net), build(Still)
-    fit(plain, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
-    fit(still, accelerator="cuda", precision=precision, accumulate_grad_batches=2)
+    for kind in (plain := build(Net), still := build(Still)):
+        with device(on) as there:
+            fit(kind, accelerator=there.name, precision=precision, accumulate_grad_batches=2)
     assert_equal(weights(plain), weights(still))
 
 

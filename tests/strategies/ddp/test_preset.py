@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_tricks as lt
+from tests.device.devices import CUDA, require_devices
+from tests.device.nccl import rank_device
 from tests.nets import Net, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.spy import Spy, facts
@@ -84,9 +86,10 @@ def test_validation_is_that_of_lightnings_own_ddp_in_bf16(ranks: list[dict[str, 
         assert torch.isfinite(torch.tensor(rank["validated_ours"][0]["val_loss"]))
 
 
-def fit_on_cuda(devices: int) -> dict[str, Any]:
+def fit_on_cuda(on: str, devices: int) -> dict[str, Any]:
     module = build(Spy)
-    return facts(fit(module, accelerator="cuda", devices=devices, strategy="ddp_bf16"), module)
+    with rank_device(on) as there:
+        return facts(fit(module, accelerator=there.name, devices=devices, strategy="ddp_bf16"), module)
 
 
 # -- parameters without gradients -------------------------------------------------------------------------------------
@@ -200,19 +203,18 @@ def fit_alone() -> dict[str, Any]:
     return facts(fit(module, strategy="ddp_bf16"), module)
 
 
-@pytest.mark.gpu
-def test_on_one_cuda_device_there_is_no_process_group() -> None:
-    (seen,) = run_ranks(fit_on_cuda, 1, nprocs=1)
+@pytest.mark.parametrize("on", CUDA)
+def test_on_one_cuda_device_there_is_no_process_group(on: str) -> None:
+    (seen,) = run_ranks(fit_on_cuda, on, 1, nprocs=1)
     assert (seen["device"], seen["autocast"], seen["backend"]) == ("cuda", "cuda", None)
     assert seen["activation"] is torch.bfloat16
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("devices", [2])
-def test_on_cuda_the_backend_is_nccl(devices: int) -> None:
-    if torch.cuda.device_count() < devices:
-        pytest.skip(f"needs {devices} CUDA devices")
-    ranks = run_ranks(fit_on_cuda, devices, nprocs=devices)
+@pytest.mark.parametrize("on", CUDA)
+def test_on_cuda_the_backend_is_nccl(on: str) -> None:
+    if on == "real cuda":
+        require_devices(2)
+    ranks = run_ranks(fit_on_cuda, on, 2)
     for seen in ranks:
         assert (seen["device"], seen["autocast"], seen["backend"]) == ("cuda", "cuda", "nccl")
         assert seen["activation"] is torch.bfloat16

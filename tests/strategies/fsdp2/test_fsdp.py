@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
+from tests.device.devices import CUDA, device, require_devices
+from tests.device.nccl import rank_device
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.sharded import CNN, Block, Manual, Save, Transformer, evaluated, local_bytes, one, two, whole
@@ -267,22 +269,24 @@ def test_fp16_and_switches_that_are_none_are_refused() -> None:
 # -- on CUDA ----------------------------------------------------------------------------------------------------------
 
 
-def on_cuda(devices: int, offload: bool) -> dict[str, Any]:
-    settings = {"accelerator": "cuda", "devices": devices, "train": loader(48, 16), "gradient_clip_val": 0.1}
+def on_cuda(on: str, devices: int, offload: bool) -> dict[str, Any]:
+    settings = {"devices": devices, "train": loader(48, 16), "gradient_clip_val": 0.1}
     arguments = {"precision": "bf16-mixed", "offload": offload, "activation_checkpointing": True}
-    module, run = two(Transformer, arguments, **settings)
-    kept = {p.device.type for p in module.parameters()}
-    return {"weights": {n: w.cpu() for n, w in whole(module).items()}, "kept": kept, "precision": run.precision}
+    with rank_device(on) as there:
+        module, run = two(Transformer, arguments, accelerator=there.name, **settings)
+        kept = {p.device.type for p in module.parameters()}
+        return {"weights": {n: w.cpu() for n, w in whole(module).items()}, "kept": kept, "precision": run.precision}
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_on_cuda(devices: int, offload: bool) -> None:
-    if torch.cuda.device_count() < devices:
-        pytest.skip(f"needs {devices} CUDA devices")
-    module, _ = one(Transformer, accelerator="cuda", precision="bf16-mixed", gradient_clip_val=0.1)
-    for found in run_ranks(on_cuda, devices, offload, nprocs=devices):  # all ranks have the same batches
+def test_on_cuda(devices: int, offload: bool, on: str) -> None:
+    if on == "real cuda":
+        require_devices(devices)
+    with device(on) as there:
+        module, _ = one(Transformer, accelerator=there.name, precision="bf16-mixed", gradient_clip_val=0.1)
+    for found in run_ranks(on_cuda, on, devices, offload, nprocs=devices):  # all ranks have the same batches
         assert_close(found["weights"], {n: w.cpu() for n, w in weights(module).items()}, 5e-3)
         assert found["kept"] == {"cpu" if offload else "cuda"}
         assert found["precision"] == "bf16-mixed"

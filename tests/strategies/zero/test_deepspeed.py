@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_tricks as lt
 from lightning_tricks.strategies.zero.preset import ZeROPreset
+from tests.conformance.runs import Gather
 from tests.nets import (
     NormNet,
     PlainNet,
@@ -556,3 +558,29 @@ def test_shards_of_other_ranks_and_one_file_are_errors_with_a_remedy(tmp_path: P
     fit(build(PlainNet)).save_checkpoint(whole)
     assert "has the shards of 2 processes" in run_ranks(resume_alone, shards, nprocs=1)[0]
     assert "Pass load_full_weights=True" in run_ranks(resume_alone, whole, nprocs=1)[0]
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def on_cuda(name: str, folder: str) -> None:
+    """Fit, save, and go on from the checkpoint, in an interpreter in which DeepSpeed is imported for CUDA."""
+    path, gather = f"{folder}/{name}.ckpt", Gather()
+    for epochs, resumes in ((1, None), (2, path)):
+        preset = lt.preset(name, precision="32-true", config=PARTITIONED)
+        settings = {"accelerator": "cuda", "log_every_n_steps": 1, "max_epochs": epochs, "ckpt_path": resumes}
+        run = fit(build(PlainNet), callbacks=[gather], use_distributed_sampler=False, **settings, **preset)
+        run.save_checkpoint(path if epochs == 1 else f"{folder}/end.ckpt")
+    torch.save({key: value.cpu() for key, value in gather.weights.items()}, f"{folder}/weights.pt")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_offload_bf16"])
+def test_on_a_gpu_it_trains_what_one_process_trains_on_a_cpu(name: str, tmp_path: Path) -> None:
+    program = f"from tests.strategies.zero.test_deepspeed import on_cuda; on_cuda({name!r}, {str(tmp_path)!r})"
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, cwd=root, env=environment)
+    module = build(PlainNet)
+    fit(module)
+    assert_close(torch.load(tmp_path / "weights.pt", weights_only=True), weights(module), 1e-3)
