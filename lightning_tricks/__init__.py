@@ -19,6 +19,7 @@ from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix
 from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA
+from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
@@ -125,6 +126,7 @@ __all__ = [
     "DataWait",
     "Doctor",
     "Ensemble",
+    "ExactResume",
     "FSDP2Preset",
     "Float8",
     "GradCacheMixin",

@@ -312,6 +312,12 @@ CATALOGUE = (
         "Saves when the job is preempted, and resumes from there.",
     ),
     Row(
+        ("ExactResume",),
+        "Scale",
+        "callbacks=[lt.ExactResume()]",
+        "Resumes within an epoch bit for bit, also on other numbers of devices.",
+    ),
+    Row(
         ("ray_trainer",),
         "Scale",
         'trainer = lt.ray_trainer("ddp_bf16", max_epochs=3)',

@@ -30,6 +30,7 @@ KNOWN = {  # what is known not to be right, and is said on the page
 
 LEFT_OUT = {  # callbacks, mixins and changes of networks that are not tried there, with the reason
     "Compile": "compiling takes a minute for each model",
+    "ExactResume": "is a part of Preemption",
     "GradCacheMixin": "works in modules that are written for it, with embed() and contrast()",
     "MoEBalance": "no model has experts",
     "SAM": "the settings of SAMMixin",

@@ -9,6 +9,7 @@ from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
+from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
@@ -51,6 +52,7 @@ __all__ = [
     "CutMix",
     "CutOut",
     "DataWait",
+    "ExactResume",
     "Float8",
     "GradualUnfreeze",
     "HardExampleFilter",

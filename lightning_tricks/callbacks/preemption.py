@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.checkpoints.newest import newest_checkpoint
-from lightning_tricks.core.lightning.resume import begin_epoch
+from lightning_tricks.core.exact.reading import follow_reading
 from lightning_tricks.core.lightning.trainer import extremes, later_extremes, will_step
 from lightning_tricks.core.safe_load.own_folder import unused
 from lightning_tricks.core.trick import Conflict, Trick
@@ -48,6 +48,9 @@ class Preemption(Trick):
     ``requeue_signal`` and ``auto_requeue=False`` are respected. Lightning's own handlers, which save and broadcast amid
     a step, where processes wait for one another for ever, are left out during the fit. Handlers of others are put back
     after it. Workers of data loaders outlive the signals, too.
+
+    Amid an epoch the fit goes on as with ``ExactResume``, with the samples and the random numbers that it would have
+    had. A loader whose position cannot be known begins its order again then, with a warning.
 
     ``trainer.fit(..., ckpt_path="newest")`` goes on from what ``newest_checkpoint(folder)`` finds on the first process,
     and starts from the beginning if that is nothing. For machines that fail without a signal let a ``ModelCheckpoint``
@@ -94,6 +97,7 @@ class Preemption(Trick):
                 " workers of Ray, which restarts them itself, and resume with ckpt_path=newest_checkpoint(folder)."
             )
         self._wish, self._asked, self._saved = 0, lambda: (0, 0), []
+        follow_reading(trainer, None)
         wishes = _wishes(trainer)
         self._wrap(trainer._signal_connector, "register_signal_handlers", lambda original: None)
         for number, wish in wishes.items():
@@ -137,6 +141,7 @@ class Preemption(Trick):
             progress.load_state_dict(
                 {"total": _in_first_batch(done), "current": _in_first_batch(0), "is_last_batch": False}
             )
+            follow_reading(trainer, None).repeats_validation = True
             self._stop(trainer, wish)
 
     def _receive(self, wish: int, *_: Any) -> None:
@@ -199,12 +204,8 @@ class Preemption(Trick):
     def _shield(
         self, trainer: pl.Trainer, signals: Collection[int], original: Callable[..., Any], dataloader: Any
     ) -> Any:
-        """Let the workers of a loader outlive the signals, which a scheduler may send to all processes of a machine.
-
-        They are not started yet, which is the time to begin a resumed epoch.
-        """
+        """Let the workers of a loader outlive the signals, which a scheduler may send to all processes of a machine."""
         loader = original(dataloader)
-        begin_epoch(trainer, loader)
         if isinstance(loader, DataLoader) and loader.num_workers and hasattr(signal, "sigwaitinfo"):
             self._undo.callback(setattr, loader, "worker_init_fn", loader.worker_init_fn)
             _auto_add_worker_init_fn(loader, trainer.global_rank)  # which leaves loaders with another function alone

@@ -70,6 +70,7 @@ class LengthBuckets(FitSampler):
     resumed within an epoch goes on with the samples that an unbroken one has, also with loader workers: Lightning's
     warning that the "dataloader is not resumable" does not apply. Checkpoints hold what the order depends on: within an
     epoch another order is refused, that for another number of ranks too, and at the end of an epoch it may be changed.
+    With ``ExactResume`` or ``Preemption`` it may be changed within an epoch, too: the samples left get new buckets.
 
     Args:
         lengths: The length of each sample (n,), in tokens or any other unit.

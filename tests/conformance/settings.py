@@ -349,6 +349,7 @@ SETTINGS: dict[str, Trick] = {
         twin="SequenceLengthWarmup",
     ),
     "Preemption": neutral(lambda: lt.Preemption("runs"), {"class_path": "Preemption", "init_args": {"folder": "runs"}}),
+    "ExactResume": neutral(lt.ExactResume, "ExactResume", "iterable"),
     "RewindOnSpike": guard(
         lambda: lt.RewindOnSpike(every_n_steps=3),
         {"class_path": "RewindOnSpike", "init_args": {"every_n_steps": 3}},

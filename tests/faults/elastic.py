@@ -1,7 +1,8 @@
-"""What torchrun starts, and starts again: FOLDER PRESET EPOCHS. Training goes on from the newest checkpoint."""
+"""What torchrun starts, and starts again: FOLDER PRESET EPOCHS DATA. Training goes on from the newest checkpoint."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -12,14 +13,42 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from tests.faults.runs import EveryStep, Resumable, Scheduled
-from tests.nets import PlainNet, build, loader, trainer, weights
+from tests.nets import Net, PlainNet, build, data, loader, trainer, weights
 
 
 class ScheduledPlain(PlainNet):
     """Without the running statistics of BatchNorm, which ZeRO saves of one rank only."""
+
+    configure_optimizers = Scheduled.configure_optimizers
+
+
+class Numbered(Dataset[Any]):
+    """Samples with their numbers, and noise."""
+
+    def __len__(self) -> int:
+        return 44
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = data()[index]
+        return x + 0.1 * torch.randn(8), y, index
+
+
+class Dropped(Net):
+    """Has dropout, and writes which samples are behind each step."""
+
+    def __init__(self, samples: Path) -> None:
+        super().__init__()
+        self.file = samples.open("w")
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        print(json.dumps([self.trainer.current_epoch, batch[2].tolist()]), file=self.file, flush=True)
+        return super().training_step(batch[:2], batch_idx)
 
     configure_optimizers = Scheduled.configure_optimizers
 
@@ -46,7 +75,7 @@ class Told(Callback):
         self.tell("saving")
 
 
-def main(folder: Path, engine: str, epochs: int) -> None:
+def main(folder: Path, engine: str, epochs: int, shuffled: bool) -> None:
     warnings.filterwarnings("ignore", message="Checkpoint directory")
     torch.set_num_threads(1)
     run = folder / "run"
@@ -58,13 +87,24 @@ def main(folder: Path, engine: str, epochs: int) -> None:
     backend = {} if engine[0] == "z" else {"process_group_backend": "gloo"}
     made = trainer(
         **lt.preset(engine, precision="32-true", timeout=timedelta(seconds=20), **backend),
-        **{"devices": 2, "max_epochs": epochs, "callbacks": callbacks, "enable_checkpointing": True},
+        **{
+            "devices": int(os.environ["WORLD_SIZE"]),
+            "max_epochs": epochs,
+            "callbacks": callbacks,
+            "enable_checkpointing": True,
+        },
     )
-    module = build(ScheduledPlain if engine[0] == "z" else Scheduled)
-    pl.seed_everything(7, verbose=False)
-    made.fit(module, Resumable(seed=5 + int(os.environ["RANK"])), loader(24), ckpt_path="newest")
+    train: Any = Resumable(seed=5 + int(os.environ["RANK"]))
+    if shuffled:
+        train = DataLoader(Numbered(), 4, shuffle=True, num_workers=1)
+        module = build(Dropped, samples=folder / f"samples-{os.getpid()}")
+    else:
+        module = build(ScheduledPlain if engine[0] == "z" else Scheduled)
+    pl.seed_everything(7 + int(os.environ["RANK"]) * shuffled, verbose=False)
+    os.environ["PL_GLOBAL_SEED"] = "7"  # of the order of all ranks
+    made.fit(module, train, loader(24), ckpt_path="newest")
     torch.save([weights(module), made.global_step], folder / f"final-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "shuffled")

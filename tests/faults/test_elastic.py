@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -24,14 +25,16 @@ TIMEOUT = 120  # s for a start
 EPOCHS = 80
 
 
-def torchrun(folder: Path, engine: str, restarts: int) -> subprocess.Popen[bytes]:
+def torchrun(
+    folder: Path, engine: str, restarts: int, data: str = "resumable", ranks: int = 2
+) -> subprocess.Popen[bytes]:
     folder.mkdir(exist_ok=True)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     # torch (2.5 to 2.13) restarts ranks with the addresses of the dead ones otherwise, issue 135712.
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (folder / "log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, *command, "-m", "tests.faults.elastic", str(folder), engine, str(EPOCHS)],
+            [sys.executable, *command, "-m", "tests.faults.elastic", str(folder), engine, str(EPOCHS), data],
             env={**os.environ, **own},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -64,11 +67,11 @@ def wait_until(reached: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def final(folder: Path, process: subprocess.Popen[bytes]) -> list[Any]:
+def final(folder: Path, process: subprocess.Popen[bytes], ranks: int = 2) -> list[Any]:
     """What the ranks have at the end."""
     process.wait(timeout=300)
     assert process.returncode == 0, (folder / "log").read_text()
-    return [torch.load(folder / f"final-{rank}.pt", weights_only=True) for rank in range(2)]
+    return [torch.load(folder / f"final-{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +79,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the ranks have at the end of a training that nothing disturbs, by preset."""
 
     @cache
-    def trained(engine: str) -> list[Any]:
+    def trained(engine: str, data: str = "resumable") -> list[Any]:
         folder = tmp_path_factory.mktemp("undisturbed") / "run"
-        return final(folder, torchrun(folder, engine, 0))
+        return final(folder, torchrun(folder, engine, 0, data))
 
     return trained
 
@@ -90,12 +93,15 @@ def check_final(folder: Path, process: subprocess.Popen[bytes], expected: list[A
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("data", ["resumable", "shuffled"])
 @pytest.mark.parametrize(
     ("engine", "kills", "seed"), [("ddp_bf16", 20, 1), ("fsdp2_bf16", 20, 2), ("zero1_bf16", 5, 3)]
 )
-def test_ranks_killed_at_random_moments(engine: str, kills: int, seed: int, undisturbed: Any, tmp_path: Path) -> None:
+def test_ranks_killed_at_random_moments(
+    engine: str, kills: int, seed: int, data: str, undisturbed: Any, tmp_path: Path
+) -> None:
     rng, folder, doing, attempt = random.Random(seed), tmp_path / "killed", Counter[str](), -1
-    process = torchrun(folder, engine, kills + 5)
+    process = torchrun(folder, engine, kills + 5, data)
     try:
         for number in range(kills):
             attempt, ranks = begun(folder, attempt, process)
@@ -109,11 +115,13 @@ def test_ranks_killed_at_random_moments(engine: str, kills: int, seed: int, undi
             word = told(folder, attempt, rank)[-1]
             doing["starting" if word.isdigit() else word] += 1
             print(f"seed {seed}, attempt {attempt}: killed rank {rank} while {word}")  # shown when the test fails
-        check_final(folder, process, undisturbed(engine))
+        check_final(folder, process, undisturbed(engine, data))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert kills < 20 or doing.keys() >= {"starting", "training", "saving"}  # the kills did land where it matters
+    assert (
+        data != "resumable" or kills < 20 or doing.keys() >= {"starting", "training", "saving"}
+    )  # the kills did land where it matters
 
 
 @pytest.mark.slow
@@ -133,6 +141,27 @@ def test_a_machine_whose_torchrun_is_terminated(engine: str, undisturbed: Any, t
     again = torchrun(folder, engine, 0)
     check_final(folder, again, undisturbed(engine))
     assert f"Restoring states from the checkpoint path at {path}" in (folder / "log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp_bf16", "fsdp2_bf16"])
+def test_a_machine_that_is_taken_away_for_good(engine: str, tmp_path: Path) -> None:
+    """The other one goes on alone, with every sample once an epoch, and ends where the schedule does."""
+    folder = tmp_path / "gone"
+    process = torchrun(folder, engine, 0, "shuffled")
+    begun(folder, -1, process)
+    wait_until(lambda: (folder / "run").exists() and len(list((folder / "run").glob("step=*"))) > 1)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    ((_, last),) = final(folder, torchrun(folder, engine, 0, "shuffled", ranks=1), 1)
+    seen: dict[int, list[int]] = {}
+    for file in folder.glob("samples-*"):
+        for epoch, numbers in map(json.loads, file.read_text().splitlines()):
+            seen.setdefault(epoch, []).extend(numbers)
+    assert sorted(seen) == [*range(EPOCHS)]
+    for numbers in seen.values():
+        assert sorted(numbers) == [*range(44)]  # which two ranks share without a rest
+    assert 6 * EPOCHS < last < 11 * EPOCHS  # steps of an epoch of two ranks, and of one
 
 
 SCRIPT = """

@@ -221,6 +221,7 @@ LEFT_OUT = {
     "StepInBackward": "has no arguments",
     "optimizers": "has no arguments",
     "ChannelsLast": "has no arguments",
+    "ExactResume": "has no arguments",
     "environment_report": "has no arguments",
     "presets": "has no arguments",
     "optimizer_steps": "has a Trainer only; tests/schedules/test_steps_fuzz.py has its settings",

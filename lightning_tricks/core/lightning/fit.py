@@ -72,6 +72,8 @@ class Fit(_BaseProgress):
         self.place = Place()
         self.undo = ExitStack()  # closed when the fit ends or fails
         self._trainer = trainer
+        self.reading: Any = None  # that of the training loaders in the present fit or the last, if it is followed
+        self.reading_ended = True
         self.is_trial = False  # whether the fit stands for another one, whose plan its schedules show
         self._entered = False
         self._begun = False
@@ -115,6 +117,18 @@ class Fit(_BaseProgress):
         amid = loop.restarting and epochs.started > epochs.processed
         return epochs.processed, batches.processed if amid else 0, self._trainer.global_step
 
+    def rescaled(self, before: Place, batches: int) -> int:
+        """The batches of a restored epoch that count as done where it has so many: the same fraction of them."""
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        seen: int = progress.current.processed
+        if progress.is_last_batch:
+            return batches
+        if before.plan is None or not before.plan.spans:
+            return min(seen, batches)
+        planned = before.plan.span_of(self._position()[0]).batches
+        window = self._trainer.accumulate_grad_batches
+        return seen if planned == batches else seen * batches // planned // window * window
+
     def _mend_progress(self, before: Place) -> None:
         """Have Lightning go on at the same fraction of a restored epoch that has another number of batches now.
 
@@ -123,7 +137,6 @@ class Fit(_BaseProgress):
         batches, loop = self._trainer.num_training_batches, self._trainer.fit_loop
         epochs: Any = loop.epoch_progress.current
         progress: Any = loop.epoch_loop.batch_progress
-        seen = progress.current.processed
         if not loop.restarting:  # an interrupted epoch has begun twice in Lightning's counts, and does not end twice
             every: Any = (loop.epoch_progress.total, epochs, progress.total, progress.current)
             for counts in every:
@@ -134,20 +147,16 @@ class Fit(_BaseProgress):
             return
         if loop.restarted_mid_epoch and epochs.started == epochs.processed:
             loop.reset_restart_stage()  # the epoch was over: Lightning would leave the hooks of the next one out
-        if progress.is_last_batch:
-            now = int(batches)
-        elif before.plan is None or not before.plan.spans:
-            now = min(seen, int(batches))
-        else:
-            planned = before.plan.span_of(epochs.processed).batches
-            window = self._trainer.accumulate_grad_batches
-            now = seen if planned == batches else seen * int(batches) // planned // window * window
+        done = None if self.reading is None else self.reading.batches_done
+        change = (self.rescaled(before, int(batches)) if done is None else done) - progress.current.processed
         for count in ("ready", "started", "processed", "completed"):
-            setattr(progress.current, count, getattr(progress.current, count) + now - seen)
+            setattr(progress.current, count, getattr(progress.current, count) + change)
 
     def _begin(self, original: Callable[[], None]) -> None:
         restored = self._restored
         before = self.place if restored or not self._trainer.fit_loop.restarting else Place()
+        if self.reading_ended:
+            self.reading = None
         self._mend_progress(before)
         self._restored, self._unknown = False, ""
         try:
@@ -163,23 +172,31 @@ class Fit(_BaseProgress):
         if self._announce is not None:
             self._announce(before)
         original()
+        if self.reading is not None:
+            self.reading.began()
 
     def _end(self, original: Callable[[], None]) -> None:
         self._entered = self._begun = self.is_trial = False
         self._announce = None
+        self.reading_ended = True
         self.undo.close()
         original()
 
     @override
     def state_dict(self) -> dict[str, Any]:
         plan = self.place.plan
-        return {**self.place._asdict(), "plan": plan and [[list(span) for span in plan.spans], *plan[1:]]}
+        saved = {**self.place._asdict(), "plan": plan and [[list(span) for span in plan.spans], *plan[1:]]}
+        reading = None if self.reading is None else self.reading.save()  # also that of a fit that has ended
+        return saved if reading is None else {**saved, "reading": reading}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["plan"]
+        place = {**state_dict}
+        reading, saved = place.pop("reading", None), place.pop("plan")
         plan = saved and Plan(tuple(Span(*span) for span in saved[0]), *saved[1:])
-        self.place, self._restored = Place(**{**state_dict, "plan": plan}), True
+        self.place, self._restored = Place(plan, **place), True
+        if not self.reading_ended:
+            self.reading.load(reading)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the Trainer makes its own
@@ -192,6 +209,12 @@ def fit_of(trainer: pl.Trainer) -> Fit:
         fit = Fit(trainer)
         setattr(trainer.fit_loop, NAME, fit)
     return fit
+
+
+def reading_of(trainer: pl.Trainer) -> Any:
+    """The reading of the training loaders in the present fit, if it is followed; else None."""
+    fit = getattr(trainer.fit_loop, NAME, None)
+    return None if fit is None or fit.reading_ended else fit.reading
 
 
 def plan_step(trainer: pl.Trainer) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_tricks.core.checks import MOST, check_count, check_type
+from lightning_tricks.core.lightning.fit import reading_of
 
 
 class Reader(NamedTuple):
@@ -77,12 +78,15 @@ def _reader(trainer: pl.Trainer, passed: list[object]) -> Reader:
     epochs: Any = loop.epoch_progress.current
     between_epochs = epochs.started == epochs.processed or batches.is_last_batch
     resumed = loop.epoch_loop.restarting  # Otherwise the counts may be those of a fit that failed.
-    first = batches.current.processed if resumed and not between_epochs else 0
+    reading = reading_of(trainer)
+    skipped = reading is not None and reading.skips_batches  # those that the epoch has had, by ExactResume
+    first = batches.current.processed if resumed and not between_epochs and not skipped else 0
     if loop._data_fetcher is None or not any(owner is loop._data_fetcher for owner in passed):
         # The length, a validation, or another pass over the training samples.
         return Reader(world, rank, None, first, loaders, batches)
     if any(owner is loop.epoch_loop for owner in passed):
-        return Reader(world, rank, trainer.current_epoch, batches.current.processed, loaders, batches)
+        begun = 0 if skipped else batches.current.processed
+        return Reader(world, rank, trainer.current_epoch, begun, loaders, batches)
     # Workers are started before the epoch is.
     return Reader(world, rank, epochs.started if between_epochs else epochs.processed, first, loaders, batches)
 
@@ -107,6 +111,16 @@ class FitSampler(DistributedSampler[Any]):
     def _batches(self, epoch: int, world: int) -> list[Tensor]:
         """Numbers of samples, batch by batch: those of all ranks in the first step, then in the second, ..."""
 
+    def of_samples(self, samples: Tensor, settings: Mapping[str, Any]) -> FitSampler:
+        """A sampler of some of the samples (n,), with the settings of ``order_settings``."""
+        names = (*self.settings, "shuffle", "seed", "drop_last")
+        return type(self)(self.lengths[samples], **{name: settings[name] for name in names})
+
+    def order_settings(self) -> dict[str, Any]:
+        """The arguments on which the order of an epoch depends, by the names that an error gives them."""
+        names = (*self.settings, "shuffle", "seed", "drop_last")
+        return {**{name: getattr(self, name) for name in names}, "checksum of the lengths": self._checksum}
+
     def _reader(self) -> Reader:
         """Who reads, if the data set is the one of the lengths."""
         reader = find_reader()
@@ -124,7 +138,7 @@ class FitSampler(DistributedSampler[Any]):
             if samples != len(self.lengths):
                 found = f"{len(self.lengths)} lengths and {samples} samples"
                 raise ValueError(f"lengths of {name} must have one entry for each sample, got {found}.")
-            if hasattr(loader, "load_state_dict"):
+            if hasattr(loader, "load_state_dict") and not hasattr(loader, "follower"):
                 raise ValueError(
                     f"{name} goes on where a fit is resumed, and so does a {type(loader).__name__}, which has a state:"
                     " samples would be skipped twice. Use torch's DataLoader."
@@ -153,12 +167,7 @@ class FitSampler(DistributedSampler[Any]):
 
     def _order_settings(self, reader: Reader) -> dict[str, Any]:
         """All that the order of an epoch depends on, by the names that an error gives them."""
-        return {
-            "sampler": type(self).__name__,
-            **{name: getattr(self, name) for name in (*self.settings, "shuffle", "seed", "drop_last")},
-            "ranks": reader.world,
-            "checksum of the lengths": self._checksum,
-        }
+        return {"sampler": type(self).__name__, "ranks": reader.world, **self.order_settings()}
 
     def _require_same_order(self, before: dict[str, Any], order: dict[str, Any]) -> None:
         """Raise if an epoch that goes on began in another order; ``before`` is empty if another sampler gave it."""

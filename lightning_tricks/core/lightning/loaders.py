@@ -163,11 +163,16 @@ def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
     for sampler in samplers:
         sampler.batch_size = sampler.base * multiple
     loader.limits = [*_limited(trainer, list(map(len, loader.flattened)))]
-    loop.max_batches = batches = _batches(trainer, loader, multiple)
-    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
-        trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+    set_batches(trainer, _batches(trainer, loader, multiple))
     if (loop.is_resuming or trainer.current_epoch == 0) and loop._data_fetcher is not None:
         iter(loop._data_fetcher)
+
+
+def set_batches(trainer: pl.Trainer, batches: int) -> None:
+    """Let an epoch have so many training batches."""
+    trainer.fit_loop.max_batches = batches
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
 
 def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[tuple[Any, ...]]:

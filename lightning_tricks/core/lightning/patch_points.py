@@ -171,6 +171,27 @@ WRAPPED = (
     WrappedMethod(
         _FIT_LOOP, "on_run_start", "", "the fit", "begins when checkpoint and loaders are there, before hooks"
     ),
+    WrappedMethod(
+        _FIT_LOOP,
+        "_load_combined_loader_states",
+        "",
+        "ExactResume, Preemption",
+        "the one place where the loaders are made and processed, a checkpoint is restored, and nothing is read yet",
+    ),
+    WrappedMethod(
+        _FIT_LOOP,
+        "on_advance_start",
+        "",
+        "ExactResume, Preemption",
+        "before the hooks of an epoch, which has another number of batches than the one that was gone on with",
+    ),
+    WrappedMethod(
+        _EPOCH_LOOP,
+        "on_run_start",
+        "data_fetcher",
+        "ExactResume, Preemption",
+        "where Lightning begins to read an epoch, but for the first of a fit, which it begins before the hooks",
+    ),
     WrappedMethod(_STRATEGY, "teardown", "", "the fit", "the one call at the end of every fit, failed ones included"),
     WrappedMethod(
         _EPOCH_LOOP, "_on_before_fetch", "", "DataWait", "no hook runs between the end of a step and the next batch"
@@ -201,8 +222,9 @@ WRAPPED = (
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
         "run",
         "",
-        'EMA(validate="both"), SWA(validate="both")',
-        "a validation of the raw weights before the one that callbacks see",
+        'EMA(validate="both"), SWA(validate="both"), Preemption',
+        "a validation of the raw weights before the one that callbacks see; the random numbers before one that runs"
+        " again",
     ),
     WrappedMethod(
         "lightning.pytorch.callbacks.Callback",
@@ -334,14 +356,14 @@ PRIVATE = (
     PrivateName(
         _FIT_LOOP,
         "_combined_loader",
-        "optimizer_steps, BatchSizeWarmup, find_batch_size, SWA, LengthBuckets",
+        "optimizer_steps, BatchSizeWarmup, find_batch_size, SWA, LengthBuckets, ExactResume",
         "the loaders, and how they combine",
     ),
     PrivateName(_FIT_LOOP, "_data_source", "optimizer_steps", "the loaders, before the fit loop has set them up"),
     PrivateName(
         _FIT_LOOP,
         "_data_fetcher",
-        "BatchSizeWarmup, LengthBuckets, TokenBuckets",
+        "BatchSizeWarmup, LengthBuckets, TokenBuckets, ExactResume",
         "a new iterator in an epoch that is resumed, and whether it is the fit that reads",
     ),
     PrivateName(
@@ -365,7 +387,12 @@ PRIVATE = (
         "presets, Preemption",
         "sets ``restarting``, which the fit loop's own setter leaves on in a fit with max_steps, also between epochs",
     ),
-    PrivateName(_EPOCH_LOOP, "_is_training_done", "Preemption", "whether a batch was the last of its epoch or of all"),
+    PrivateName(
+        _EPOCH_LOOP,
+        "_is_training_done",
+        "Preemption, ExactResume",
+        "whether a batch was the last of its epoch or of all",
+    ),
     PrivateName(_EPOCH_LOOP, "_batches_that_stepped", "logged metrics", "the step number that Lightning logs with"),
     PrivateName(
         _MODULE,
@@ -387,7 +414,7 @@ PRIVATE = (
     PrivateName(
         _LOADER,
         "_mode",
-        "optimizer_steps, BatchSizeWarmup, find_batch_size",
+        "optimizer_steps, BatchSizeWarmup, find_batch_size, ExactResume",
         "how loaders of different lengths combine",
     ),
     PrivateName(
@@ -402,8 +429,39 @@ PRIVATE = (
         "Preemption, cross_validate",
         "a worker that ends at the parent's signal as it does without the trick, or when its parent was killed",
     ),
-    PrivateName(_LOADER, "_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
-    PrivateName(_LOADER, "_load_state_dicts", "SWA", "the state of stateful loaders, to go on from"),
+    PrivateName(_LOADER, "_state_dicts", "SWA, ExactResume", "the state of stateful loaders, to go on from"),
+    PrivateName(_LOADER, "_load_state_dicts", "SWA, ExactResume", "the state of stateful loaders, to go on from"),
+    PrivateName(
+        "lightning.pytorch.utilities.combined_loader",
+        "_SUPPORTED_MODES",
+        "ExactResume",
+        "how a combined loader iterates, for its length before the passes of a resumed fit begin",
+    ),
+    PrivateName(
+        "lightning.pytorch.utilities.combined_loader._MaxSizeCycle",
+        "_consumed",
+        "ExactResume",
+        "which loaders were read to their end, after which the epoch of loaders without a length ends",
+    ),
+    PrivateName(
+        "lightning.pytorch.loops.fetchers",
+        "_PrefetchDataFetcher",
+        "ExactResume",
+        "whether batches are fetched before they are needed, as those of loaders without a length are",
+    ),
+    PrivateName(
+        _FIT_LOOP,
+        "_combined_loader_states_to_load",
+        "ExactResume",
+        "a state of an epoch's end, which Lightning would load to begin the next epoch",
+    ),
+    PrivateName(
+        "lightning.fabric.utilities.distributed",
+        "_DatasetSamplerWrapper",
+        "ExactResume",
+        "the sampler of the user inside of the one that Lightning puts in its place",
+    ),
+    PrivateName("lightning.fabric.utilities.distributed._DatasetSamplerWrapper", "_sampler", "ExactResume", "as above"),
     PrivateName(_CONNECTOR, "_AcceleratorConnector", "presets", "the constructor with the user's precision"),
     PrivateName(
         f"{_CONNECTOR}._AcceleratorConnector",
@@ -551,7 +609,7 @@ PRIVATE = (
     PrivateName(
         "torch.utils.data.DataLoader",
         "_iterator",
-        "BatchSizeWarmup, find_num_workers",
+        "BatchSizeWarmup, find_num_workers, ExactResume",
         "the iterator of persistent workers",
     ),
     PrivateName("torch.nn.Module", "_compiled_call_impl", "Throughput", "whether module.compile() was called"),

@@ -23,7 +23,7 @@ def random_state(device: torch.device) -> RandomState:
     """
     state: RandomState = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type not in NONE_OF_ITS_OWN:
-        state["device"] = _generators(device).get_rng_state(device)
+        state[device.type] = _generators(device).get_rng_state(device)
     if numpy := sys.modules.get("numpy"):
         state["numpy"] = numpy.random.get_state()
     return state
@@ -33,8 +33,8 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
     """Set the generators to a state of ``random_state``."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if "device" in state:
-        _generators(device).set_rng_state(state["device"], device)
+    if device.type in state:
+        _generators(device).set_rng_state(state[device.type], device)
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
@@ -55,17 +55,22 @@ def random_numbers_from(seed: int, device: torch.device) -> Iterator[None]:
     """Draw the random numbers of a seed (32 bits) inside the block; the generators are restored at its end."""
     outside = random_state(device)
     try:
-        torch.random.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if device.type not in NONE_OF_ITS_OWN:
-            module = _generators(device)
-            with getattr(module, "device", nullcontext)(device):  # manual_seed is for the current device
-                module.manual_seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed)
+        seed_generators(seed, device)
         yield
     finally:
         set_random_state(outside, device)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Have the generators draw the random numbers of a seed (32 bits)."""
+    torch.random.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if device.type not in NONE_OF_ITS_OWN:
+        module = _generators(device)
+        with getattr(module, "device", nullcontext)(device):  # manual_seed is for the current device
+            module.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
 
 
 def _generators(device: torch.device) -> Any:

@@ -78,6 +78,17 @@ def test_the_next_epoch_is_that_of_an_unbroken_fit(
         assert again == whole[step:]
 
 
+@pytest.mark.parametrize("limit", [EPOCHS, STEPS], ids=str)
+@pytest.mark.parametrize("by", ["preset", "Preemption"])
+def test_a_checkpoint_of_an_epochs_beginning_is_one_of_the_end_before(
+    by: str, limit: dict[str, int], tmp_path: Path
+) -> None:
+    save: Any = LambdaCallback(on_train_epoch_start=lambda run, _: run.save_checkpoint(tmp_path / f"{run.global_step}"))
+    whole = seen(0, True, **limit, callbacks=[save])
+    for step in (0, 3, 9):
+        assert seen(0, True, tmp_path / str(step), **limit, **presets(tmp_path)[by]) == whole[step:]
+
+
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("steps", [6, 7])
 def test_more_steps_after_the_last_one(steps: int, tmp_path: Path) -> None:

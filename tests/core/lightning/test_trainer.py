@@ -331,9 +331,9 @@ def test_a_validation_that_runs_again_leaves_random_numbers_alone(on: str) -> No
 
     class Again(Callback):
         def on_validation_end(self, trainer: Any, *_: Any) -> None:
-            states.append(random_state(trainer.strategy.root_device)["device" if there.name != "cpu" else "torch"])
+            states.append(random_state(trainer.strategy.root_device)[there.name if there.name != "cpu" else "torch"])
             validate_again(trainer, trainer.fit_loop.epoch_loop.val_loop.run, "_again")
-            states.append(random_state(trainer.strategy.root_device)["device" if there.name != "cpu" else "torch"])
+            states.append(random_state(trainer.strategy.root_device)[there.name if there.name != "cpu" else "torch"])
 
     states: list[torch.Tensor] = []
     with device(on) as there:
