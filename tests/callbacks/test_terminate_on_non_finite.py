@@ -125,10 +125,11 @@ def test_what_cannot_be_written_does_not_hide_the_reason(tmp_path: Path) -> None
     assert "after step 3" in said
     assert "The state before it and the batch are incomplete in" in said
     assert [file.name for file in (tmp_path / "non_finite-step=3").iterdir()] == ["last_good.ckpt"]
-    (tmp_path / "file").write_text("no folder")
-    _, said = stopped(tmp_path / "file")
+    file = tmp_path / "file"
+    in_the_way = DataLoader(data(), batch_size=8, collate_fn=lambda items: file.touch() or default_collate(items))
+    _, said = stopped(file, train=in_the_way)
     assert "after step 3" in said
-    assert f"Nothing could be kept in {tmp_path / 'file'}: " in said
+    assert f"Nothing could be kept in {file}: " in said
 
 
 class Slices(Dataset[Any]):

@@ -129,7 +129,9 @@ class ModuleState:
             else:
                 self._restore.append(partial(restore_data, value, data, contents))
             if type(value) not in (Tensor, nn.Parameter) and not is_traceable_wrapper_subclass(value):
-                self._note(vars(value), path)  # names of columns, for example
+                deep, self._deep = self._deep, True  # tensors that belong to this one are written with it
+                self._note(vars(value), path)
+                self._deep = deep
 
     def _note(self, value: Any, path: str) -> None:
         """Remember how to restore a value that is not immutable."""
