@@ -257,9 +257,7 @@ class Plain:
         if over:  # nothing is trained, and nothing begins
             return Lived([], self.left())
         self.batches = leg.batches
-        total, step = self.place(leg)
-        self.begin(total, step)
-        rates, ended = self.train(leg, total, step)
+        rates, ended = self.train(leg, *self.place(leg))
         return Lived(rates, self.left() if ended else [p.detach().clone() for p in self.layers.parameters()])
 
     def left(self) -> list[Tensor]:
@@ -278,6 +276,7 @@ class Plain:
         return len(plan), step
 
     def begin(self, total: int, step: int) -> None:
+        """Begin the average with the first batch that is trained on, or when its start has come."""
         if "EMA" in self.life.tricks or ("EMA(start=0.5)" in self.life.tricks and step >= 0.5 * total):
             self.average = self.average or [p.detach().double().clone() for p in self.layers.parameters()]
 
@@ -289,6 +288,8 @@ class Plain:
             for x, y in list(DataLoader(samples, leg.batch_size))[: leg.batches - self.batch]:
                 if leg.max_steps != -1 and self.taken >= leg.max_steps:
                     break
+                if not seen:
+                    self.begin(total, step)
                 if self.batch % leg.accumulated == 0:
                     self.optimizer.zero_grad()
                 self.descend(self.begun(x, total, step), y, 1 / leg.accumulated)
