@@ -21,6 +21,7 @@ cache_signatures()
 leave_devices_out()
 listen_to_lightning()
 garbage = Garbage()
+HERE = pytest.StashKey[set[str]]()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
@@ -34,6 +35,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: a third of the time a worker waits for the ranks that it has started."""
     return (os.cpu_count() or 1) + 1
+
+
+def names_here(config: pytest.Config) -> set[str]:
+    return {name for name in os.listdir(config.rootpath) if not name.startswith(".")}
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[HERE] = names_here(session.config)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where tests have left files in the checkout, which would be committed."""
+    if left := names_here(session.config) - session.config.stash[HERE]:
+        raise pytest.UsageError(f"tests have left in {session.config.rootpath}: {sorted(left)}. Give them tmp_path.")
 
 
 def pytest_runtest_setup() -> None:

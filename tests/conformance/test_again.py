@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,7 +97,10 @@ def second_fit(trick: Trick, *, anew: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", every_third(1))
-def test_a_second_fit_of_one_trainer_starts_anew_or_goes_on(name: str, cell: Callable[..., None]) -> None:
+def test_a_second_fit_of_one_trainer_starts_anew_or_goes_on(
+    name: str, cell: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where TerminateOnNonFinite saves
     trick = SETTINGS[name]
     mine = second_fit(trick, anew=False)
     if name == "BatchSizeWarmup":
