@@ -8,20 +8,50 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.conformance.runs import Compiled, refusal, run
 from tests.conformance.settings import SETTINGS, quick
-from tests.conformance.trick import public_name
+from tests.conformance.trick import NEEDS, Trick, public_name
 from tests.nets import PlainNet, assert_close, loader, rank_loader
 from tests.ranks import Cases, run_cases
+
+# Graphs that a trick compiles beyond those of the same network without it, and breaks of graphs; all others cause none.
+MORE = {
+    "GradualUnfreeze": ((1, 0), "other weights have gradients once a stage begins"),
+    "HiddenMixup": ((0, 3), "the hook of the layer that is mixed draws random numbers and looks at what came in"),
+    "InspectTraining": ((2, 0), "a step that is looked at has hooks on every layer"),
+    "LayerFreezing": ((1, 0), "fewer weights have gradients once a stage begins"),
+    "LeanLoss": ((-3, 6), "the head is called eagerly, and torch gives up a Sequential whose loop is interrupted"),
+    "lean_loss": ((-3, 6), "the head is called eagerly, and torch gives up a Sequential whose loop is interrupted"),
+    'LoRA(variant="dora")': ((6, 11), "peft asks each call whether a weight is one of torchao's"),
+    "QAT": ((8, 13), "torchao imports a module in each call of a quantized layer"),
+}
+
+
+def compiled_run(trick: Trick) -> tuple[dict[str, Any], int, int]:
+    """Trained weights of the compiled network, the number of graphs, and that of their breaks."""
+    torch.compiler.reset()
+    counters.clear()
+    ended = run(trick, base=Compiled)
+    return ended, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@cache
+def compiled_alone(*needs: Any) -> tuple[int, int]:
+    return compiled_run(Trick(**dict(zip(NEEDS, needs, strict=True))))[1:]
 
 
 # torch's compiler looks at it where a hook interrupts a network
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", quick("EMA", "Mixup", "SAMMixin", "SkipNonFinite", "cosine"))
-def test_a_compiled_network_gives_the_same(name: str, cell: Callable[..., None]) -> None:
-    eager, compiled = run(SETTINGS[name], base=PlainNet), run(SETTINGS[name], base=Compiled)
+def test_a_compiled_network_gives_the_same_in_the_same_graphs(name: str, cell: Callable[..., None]) -> None:
+    trick = SETTINGS[name]
+    compiled, graphs, breaks = compiled_run(trick)
+    eager = run(trick, base=PlainNet)
     assert_close({key: compiled[key] for key in eager}, eager)
+    usual = compiled_alone(*(getattr(trick, need) for need in NEEDS))
+    assert (graphs - usual[0], breaks - usual[1]) == MORE.get(name, ((0, 0), ""))[0]
     cell(name, "compile")
 
 
