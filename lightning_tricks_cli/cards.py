@@ -125,7 +125,23 @@ def _names(row: Row) -> str:
 def _costs(row: Row) -> list[str]:
     measured = evidence()["measured"].get(row.names[0], [])
     told = [f"{row.cost[0].upper()}{row.cost[1:]}."] if row.cost else []
-    return [_bullet(text) for text in (*told, *measured, *_waits(row))]
+    return [_bullet(text) for text in (*told, *measured, *_memory(row), *_waits(row))]
+
+
+def _memory(row: Row) -> list[str]:
+    """What it keeps at the peak, beyond a plain fit."""
+    entries: dict[str, list[str]] = {}
+    for entry, of in found_by_tests()["memory"].items():
+        if entry.split("(")[0] in row.names:
+            places = ((of["device"], "on the device"), (of["host"], "in host memory"))
+            told = ", ".join(f"{number:g} times the trained weights {where}" for number, where in places if number)
+            text = f"{told} ({of['why']})" if told else "nothing of the size of the weights"
+            entries.setdefault(text, []).append(f"`{entry}`")
+    several = len(entries) > 1
+    return [
+        f"Memory at the peak beyond a plain fit{', with ' + ', '.join(of) if several else ''}: {text}."
+        for text, of in entries.items()
+    ]
 
 
 def _waits(row: Row) -> list[str]:

@@ -20,8 +20,8 @@ from typing_extensions import override
 from lightning_tricks.core.batches.paths import INPUTS, Names, check_names, described, find, get, locate
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import log_every_n_steps, takes_dataloader_iter, will_step
+from lightning_tricks.core.random_numbers import random_state, set_random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
 from lightning_tricks.core.replay.recorder import with_own_batch
 from lightning_tricks.core.replay.trial import LogsOnce
 from lightning_tricks.core.trick import Trick

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
+from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 
 __all__ = ["drop_bias_before_batchnorm"]
 

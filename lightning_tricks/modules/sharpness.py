@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.lightning.loaders import generators_of
+from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.rerun import find_graph_node, tensors_in
 from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd, trainable
 

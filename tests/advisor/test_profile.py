@@ -15,7 +15,7 @@ import lightning_tricks as lt
 from lightning_tricks.advisor import TricksProfile
 from lightning_tricks.core.lightning import patching
 from lightning_tricks.core.trick import Trick
-from tests.device.devices import EVERY, device
+from tests.device.devices import TRAINED_ON, device
 from tests.nets import Net, PlainNet, assert_equal, build, loader, trainer, weights
 
 SLEEP = 0.005
@@ -148,7 +148,7 @@ def test_what_is_no_trainer_is_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize("on", EVERY)
+@pytest.mark.parametrize("on", TRAINED_ON)
 def test_each_measurement_waits_for_the_device(on: str) -> None:
     with device(on) as there:
         made = trainer(callbacks=[lt.EMA(0.9)], accelerator=there.name, max_steps=2)

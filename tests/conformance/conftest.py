@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.matrix import Cell, Waits, as_json, empty, write
+from tests.conformance.matrix import Cell, Memory, Waits, as_json, empty, write
 
 
 @pytest.fixture
@@ -37,16 +37,17 @@ class Matrix:
         self.path = path
         self.cells: list[tuple[Cell, str]] = []
         self.waits: list[tuple[Waits, str]] = []
+        self.memory: list[tuple[Memory, str]] = []
         self.problem = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            for name, found in (("cell", self.cells), ("waits", self.waits)):
+            for name, found in (("cell", self.cells), ("waits", self.waits), ("memory", self.memory)):
                 found += [(tuple(value), report.nodeid) for known, value in report.user_properties if known == name]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         try:
-            matrix = as_json(self.cells, self.waits)
+            matrix = as_json(self.cells, self.waits, self.memory)
             if missing := empty(matrix):
                 raise ValueError(f"{len(missing)} cells are empty: " + ", ".join(missing))
             write(matrix, self.path)

@@ -110,8 +110,14 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
 Cell = tuple[str, str, str, str]  # row, regime, what was found, why
 Waits = tuple[str, int, int, str]  # row, waits for the device in a step, in a step that logs, why
 
+Memory = tuple[str, float, float, str]  # row, multiples of the weights on the device, in host memory, what
 
-def as_json(cells: Iterable[tuple[Cell, str]], waits: Iterable[tuple[Waits, str]] = ()) -> dict[str, Any]:
+
+def as_json(
+    cells: Iterable[tuple[Cell, str]],
+    waits: Iterable[tuple[Waits, str]] = (),
+    memory: Iterable[tuple[Memory, str]] = (),
+) -> dict[str, Any]:
     """The contents of the file, of what was found and the tests that found it, in the order of rows and columns.
 
     Raises:
@@ -133,6 +139,10 @@ def as_json(cells: Iterable[tuple[Cell, str]], waits: Iterable[tuple[Waits, str]
             row: {"step": step, "logged": logged, "test": test, **({"why": why} if why else {})}
             for (row, step, logged, why), test in sorted(waits)
         },
+        "memory": {
+            row: {"device": on_device, "host": on_host, "test": test, **({"why": why} if why else {})}
+            for (row, on_device, on_host, why), test in sorted(memory)
+        },
     }
 
 
@@ -144,7 +154,7 @@ def readable(why: str) -> str:
 def empty(matrix: dict[str, Any]) -> list[str]:
     """The cells that no test has found."""
     cells = [f"{row} x {regime}" for row in ROWS for regime in REGIMES if regime not in matrix["tricks"].get(row, {})]
-    return cells + [f"waits of {row}" for row in SETTINGS if row not in matrix["waits"]]
+    return cells + [f"{what} of {row}" for what in ("waits", "memory") for row in SETTINGS if row not in matrix[what]]
 
 
 def write(matrix: dict[str, Any], path: Path) -> None:

@@ -22,7 +22,7 @@ def test_tensors_come_together(on: str) -> None:
     assert fetched([]) == []
 
 
-@pytest.mark.parametrize("on", ["host cpu", *EVERY])
+@pytest.mark.parametrize("on", EVERY)
 def test_what_was_copied_is_there_when_the_device_has_come_to_it(on: str) -> None:
     with device(on) as there:
         x = torch.ones(1000, device=there.name)

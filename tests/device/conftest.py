@@ -1,4 +1,4 @@
-"""What the simulated device tells the compatibility matrix."""
+"""What the simulated device tells the compatibility matrix and the cards."""
 
 from __future__ import annotations
 
@@ -13,5 +13,15 @@ def waits(record_property: Callable[[str, object], None]) -> Callable[..., None]
 
     def found(row: str, step: int, logged: int, why: str) -> None:
         record_property("waits", [row, step, logged, why])
+
+    return found
+
+
+@pytest.fixture
+def memory(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """What a test calls at its end: ``memory("EMA", 1.0, 0.0, "the average")``, in multiples of the trained weights."""
+
+    def found(row: str, on_device: float, on_host: float, why: str) -> None:
+        record_property("memory", [row, on_device, on_host, why])
 
     return found

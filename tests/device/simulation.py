@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from tests.device.memory import Memory
 from tests.device.storage import ARRIVES, LEAVES, PINNED, UNKNOWN, key, notes, on_device, put
 
 aten = torch.ops.aten
@@ -61,6 +62,7 @@ class Simulation(TorchDispatchMode):
         self.device, self.lacks, self.package = device, frozenset(lacks), package
         self.waits: list[Found] = []  # for which the host stops until the device has done all that it was given
         self.races: list[Found] = []  # of the host with a copy that it has not waited for
+        self.memory: Memory | None = None  # counts new tensors, if there is one
         self.generator = torch.Generator().manual_seed(0)
         self.current: int | None = None  # the number of the device that was set; None before
         self.copies = self.arrived = 0  # non_blocking copies so far, and those that the host knows to be over
@@ -129,6 +131,8 @@ class Simulation(TorchDispatchMode):
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and (memory := key(x)) is not None and memory not in known:
                 put(x, where)
+                if self.memory is not None:
+                    self.memory.note(x, where)
                 if where and x.dtype in self.lacks:
                     raise TypeError(f"Cannot convert a tensor to {x.dtype}, which the device does not support.")
                 if pinned:

@@ -19,7 +19,7 @@ from lightning_tricks.core.batches.form import in_form_of
 from lightning_tricks.core.batches.images import masks_of, require_images, rows_and_columns
 from lightning_tricks.core.batches.paths import Names, Path, described, get, parts, put, spelled, walk
 from lightning_tricks.core.batches.pipeline import BatchContext
-from lightning_tricks.core.replay.random_numbers import random_numbers_from
+from lightning_tricks.core.random_numbers import random_numbers_from
 
 __all__ = ["BatchTransform"]
 

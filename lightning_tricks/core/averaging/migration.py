@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.checks import some
+from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import checksum, copies, copy_, identity
 

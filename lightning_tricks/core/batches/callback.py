@@ -139,10 +139,7 @@ class BatchCallback(Trick):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         assert self._pipeline is not None, "setup comes first"
-        self._pipeline.descends = True
-        # In manual optimization another loss may follow. Without a graph, SAM runs the step again in micro-batches.
-        if pl_module.automatic_optimization and loss.requires_grad:
-            self._pipeline.require_loss(trainer)
+        self._pipeline.descends = True  # a loss may still follow: SAM runs the step again, in micro-batches
 
     @override
     def on_before_optimizer_step(

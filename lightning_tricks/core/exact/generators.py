@@ -10,7 +10,7 @@ import torch
 
 from lightning_tricks.core.exact.own_state import generators_in
 from lightning_tricks.core.exact.plain import content, plain, unplain
-from lightning_tricks.core.replay.random_numbers import random_state, seed_generators, set_random_state
+from lightning_tricks.core.random_numbers import random_state, seed_generators, set_random_state
 
 
 class Generators:

@@ -25,7 +25,7 @@ from lightning_tricks.core.exact.plain import packed, plain, unplain
 from lightning_tricks.core.exact.workers import WorkerStates
 from lightning_tricks.core.lightning.fit_sampler import FitSampler
 from lightning_tricks.core.lightning.loaders import ResizableBatches
-from lightning_tricks.core.replay.random_numbers import RandomState, random_numbers_of, random_state, set_random_state
+from lightning_tricks.core.random_numbers import RandomState, random_numbers_of, random_state, set_random_state
 
 _DRAW_AT_FIRST = (  # with the global generators; their subclasses may draw later, too
     *(BatchSampler, ResizableBatches, DistributedSampler, DistributedSamplerWrapper, RandomSampler),

@@ -157,9 +157,9 @@ def samples_left(turn: dict[str, Any], sampler: Any) -> Tensor:
     if part["kind"] in PLAIN:
         order = _order(turn) if whole is None else whole
         return order[batches * (part["batch_size"] or 1) * part["ranks"] :]
-    ids = torch.arange(part["samples"]) if whole is None else whole
+    ids = torch.arange(part["samples"], device="cpu") if whole is None else whole
     cut = [ids[batch] for batch in _buckets(part, sampler, ids)] if len(ids) else []
-    seen = torch.zeros(part["samples"], dtype=torch.bool)
+    seen = torch.zeros(part["samples"], dtype=torch.bool, device="cpu")
     seen[torch.cat([ids[:0], *cut[: batches * part["ranks"]]])] = True
     return ids[~seen[ids]]
 
@@ -171,7 +171,7 @@ def batches_of(part: Part, left: Tensor, sampler: Any, rank: int) -> list[Any]:
     epoch. What would be dropped as a whole is one batch, since Lightning goes on amid an epoch with a batch at least.
     """
     ranks, size, settings = part["ranks"], part["batch_size"], part["settings"]
-    left = left if len(left) else torch.arange(1)
+    left = left if len(left) else torch.arange(1, device="cpu")
     if part["kind"] not in PLAIN:
         cut = _buckets(part, sampler, left) or _buckets(
             {**part, "settings": {**settings, "drop_last": False}}, sampler, left
@@ -203,7 +203,7 @@ def _order(turn: dict[str, Any]) -> Tensor:
                 own.set_state(generators[0])
             return torch.tensor(list(RandomSampler(range(part["samples"]), generator=own)), device="cpu")
     if part["kind"] == SEQUENTIAL or not part["settings"]["shuffle"]:
-        order = torch.arange(part["samples"])
+        order = torch.arange(part["samples"], device="cpu")
     else:
         generator = torch.Generator().manual_seed(part["settings"]["seed"] + part["epoch"])
         order = torch.randperm(part["samples"], generator=generator)

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lightning_tricks.core.device import fetched, reached
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.random_numbers import random_state, set_random_state
 
 Kind = TypeVar("Kind")
 
@@ -148,7 +148,9 @@ def validate_again(trainer: pl.Trainer, run: Callable[[], Any], suffix: str) -> 
         names.add(name + suffix)
         log(name + suffix, *args, **kwargs)
 
-    with ExitStack() as undo, isolate_rng():
+    device = trainer.strategy.root_device
+    with ExitStack() as undo:
+        undo.callback(set_random_state, random_state(device), device)
         undo.callback(wrap_method(trainer.lightning_module, "log", renamed))
         for callback in callbacks_of(trainer, Callback):
             for hook in [hook for hook in dir(Callback) if hook.startswith("on_validation")]:

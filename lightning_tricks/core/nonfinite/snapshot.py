@@ -17,7 +17,7 @@ from lightning_tricks.core.averaging.callback import averaging_callbacks
 from lightning_tricks.core.device import reached
 from lightning_tricks.core.lightning.trainer import grad_scaler, subtract_steps
 from lightning_tricks.core.nonfinite.step_guard import Buffers
-from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
+from lightning_tricks.core.random_numbers import random_state, set_random_state
 from lightning_tricks.core.weights.by_engine import local_weights
 from lightning_tricks.core.weights.tensors import local_part
 

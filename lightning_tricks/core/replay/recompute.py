@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.random_numbers import RandomState, random_state, set_random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import RandomState, random_state, set_random_state
 from lightning_tricks.core.replay.rerun import begin_run, copy_containers, forbid_writes
 from lightning_tricks.core.replay.trial import WithoutGradients, gradients_inside
 

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from lightning_tricks.core.lightning.fit import NAME, fit_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, launches_processes
+from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.fit_state import ObjectState, TrainedModuleState
-from lightning_tricks.core.replay.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.trick import Trick
 
 

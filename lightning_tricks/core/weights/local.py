@@ -68,7 +68,7 @@ class LocalWeights:
 
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
         """The Euclidean norm over the parts of all ranks; ``of`` are the tensors that the parts belong to."""
-        return global_norm(parts)
+        return global_norm(parts) if parts else torch.zeros((), device=next(self.module.parameters()).device)
 
     def norms(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> list[Tensor]:
         """The Euclidean norms of the tensors in ``of``, of which this rank holds these parts."""

@@ -20,8 +20,8 @@ from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import extremes, scaled, unsynced
+from lightning_tricks.core.random_numbers import RandomState, random_numbers_of, random_state, set_random_state
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import RandomState, random_numbers_of, random_state, set_random_state
 from lightning_tricks.core.replay.rerun import (
     copy_containers,
     forbid_writes,

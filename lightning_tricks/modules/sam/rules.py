@@ -105,12 +105,17 @@ def sam_perturb_(
     """
     check_range("rho", rho, 0.0)
     length = norm(gradients)
-    if gradients:
-        scale = rho / (length + 1e-12)  # a zero gradient moves nothing
-        scales = {dtype: scale.to(gradients[0].device, dtype) for dtype in {weight.dtype for weight in weights}}
-        # not mul and add, which would take memory for all moves; not alpha=, for which a GPU would have to wait
-        torch._foreach_addcmul_(list(weights), list(gradients), [scales[weight.dtype] for weight in weights])
+    _move_(weights, gradients, rho, length)
     return length
+
+
+def _move_(weights: Sequence[Tensor], directions: Sequence[Tensor], rho: float, length: Tensor) -> None:
+    """``w += rho * direction / length``."""
+    if directions:
+        scale = rho / (length + 1e-12)  # a zero gradient moves nothing
+        scales = {dtype: scale.to(directions[0].device, dtype) for dtype in {weight.dtype for weight in weights}}
+        # not mul and add, which would take memory for all moves; not alpha=, for which a GPU would have to wait
+        torch._foreach_addcmul_(list(weights), list(directions), [scales[weight.dtype] for weight in weights])
 
 
 @torch.no_grad()
@@ -159,12 +164,12 @@ def asam_perturb_(
         return sam_perturb_(weights, gradients, rho, norm=norm)
     sizes = torch._foreach_abs(own)
     torch._foreach_add_(sizes, eta)
-    adapted = iter(sizes)
-    scaled = [g * next(adapted) if adapt else g for g, adapt in zip(gradients, adapts, strict=True)]
-    length = norm(scaled)
-    moves = torch._foreach_mul(scaled, rho / (length + 1e-12))
-    torch._foreach_mul_(list(compress(moves, adapts)), sizes)
-    torch._foreach_add_(list(weights), moves)
+    scaled = torch._foreach_mul(list(compress(gradients, adapts)), sizes)
+    own_scaled = iter(scaled)
+    directions = [next(own_scaled) if adapt else g for g, adapt in zip(gradients, adapts, strict=True)]
+    length = norm(directions)
+    torch._foreach_mul_(scaled, sizes)
+    _move_(weights, directions, rho, length)
     return length
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks.core.checks import some
-from lightning_tricks.core.replay.random_numbers import random_state, set_random_state
+from lightning_tricks.core.random_numbers import random_state, set_random_state
 from lightning_tricks.core.weights.fsdp2 import is_split
 from lightning_tricks.core.weights.tensors import trainable
 

@@ -39,8 +39,8 @@ from lightning_tricks.core.lightning.trainer import (
     validate_again,
     will_step,
 )
-from lightning_tricks.core.replay.random_numbers import random_state
-from tests.device.devices import CUDA, EVERY, device, require_devices
+from lightning_tricks.core.random_numbers import random_state
+from tests.device.devices import CUDA, TRAINED_ON, device, require_devices
 from tests.device.nccl import rank_device
 from tests.nets import Net, PlainNet, build, fit, loader, trainer
 from tests.ranks import run_ranks
@@ -308,7 +308,7 @@ def test_numbers_of_other_ranks_come_later_and_nobody_waits(on: str) -> None:
     assert run_ranks(asked_and_answered, on) == [[(5, 6), (4, 5), (2, 5)]] * 2
 
 
-@pytest.mark.parametrize("on", ["host cpu", *EVERY])
+@pytest.mark.parametrize("on", ["host cpu", *TRAINED_ON])
 def test_logged_tensors_come_from_the_device_together(on: str) -> None:
     class Many(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -322,7 +322,7 @@ def test_logged_tensors_come_from_the_device_together(on: str) -> None:
     assert (logged["a"], logged["b"], logged["c"]) == (2.5, 3.0, 1.0)
 
 
-@pytest.mark.parametrize("on", ["host cpu", *EVERY])
+@pytest.mark.parametrize("on", ["host cpu", *TRAINED_ON])
 def test_a_validation_that_runs_again_leaves_random_numbers_alone(on: str) -> None:
     class Draws(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_tricks.core.replay.random_numbers import random_numbers_of
+from lightning_tricks.core.random_numbers import random_numbers_of
 from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
 from lightning_tricks.core.replay.rerun import run_number
 from tests.nets import Net, PlainNet, build, fit

@@ -18,13 +18,13 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
-from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.random_numbers import (
+from lightning_tricks.core.random_numbers import (
     random_numbers_from,
     random_numbers_of,
     random_state,
     set_random_state,
 )
+from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.rerun import (
     begin_run,
     copy_containers,
