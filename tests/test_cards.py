@@ -210,6 +210,10 @@ def test_the_pictures_are_small_have_a_text_and_are_all_shown() -> None:
     shown = [
         picture for path in FOLDER.glob("*.md") for picture in re.findall(r"!\[(.*?)\]\((.*?)\)", path.read_text())
     ]
-    assert {link for _, link in shown if "/" not in link} == {path.name for path in PAGES.glob("*.svg")}
+    links = {link for _, link in shown if "/" not in link}
+    links |= {
+        name for page in PAGES.parent.glob("*.md") for name in re.findall(r"\(tricks/(\w+\.svg)\)", page.read_text())
+    }
+    assert links == {path.name for path in PAGES.glob("*.svg")}
     assert all(len(text) > 40 for text, _ in shown)
     assert all(path.stat().st_size < 40_000 for path in PAGES.glob("*.svg"))

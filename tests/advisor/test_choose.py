@@ -150,6 +150,7 @@ def test_fsdp2_is_taken_with_activation_checkpointing_where_its_copies_do_not_fi
     assert tight.estimate.casts == tight.estimate.gathered // 2
 
 
+@pytest.mark.slow
 def test_activations_are_measured_where_activation_checkpointing_is_needed() -> None:
     net = nn.Sequential(*(nn.Sequential(nn.Linear(1000, 1000), nn.Tanh()) for _ in range(20)))
     batch = torch.zeros(2, 1000)

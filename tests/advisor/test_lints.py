@@ -17,6 +17,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 import lightning_tricks as lt
 from lightning_tricks.advisor.doctor import lint, lint_training
+from tests.few import few
 from tests.nets import Net, PlainNet, build, data, fit, loader
 
 
@@ -152,7 +153,7 @@ COUNTS = {
 EPOCHS = {"max_epochs": 8, "train": loader(160)}
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", few(COUNTS, 1))
 def test_a_schedule_stepped_by_the_wrong_interval(name: str) -> None:
     by_steps, by_epochs = (partial(COUNTS[name], length=length) for length in (120, 8))
     said = found(scheduled(by_steps, "epoch"), **EPOCHS)["schedule-interval"]

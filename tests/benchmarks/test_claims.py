@@ -82,6 +82,7 @@ def test_the_page_says_what_the_figures_say(claims: ModuleType) -> None:
     assert claims.section(result("claims"), result("quality")) in (BENCHMARKS / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("ScheduleFree", "Muon"), pytest.param((), marks=pytest.mark.slow)])
 def test_every_configuration_trains(
     claims: ModuleType, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_the_tables_are_those_of_the_figures() -> None:
     assert all(f"### {name}\n" in inside for name in NAMES)
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     for name in NAMES:
         shutil.copy(RESULTS / f"{name}.json", tmp_path)
@@ -124,6 +125,7 @@ def test_who_fails_is_told_and_the_others_are_measured() -> None:
     assert found[0].median is not None
 
 
+@pytest.mark.slow
 def test_the_rounds_are_counted_without_those_that_warm_up() -> None:
     timing, calls = part("timing"), list[str]()
     turns = timing.works({name: lambda name=name: lambda: calls.append(name) for name in "ab"}, "cpu")
@@ -140,6 +142,7 @@ def test_what_needs_too_much_memory_is_skipped_by_name(monkeypatch: pytest.Monke
     assert all(row.note.startswith("skipped: memory") for row in found)
 
 
+@pytest.mark.slow
 def test_memory_is_counted_beside_tensors_that_have_none() -> None:
     lazy = torch.nn.LazyLinear(2)
     taken, held = part("space").memory(lambda: torch.ones(256), "cpu", 1024)
@@ -147,6 +150,7 @@ def test_memory_is_counted_beside_tensors_that_have_none() -> None:
     assert isinstance(held, torch.Tensor)
 
 
+@pytest.mark.slow
 def test_a_missing_peer_and_an_unknown_name_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

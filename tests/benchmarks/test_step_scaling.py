@@ -78,6 +78,7 @@ def test_sizes_that_need_too_much_memory_are_skipped_by_name(monkeypatch: pytest
     assert rows[0].median is not None
 
 
+@pytest.mark.slow
 def test_callbacks_are_counted_and_cost_something() -> None:
     scaling = part("cost.step_scaling")
     assert [len(scaling.averages(count)) for count in (1, 12)] == [1, 12]

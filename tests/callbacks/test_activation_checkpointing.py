@@ -129,6 +129,7 @@ class Compiled(Deep):
         return self.run(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_compiled_network_is_recomputed_too(policy: Any) -> None:
     plain, module, settings = build(Compiled), build(Compiled), {"max_epochs": 1, "limit_train_batches": 3}
@@ -147,6 +148,7 @@ class Broken(Deep):
         return self.run(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_graphs_break_where_activations_are_offloaded() -> None:
     plain, module, settings = build(Broken), build(Broken), {"max_epochs": 1, "limit_train_batches": 3}
@@ -170,6 +172,7 @@ class Breaks(nn.Module):
         return x + self.drop(torch.tanh(y))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @one_policy
 def test_state_is_right_where_a_compiled_graph_breaks(policy: str) -> None:

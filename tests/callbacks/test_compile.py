@@ -123,6 +123,7 @@ def with_forward(linear: nn.Linear, n: int) -> None:
     linear.forward = MethodType(lambda self, x, n=n: nn.functional.linear(x, self.weight) * (n + 0.5), linear)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed", [hooked, *(pytest.param(each, marks=pytest.mark.slow) for each in (hooked_before, with_forward))]
 )
@@ -154,6 +155,7 @@ class Many(Net):
         return self.head(self.layers(x))
 
 
+@pytest.mark.slow
 def test_many_modules_are_all_compiled_and_for_their_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo import register_backend
     from torch._dynamo.backends import registry
@@ -168,6 +170,7 @@ def test_many_modules_are_all_compiled_and_for_their_own_sizes(monkeypatch: pyte
     assert not any(isinstance(each, torch.SymInt) for given in inputs for each in given)
 
 
+@pytest.mark.slow
 def test_a_copy_or_a_pickle_made_in_a_fit_is_eager() -> None:
     copies: list[Any] = []
 
@@ -226,6 +229,7 @@ class Hard(Net):
         self.layers.insert(1, Untraceable())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo")
 @pytest.mark.parametrize(
     "modules", [*(pytest.param(modules, marks=pytest.mark.slow) for modules in ("layers", None)), "Untraceable"]
@@ -240,6 +244,7 @@ def test_what_cannot_be_traced_still_trains(modules: Any) -> None:
 # -- fallback ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_from", [0, 1, 2])
 @pytest.mark.parametrize("modules", [None, "layers"])
 def test_a_compiler_that_fails_costs_no_step(broken: list[int], fails_from: int, modules: Any) -> None:
@@ -345,6 +350,7 @@ class Sharp(lt.SAMMixin, Deep):
     sam = lt.SAM(rho=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("kind", "modules"),
@@ -379,6 +385,7 @@ class Manual(Net):
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_is_used_twice() -> None:
     before = config.donated_buffer
     assert_close(trained(Manual, lt.Compile(backend=FAST)), trained(Manual), 1e-5)

@@ -38,6 +38,7 @@ from torch.utils.data import (
 
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.loaders import training_steps
+from tests.few import few
 from tests.nets import assert_equal, trainer, weights
 from tests.ranks import run_cases
 
@@ -215,7 +216,7 @@ WORKERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", few(LOADERS, 4))
 def test_an_unbroken_fit_is_the_same_with_and_without_it(name: str) -> None:
     plain, exact = fit(LOADERS[name]()), fit(LOADERS[name](), lt.ExactResume())
     assert (exact.seen == plain.seen) == (name not in DRAWS_LATER)
@@ -223,7 +224,7 @@ def test_an_unbroken_fit_is_the_same_with_and_without_it(name: str) -> None:
         assert_equal(weights(exact), weights(plain))
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", few(LOADERS, 4))
 def test_a_fit_goes_on_exactly_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
     hooks = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_before_backward")
     check(LOADERS[name], tmp_path, *hooks, every=5)
@@ -350,7 +351,7 @@ def test_so_it_does_where_steps_end_training_or_the_epoch(limit: dict[str, Any],
     check(LOADERS["lazy"], tmp_path, *hooks, every=2, **{"max_epochs": -1 if "max_steps" in limit else 3, **limit})
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", few(LOADERS, 4))
 def test_a_loader_that_was_read_before_goes_on_as_a_new_one(name: str, tmp_path: Path) -> None:
     loader, save = LOADERS[name](), Save(tmp_path, "on_train_batch_end")
     whole = fit(loader, lt.ExactResume(), save)
@@ -819,7 +820,7 @@ def check_rest(first: list[Any], batches: int, second: list[Any], size: int, win
 
 @pytest.mark.parametrize("window", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0, 1])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, 2))
 def test_the_samples_that_are_left_come_once_with_batches_of_another_size(
     name: str, size: int, window: int, tmp_path: Path
 ) -> None:

@@ -406,6 +406,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process_and_each_other_without_unused_parameters(tmp_path: Path) -> None:
     first, second = run_ranks(on_two_ranks, tmp_path)
     batches, alone, windows = loader(48, batch_size=16), build(Deep), build(Deep)

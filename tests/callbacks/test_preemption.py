@@ -27,6 +27,7 @@ import lightning_tricks as lt
 from lightning_tricks.callbacks.preemption import _requeue
 from tests.faults import everything
 from tests.faults.runs import Resumable, differences
+from tests.few import few
 from tests.nets import NormNet, PlainNet, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import run_cases, run_ranks
 
@@ -98,7 +99,7 @@ def interrupted(folder: Path, hook: str, step: int, **settings: Any) -> tuple[li
     return outcomes, validations, sorted(os.listdir(path))
 
 
-@pytest.mark.parametrize(("hook", "step", "saved"), PLACES)
+@pytest.mark.parametrize(("hook", "step", "saved"), few(PLACES, 3))
 @pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}], ids=str)
 def test_a_training_that_is_ended_goes_on_exactly(
     hook: str, step: int, saved: int, settings: dict[str, Any], tmp_path: Path

@@ -54,6 +54,7 @@ def test_a_model_of_timm(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["activations"] > 500e6
 
 
+@pytest.mark.slow
 def test_a_configuration_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     found = [numbers(capsys, "bert.json", "--sequence-length", length) for length in ("64", "128")]
     assert found[0]["weights"] == found[1]["weights"]

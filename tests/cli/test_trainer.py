@@ -21,6 +21,7 @@ import yaml
 
 from lightning_tricks_cli.main import main
 from lightning_tricks_cli.runs.near_names import arguments
+from tests.few import few
 from tests.ranks import run_alone
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +159,7 @@ class Asking(Net):
 """
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("command", few(["fit", "validate", "test", "predict"], 1))
 def test_a_checkpoint_makes_nothing_and_changes_no_argument(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

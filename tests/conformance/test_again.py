@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.conformance.runs import fitted, fp16, run
 from tests.conformance.settings import SETTINGS, every_third
 from tests.conformance.trick import Trick
+from tests.few import slow
 from tests.nets import NormNet, assert_equal, build, fit, loader, trainer, weights
 
 
@@ -59,7 +60,7 @@ def test_a_fit_after_one_that_raised_gives_the_same(name: str, accumulate: int, 
         cell(name, "exception")
 
 
-@pytest.mark.parametrize("name", every_third(0))
+@pytest.mark.parametrize("name", [slow(name) if {*name.values} & {*DEAR} else name for name in every_third(0)])
 def test_a_second_trainer_gives_the_same_whatever_the_first_one_did(name: str, cell: Callable[..., None]) -> None:
     trick = SETTINGS[name]
     callbacks, fresh = trick.make_callbacks("on"), run(trick)

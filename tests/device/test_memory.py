@@ -25,8 +25,10 @@ SIZE = 256  # of the layer that has nearly all weights
 
 # In multiples of the trained weights: on the device, in host memory, and what; all others keep nothing.
 KEEPS = {
+    "BatchSizeWarmup": (1.0, 0.0, "a gradient beside those that are accumulated"),
     "EMA": (1.0, 0.0, "the average"),
     "Float8": (2.5, 0.0, "weights of the layers in 8 bits, by rows and by columns, and what is between"),
+    "GradCacheMixin": (1.0, 0.0, "a gradient beside those that are accumulated"),
     "InspectTraining": (2.0, 0.0, "weights and gradients of a step that is looked at"),
     "LoRA": (-2.0, 0.0, "no gradients and optimizer states of frozen weights"),
     'LoRA(variant="dora")': (-2.0, 0.0, "no gradients and optimizer states of frozen weights"),

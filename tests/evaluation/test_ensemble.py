@@ -348,6 +348,7 @@ def three_best(fold: int, folder: Path) -> pl.Trainer:
     return pl.Trainer(**{**quiet, "enable_checkpointing": True, "max_epochs": 3, "callbacks": [best]})
 
 
+@pytest.mark.slow
 def test_soup_and_ensemble_on_the_same_folds(tmp_path: Path) -> None:
     result = run(tmp_path / "cv", make_trainer=three_best, splitter=2, predict=False)
     assert [len(members) for members in result.members] == [3] * 2

@@ -121,6 +121,7 @@ def workers(how: str) -> DataLoader[Any]:
     return DataLoader(Failing(how), batch_size=8, num_workers=2, multiprocessing_context="forkserver")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "error", "said"),
     [

@@ -33,6 +33,7 @@ from lightning_tricks_cli.main import main, parser
 from tests.evaluation import recipes
 from tests.evaluation.test_compare import ARMS, ASKED
 from tests.faults import hostile
+from tests.few import few
 from tests.nets import Net, data, loader, quiet, trainer
 from tests.public import PUBLIC
 from tests.ranks import run_ranks
@@ -309,7 +310,7 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize(("reader", "every"), [*cases()])
+@pytest.mark.parametrize(("reader", "every"), few([*cases()], 6))
 def test_nothing_of_it_runs(
     reader: str, every: int, corpus: tuple[Path, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +373,7 @@ def marked(root: str) -> list[str]:
     return run
 
 
+@pytest.mark.slow
 def test_a_reader_that_trusts_files_runs_them(tmp_path: Path) -> None:
     """Most of them: others want more than this one reader, such as other formats, versions or much memory."""
     (run,) = run_ranks(marked, str(tmp_path / "hostile"), nprocs=1)

@@ -37,6 +37,7 @@ def assert_same_function(model: nn.Module, expected: list[str], x: Tensor, *exam
     assert gone == set(expected)
 
 
+@pytest.mark.slow
 def test_all_biases_of_a_vgg_go_and_none_of_a_resnet() -> None:
     torch.manual_seed(0)
     biases = [f"features.{n}.bias" for n in (0, 4, 8, 11, 15, 18, 22, 25)]

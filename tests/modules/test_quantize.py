@@ -66,6 +66,7 @@ assert "lightning_tricks" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_plain_torch_loads_the_file_into_the_class_and_predicts_the_same(tmp_path: Path) -> None:
     saved, x = [], torch.randn(3, 4, 64)
     for precision in get_args(Precision):

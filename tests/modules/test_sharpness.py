@@ -530,6 +530,7 @@ def test_reentrant_checkpoints_and_sparse_gradients_are_refused() -> None:
         sharpness(embedding, [torch.tensor([0, 2])], lambda model, batch: model(batch).pow(2).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", CUDA)
 def test_a_device_finds_what_the_cpu_finds(on: str) -> None:
     expected = sharpness(build(PlainNet), loader(), cross_entropy)

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks.schedules import PlateauLR, UnknownTotalSteps, linear, reduce_on_plateau
+from tests.few import few
 from tests.nets import TORCH_2_9, trainer
 from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones, optimizer, scheduler_of
 
@@ -267,7 +268,7 @@ class WithTorchs(Scripted):
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # any data will do here
-@pytest.mark.parametrize("kind", [Scripted, ScriptedManual])
+@pytest.mark.parametrize("kind", few([Scripted, ScriptedManual], 1))
 def test_a_resumed_fit_takes_the_same_learning_rates(tmp_path, kind):
     settings = {"patience": 0, "factor": 0.5, "warmup": 6, "floor": 0.01}
     whole = fit(kind(**settings), callbacks=[SaveEveryStep(tmp_path)])

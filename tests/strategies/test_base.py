@@ -192,6 +192,7 @@ def ddp_after_fsdp2() -> None:
         fit(build(Compiled), strategy="zero3_bf16", **settings)
 
 
+@pytest.mark.slow
 def test_a_module_sharded_by_fsdp2_is_refused_by_ddp_and_a_compiled_one_by_zero3() -> None:
     run_ranks(ddp_after_fsdp2)
 

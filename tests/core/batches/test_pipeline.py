@@ -19,6 +19,7 @@ from lightning_tricks.core.mixed_targets.target import MixedTarget
 from tests.callbacks.test_swa import Resumable, save_at
 from tests.core.batches.test_callback import ONCE, fail, watched
 from tests.core.batches.test_mixing import ImageNet, Watch, images
+from tests.few import few
 from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, weights
 from tests.ranks import run_ranks
 
@@ -128,12 +129,15 @@ class Even(Resumable):
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"val_check_interval": 1},
-        {"val_check_interval": 1, "accumulate_grad_batches": 2},
-        {"val_check_interval": 2, "limit_train_batches": 5, "max_epochs": 3},
-        {"check_val_every_n_epoch": None, "val_check_interval": 4},
-    ],
+    few(
+        [
+            {"val_check_interval": 1},
+            {"val_check_interval": 1, "accumulate_grad_batches": 2},
+            {"val_check_interval": 2, "limit_train_batches": 5, "max_epochs": 3},
+            {"check_val_every_n_epoch": None, "val_check_interval": 4},
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_a_checkpoint_of_any_hook_goes_on_with_the_next_number(settings: Any, first: bool, tmp_path: Any) -> None:
@@ -162,6 +166,7 @@ def test_a_checkpoint_of_any_hook_goes_on_with_the_next_number(settings: Any, fi
             assert_equal(weights(resumed), weights(module))
 
 
+@pytest.mark.slow
 def test_a_fit_that_goes_on_draws_new_numbers() -> None:
     watch, callbacks = watched()
     module = build(PlainNet)

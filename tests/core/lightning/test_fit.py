@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.steps import Plan, Span
+from tests.few import few
 from tests.nets import build, loader, trainer
 from tests.ranks import run_ranks
 from tests.schedules.recording import FALLING, SaveEveryStep, Tiny, ones
@@ -107,7 +108,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("first", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
+@pytest.mark.parametrize("first", few([{}, {"accumulate_grad_batches": 2}], 1), ids=["plain", "accumulated"])
 def test_a_resumed_fit_goes_on_at_its_place_in_the_new_plan(first: dict[str, Any], tmp_path: Path) -> None:
     base = {"max_epochs": 4, "batches": 5, "max_steps": -1, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
 

@@ -565,6 +565,7 @@ def ranked() -> list[dict[str, Any]]:
     return run_ranks(fit_ranked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RANKED, ids=name_of)
 def test_two_ranks_equal_a_naive_loop_over_the_batches_of_both(case: Case) -> None:
     (first, reductions), (second, _) = (rank[name_of(case)] for rank in ranked())

@@ -569,6 +569,7 @@ def of_both(name: str) -> tuple[dict[str, Tensor], int]:
     return {n: torch.from_numpy(w) for n, w in first.items()}, reductions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_equal_one_rank_with_twice_the_micro_batches(case: Case) -> None:
     first, reductions = of_both(f"SharpPlain {case}")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import lightning_tricks as lt
 from tests.device.devices import CUDA, device, require_devices
 from tests.device.nccl import rank_device
+from tests.few import few
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.strategies.sharded import CNN, Block, Manual, Save, Transformer, evaluated, local_bytes, one, two, whole
@@ -280,7 +281,7 @@ def on_cuda(on: str, devices: int, offload: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("on", CUDA)
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", few([1, 2], 1))
 def test_on_cuda(devices: int, offload: bool, on: str) -> None:
     if on == "real cuda":
         require_devices(devices)

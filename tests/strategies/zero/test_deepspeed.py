@@ -388,6 +388,7 @@ def otherwise() -> list[dict[Any, End]]:
     return run_ranks(train_otherwise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("case", "kind"), [("manual", Manual), ("clipping", ManualClipping)])
 def test_a_module_that_steps_by_itself_equals_one_process(
