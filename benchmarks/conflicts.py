@@ -55,6 +55,7 @@ def others(conflict: Conflict) -> list[str]:
 def _public(other: str) -> list[str]:
     """The public names for a class that conflicts name."""
     names = {
+        "Averaging": ["EMA", "SWA", "PostHocEMA"],
         "AveragingCallback": ["EMA", "SWA"],
         "MixingCallback": ["Mixup", "CutMix", "HiddenMixup"],
         "SAMHooks": ["SAMMixin", "SAMCallback"],

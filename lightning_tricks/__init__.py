@@ -30,6 +30,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance
+from lightning_tricks.callbacks.post_hoc_ema import PostHocEMA
 from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing
 from lightning_tricks.callbacks.qat import QAT
@@ -50,6 +51,7 @@ from lightning_tricks.checkpoints.consolidate import consolidate
 from lightning_tricks.checkpoints.export import export_weights
 from lightning_tricks.checkpoints.export_adapters import export_adapters
 from lightning_tricks.checkpoints.newest import newest_checkpoint
+from lightning_tricks.checkpoints.post_hoc import post_hoc_average, post_hoc_sweep
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.fit import optimizer_steps
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
@@ -142,6 +144,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "PostHocEMA",
     "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",
@@ -203,6 +206,8 @@ __all__ = [
     "pack_sequences",
     "plot_schedule",
     "polynomial",
+    "post_hoc_average",
+    "post_hoc_sweep",
     "preset",
     "presets",
     "profile_tricks",

@@ -7,6 +7,7 @@ from lightning_tricks.callbacks.hard_examples import ohem_loss
 from lightning_tricks.callbacks.layer_freezing import frozen_layers
 from lightning_tricks.callbacks.mixup import mixup
 from lightning_tricks.callbacks.moe_balance import balance_experts_
+from lightning_tricks.callbacks.post_hoc_ema import power_decay
 from lightning_tricks.callbacks.progressive_resizing import resize_images
 from lightning_tricks.callbacks.transforms.colout import colout
 from lightning_tricks.callbacks.transforms.cutout import cutout
@@ -32,6 +33,7 @@ __all__ = [
     "min_snr_weight",
     "mixup",
     "ohem_loss",
+    "power_decay",
     "resize_images",
     "sam_perturb_",
     "scale_ema_decay",

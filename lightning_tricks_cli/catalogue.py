@@ -35,6 +35,14 @@ CATALOGUE = (
         ("scale_ema_decay",),
     ),
     Row(
+        ("PostHocEMA", "post_hoc_average", "post_hoc_sweep"),
+        "Better weights",
+        'callbacks=[lt.PostHocEMA("runs/ema")]',
+        "Makes an exponential average of any length after training.",
+        "two fp32 copies of the weights; 128 bytes a weight on the disk",
+        ("PostHocSweep", "power_decay"),
+    ),
+    Row(
         ("SWA",),
         "Better weights",
         "callbacks=[lt.SWA(start=0.75)]",

@@ -33,6 +33,7 @@ LEFT_OUT = {  # callbacks, mixins and changes of networks that are not tried the
     "ExactResume": "is a part of Preemption",
     "GradCacheMixin": "works in modules that are written for it, with embed() and contrast()",
     "MoEBalance": "no model has experts",
+    "PostHocEMA": "follows the weights as EMA does, which is tried, and puts nothing into the module",
     "SAM": "the settings of SAMMixin",
     "add_stochastic_depth": "has random numbers that no oracle draws; it finds the layers of add_squeeze_excite",
     "drop_bias_before_batchnorm": "is done before a fit; tests/modules compares networks of torchvision and timm",

@@ -13,11 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_tricks.advisor.hardware import Hardware
-from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory, readable
+from lightning_tricks.advisor.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.adapters.inject import adaptable_linear
 from lightning_tricks.core.checks import check_count, check_range, check_type
+from lightning_tricks.core.report import readable
 from lightning_tricks.optimizers.table import row_of
 from lightning_tricks.strategies.fsdp2.plan import planned_layers
 

@@ -20,6 +20,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
+from lightning_tricks.callbacks.post_hoc_ema import PostHocEMA, power_decay
 from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing, resize_images
 from lightning_tricks.callbacks.qat import QAT
@@ -63,6 +64,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "PostHocEMA",
     "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",
@@ -83,6 +85,7 @@ __all__ = [
     "growing_size",
     "mixup",
     "ohem_loss",
+    "power_decay",
     "resize_images",
     "scale_ema_decay",
 ]

@@ -45,7 +45,7 @@ class ScheduleFree(AveragingCallback):
 
     conflicts = (
         Conflict(
-            ("AveragingCallback", "WeightAveraging", "StochasticWeightAveraging"),
+            ("Averaging", "WeightAveraging", "StochasticWeightAveraging"),
             "a schedule-free optimizer already averages the weights, and a second average would average the wrong ones",
             "Remove the other average",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ def average_checkpoints(
     Args:
         paths: The files. A file that is given twice counts twice.
         output: The file to write, in the format of its suffix. With ``force`` it may be one of ``paths``.
-        weights: A relative weight for each file, at least 0; equal weights by default.
+        weights: A relative weight for each file, with a sum above 0; equal weights by default. A negative one moves
+            the result away from its file, and may make running variances of BatchNorm negative: recompute them then.
         force: Whether ``output`` may replace a file.
 
     Raises:
@@ -118,17 +120,18 @@ def list_paths(paths: Iterable[PathLike]) -> list[Path]:
 
 
 def _check_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights of ``count`` files, scaled to a maximum of 1."""
+    """The weights of ``count`` files, scaled to absolute values of at most 1."""
     if weights is None:
         return [1.0] * count
     check_type("weights", weights, list, tuple)
     if len(weights) != count:
         raise ValueError(f"weights must have one value per file, got {len(weights)} for {count} files.")
     for index, weight in enumerate(weights):
-        check_range(f"weights[{index}]", weight, 0.0)
-    if not any(weights):
-        raise ValueError("weights must not all be 0.")
-    return [weight / max(weights) for weight in weights]
+        check_range(f"weights[{index}]", weight, -math.inf)
+    if sum(weights) <= 0:
+        raise ValueError(f"weights must have a sum above 0, got {sum(weights)}.")
+    largest = max(map(abs, weights))
+    return [weight / largest for weight in weights]
 
 
 def states_of_one_model(checkpoints: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -171,17 +174,18 @@ def mean_state(states: Sequence[dict[str, Any]], factors: Sequence[float]) -> di
             tensors = [state[name] for state in states]
             key = tuple(identity(tensor) for tensor in tensors)
             if key not in means:
-                means[key] = _mean_tensor(tensors, factors)
+                means[key] = mean_tensor(tensors, factors, last.dtype)
             result[name] = means[key]
     return result
 
 
-def _mean_tensor(tensors: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+def mean_tensor(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """``sum(factor * tensor) / sum(factor)`` in double precision, rounded to a dtype; a copy of the last integers."""
     last = tensors[-1]
     if not (last.is_floating_point() or last.is_complex()):
         return last.clone()
     double = torch.complex128 if last.is_complex() else torch.float64
-    result = torch.empty(last.shape, dtype=last.dtype)
+    result = torch.empty(last.shape, dtype=dtype)
     columns = zip(*(tensor.reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
     for target, chunks in zip(result.view(-1).split(CHUNK), columns, strict=True):
         total = torch.zeros(target.shape, dtype=double)

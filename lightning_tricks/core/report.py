@@ -138,6 +138,18 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def readable(size: float) -> str:
+    """Bytes with three digits and a unit.
+
+    >>> readable(0), readable(2_340_000), readable(80e9)
+    ('0 B', '2.34 MB', '80 GB')
+    """
+    power = 0
+    while size >= 999.5 and power < 4:
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
 def progress(items: Iterable[Any] | None, what: str, total: int | None = None) -> Any:
     """A progress bar over items, or one to update by hand; on a terminal and on rank zero only, removed at its end.
 

@@ -14,8 +14,8 @@ from lightning_tricks.advisor import Hardware, estimate_memory, suggest_strategy
 from lightning_tricks.advisor.choose import candidates
 from lightning_tricks.advisor.memory import estimate as memory
 from lightning_tricks.advisor.memory.activations import measure
-from lightning_tricks.advisor.memory.estimate import readable
 from lightning_tricks.callbacks.lora import LoRA
+from lightning_tricks.core.report import readable
 from lightning_tricks.strategies import presets
 from tests.device.devices import CUDA, device
 

@@ -92,7 +92,7 @@ def saved(folder: Path, *states: dict[str, Any]) -> list[Path]:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", [None, [1, 2, 3], [0.5, 0, 7.25], [0, 0, 2]])
+@pytest.mark.parametrize("weights", [None, [1, 2, 3], [0.5, 0, 7.25], [0, 0, 2], [-2, 1, 4]])
 @pytest.mark.parametrize("name", ["mean.ckpt", "mean.safetensors"])
 def test_equals_the_reference(run: list[Path], weights: list[float] | None, name: str, tmp_path: Path) -> None:
     output = tmp_path / name
@@ -287,10 +287,11 @@ def test_a_tensor_is_no_extra_state(tmp_path: Path) -> None:
     ("weights", "message"),
     [
         ([1.0], "weights must have one value per file, got 1 for 2 files"),
-        ([1, -1], r"weights\[1\] must be in \[0.0, inf\), got -1"),
+        ([1, -1], "weights must have a sum above 0, got 0"),
+        ([-2.5, 1], "weights must have a sum above 0, got -1.5"),
         ([float("nan"), 1], r"weights\[0\] must be in"),
         ([float("inf"), 1], r"weights\[0\] must be in"),
-        ([0, 0.0], "must not all be 0"),
+        ([0, 0.0], "weights must have a sum above 0, got 0.0"),
     ],
 )
 def test_wrong_weights(weights: list[float], message: str, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["average", "none.ckpt", "-o", "c.ckpt"], "There is no file none.ckpt."),
         (["average", "a.ckpt", "other.ckpt", "-o", "c.ckpt"], "a.ckpt and other.ckpt are not of the same model"),
         (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "1", "2"], "--weights must have one value per file"),
-        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "-1"], "weights[0] must be in [0.0, inf), got -1.0."),
+        (["average", "a.ckpt", "-o", "c.ckpt", "--weights", "-1"], "--weights must have a sum above 0, got -1.0."),
         (["average", "cut.ckpt", "-o", "c.ckpt"], "cut.ckpt is damaged or not a checkpoint."),
         (["average", "hostile.ckpt", "-o", "c.ckpt"], "hostile.ckpt was not read: it holds posix.system"),
         (["average", ".", "-o", "c.ckpt"], ". is a folder: write its weights to one file first"),

@@ -85,6 +85,8 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     "greedy_soup": "checkpoints/test_soup.py",
     "merge_adapters": "callbacks/test_lora.py",
     "newest_checkpoint": "checkpoints/test_newest.py",
+    "post_hoc_average": "checkpoints/test_post_hoc.py",
+    "post_hoc_sweep": "checkpoints/test_post_hoc.py",
     "quantize": "modules/test_quantize.py",
     "sharpness": "modules/test_sharpness.py",
     "soup_and_ensemble": "evaluation/test_ensemble.py",

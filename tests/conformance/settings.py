@@ -50,6 +50,7 @@ def sgd(optimizer: Any, module: Any) -> Any:
 
 SGD = {"momentum": 0.9, "weight_decay": 1e-3, "no_decay": False}  # of the tests' networks
 PICTURES = str(Path(tempfile.gettempdir()) / "lightning_tricks_pictures")
+SNAPSHOTS = str(Path(tempfile.gettempdir()) / "lightning_tricks_snapshots")
 
 SETTINGS: dict[str, Trick] = {
     "AdaptiveClip": Trick(
@@ -347,6 +348,11 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.GrowingImagesNet"},
         },
         twin="SequenceLengthWarmup",
+    ),
+    "PostHocEMA": neutral(
+        lambda: lt.PostHocEMA(SNAPSHOTS, every_n_steps=100),
+        {"class_path": "PostHocEMA", "init_args": {"folder": SNAPSHOTS, "every_n_steps": 100}},
+        "DeepSpeed",
     ),
     "Preemption": neutral(lambda: lt.Preemption("runs"), {"class_path": "Preemption", "init_args": {"folder": "runs"}}),
     "ExactResume": neutral(lt.ExactResume, "ExactResume", "iterable"),

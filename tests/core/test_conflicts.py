@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     ModelCheckpoint,
+    ModelPruning,
     SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -34,6 +35,7 @@ import lightning_tricks as lt
 from lightning_tricks.core.trick import Conflict
 from tests.callbacks.test_float8 import Wide
 from tests.callbacks.test_moe_balance import with_experts
+from tests.conformance.settings import SNAPSHOTS
 from tests.nets import PlainNet, assert_close, build, fit, loader, weights
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -126,6 +128,7 @@ backbone = partial(BackboneFinetuning, 1, verbose=False)
 float8 = partial(lt.Float8, emulate=True)
 adapters = partial(lt.LoRA, r"layers\.2")
 raw = partial(lt.SWA, validate="raw", at_end="raw")
+snapshots = partial(lt.PostHocEMA, SNAPSHOTS)
 lightnings_swa = partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)
 loss_filter = partial(lt.HardExampleFilter, mode="loss")
 saves_on_exception = partial(ModelCheckpoint, save_on_exception=True)
@@ -239,8 +242,16 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.SkipNonFinite, spikes)), Run((spikes, lt.RewindOnSpike))],
         [Run((lt.TerminateOnNonFinite, spikes))],
     ),
-    "ScheduleFree-AveragingCallback": (
-        [Run((lt.ScheduleFree, raw), Free), Run((WeightAveraging, lt.ScheduleFree), Free)],
+    "PostHocEMA-ModelPruning": (
+        [Run((snapshots, partial(ModelPruning, "l1_unstructured", amount=0.2)))],
+        [Run((snapshots, lt.EMA))],
+    ),
+    "ScheduleFree-Averaging": (
+        [
+            Run((lt.ScheduleFree, raw), Free),
+            Run((WeightAveraging, lt.ScheduleFree), Free),
+            Run((snapshots, lt.ScheduleFree), Free),
+        ],
         [Run((lt.ScheduleFree, lt.RewindOnSpike), Free)],
     ),
     "ScheduleFree-schedule from configure_optimizers": (

@@ -148,6 +148,17 @@ def of_newest(path: Path, out: Path) -> Any:
     return lt.newest_checkpoint(path.parent)
 
 
+def snapshot_of(path: Path, out: Path) -> Path:
+    """A folder in which the file is a snapshot of PostHocEMA."""
+    (folder := out / "snapshots").mkdir(exist_ok=True)
+    placed(path, folder / "step=4-sigma_rel=0.05.pt")
+    return folder
+
+
+def of_snapshot(path: Path, out: Path) -> Any:
+    return lt.post_hoc_average(snapshot_of(path, out), sigma_rel=0.05)
+
+
 PYTHON: dict[str, Read] = {
     "average_checkpoints(paths)": lambda path, out: average_checkpoints([path, path], out / "a.ckpt", force=True),
     "greedy_soup(paths)": lambda path, out: greedy_soup([path], lambda _: 1.0, out / "a.pt", force=True),
@@ -161,6 +172,10 @@ PYTHON: dict[str, Read] = {
     ),
     "consolidate(checkpoint)": lambda path, out: consolidate(path, out / "a.safetensors", force=True),
     "newest_checkpoint(folder)": of_newest,
+    "post_hoc_average(folder)": of_snapshot,
+    "post_hoc_sweep(folder)": lambda path, out: lt.post_hoc_sweep(
+        snapshot_of(path, out), lambda _: 1.0, sigma_rels=[0.05]
+    ),
     "Ensemble.from_checkpoints(paths)": of_ensemble,
     "soup_and_ensemble(result)": of_soup,
     "find_non_finite(folder)": partial(of_stopped, "last_good.ckpt"),
@@ -172,6 +187,9 @@ PYTHON: dict[str, Read] = {
 }
 COMMANDS: dict[str, Read] = {
     "average checkpoints": lambda path, out: command("average", path, path, "-o", out / "a.pt", "--force"),
+    "average posthoc": lambda path, out: command(
+        *("average", "--posthoc", snapshot_of(path, out), "--sigma-rel", "0.05", "-o", out / "a.pt", "--force")
+    ),
     "export checkpoint": lambda path, out: command("export", path, "-o", out / "a.pt", "--force"),
     "export base": lambda path, out: command(
         *("export", out / "adapters.ckpt", "--merge", "--base", path, "-o", out / "a.pt", "--force")
@@ -206,6 +224,7 @@ ONLY_WRITTEN = {
         "consolidate(output)",
         "CrossValidation(members)",
         "InspectTraining(folder)",
+        "PostHocEMA(folder)",
         "TerminateOnNonFinite(dirpath)",
         "CrossValidation.to_json(path)",
     ),

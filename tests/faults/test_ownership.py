@@ -57,6 +57,10 @@ def look(folder: Path) -> None:
     trainer(max_steps=3, callbacks=[callback]).fit(Net(), loader(), loader(24))
 
 
+def snapshots(folder: Path) -> None:
+    trainer(callbacks=[lt.PostHocEMA(folder, every_n_steps=6)]).fit(Net(), loader(), loader(24))
+
+
 def stop(folder: Path) -> None:
     with pytest.raises(FloatingPointError):
         trainer(callbacks=[lt.TerminateOnNonFinite(str(folder))]).fit(Infinite(), loader(), loader(24))
@@ -109,6 +113,7 @@ INTO: dict[str, Callable[[Path], Any]] = {
     "InspectTraining(folder)": look,
     "TerminateOnNonFinite(dirpath)": stop,
     "Preemption(folder)": preempt,
+    "PostHocEMA(folder)": snapshots,
     "export_adapters(output)": export_adapters,
     "cross-validate output": cross_validate_command,
     "compare output": compare_command,
@@ -118,7 +123,8 @@ INTO: dict[str, Callable[[Path], Any]] = {
 REPLACED = {
     "a checkpoint of shards": ("file", "link_to_file", "link_to_folder", "link_to_nothing")
 }  # as by a stock Trainer
-FREE = ("InspectTraining", "TerminateOnNonFinite", "Preemption")  # these take another name where one is taken
+# These take another name where one is taken.
+FREE = ("InspectTraining", "TerminateOnNonFinite", "Preemption", "PostHocEMA")
 
 # -- something of the user --------------------------------------------------------------------------------------------
 

@@ -44,6 +44,13 @@ def layers() -> nn.Module:
 FILE, FOLDER, KEPT = "weights.pt", "sharded.ckpt", "non_finite-step=2"  # in the current folder, by ``make_files``
 
 
+def snapshots() -> str:
+    for sigma_rel in (0.05, 0.1):
+        state = {"state_dict": {"w": torch.ones(2)}, "averaged": ["w"]}
+        torch.save(state, f"step=4-sigma_rel={sigma_rel}.pt")
+    return "."
+
+
 def make_files() -> None:
     torch.save({"w": torch.ones(2)}, FILE)
     with warnings.catch_warnings():
@@ -141,6 +148,10 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "splitter": lambda: 2,
     },
     "Preemption": {"folder": lambda: "runs"},
+    "PostHocEMA": {"folder": lambda: "snapshots"},
+    "power_decay": {"step": lambda: 3, "sigma_rel": lambda: 0.1},
+    "post_hoc_average": {"folder": snapshots, "sigma_rel": lambda: 0.1},
+    "post_hoc_sweep": {"folder": snapshots, "evaluate": lambda: lambda state: 1.0, "sigma_rels": lambda: (0.05, 0.1)},
     "newest_checkpoint": {"folder": lambda: "runs"},
     "consolidate": {"checkpoint": lambda: FOLDER, **WRITTEN},
     "ema_decay": {"updates": lambda: 3, "decay": lambda: 0.99},
@@ -209,8 +220,8 @@ LEFT_OUT = {
     **dict.fromkeys(
         [
             *("BatchSizeResult", "Comparison", "CrossValidation", "EnvironmentReport", "LRFinderResult"),
-            *("MemoryEstimate", "Sharpness", "SoupAndEnsemble", "Suggestion", "Temperature", "TricksProfile"),
-            *("NonFiniteOrigin", "TrainingInspection", "WorkersResult"),
+            *("MemoryEstimate", "PostHocSweep", "Sharpness", "SoupAndEnsemble", "Suggestion", "Temperature"),
+            *("NonFiniteOrigin", "TrainingInspection", "TricksProfile", "WorkersResult"),
         ],
         "a result, which nobody constructs",
     ),

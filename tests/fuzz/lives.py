@@ -33,6 +33,7 @@ from tests.reference.tricks import CURVES
 LR = 0.1
 FACTORIES = {name: getattr(lt, name) for name in CURVES if name not in ("LRSchedule", "constant", "swa_tail")}
 STOPS = ("error", "ctrl-c", "sigterm")
+LENGTHS = (0.1, 0.2)  # of the averages of PostHocEMA
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,12 @@ def network() -> nn.Sequential:
 
 # -- the run in a Trainer ---------------------------------------------------------------------------------------------
 
-TRICKS: dict[str, Callable[[], pl.Callback]] = {
-    "EMA": lambda: lt.EMA(0.9),
-    "EMA(start=0.5)": lambda: lt.EMA(0.8, warmup=False, start=0.5),
-    "AutoClip": lambda: lt.AutoClip(10),
-    "SequenceLengthWarmup": lambda: lt.SequenceLengthWarmup(0.5, stop=0.75, multiple_of=1),
+TRICKS: dict[str, Callable[[Path], pl.Callback]] = {
+    "EMA": lambda _: lt.EMA(0.9),
+    "EMA(start=0.5)": lambda _: lt.EMA(0.8, warmup=False, start=0.5),
+    "AutoClip": lambda _: lt.AutoClip(10),
+    "PostHocEMA": lambda folder: lt.PostHocEMA(folder / "ema", sigma_rels=LENGTHS, every_n_steps=3),
+    "SequenceLengthWarmup": lambda _: lt.SequenceLengthWarmup(0.5, stop=0.75, multiple_of=1),
 }
 
 
@@ -172,10 +174,17 @@ class Saves(pl.Callback):
 
 @dataclass
 class Lived:
-    """What came of a life: the learning rate of every optimizer step that counts, and the weights at its end."""
+    """What came of a leg.
+
+    Args:
+        rates: The learning rate of every optimizer step that counts.
+        weights: The weights at its end.
+        averages: The averages of PostHocEMA, of one length after the other.
+    """
 
     rates: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    averages: list[Tensor] = field(default_factory=list)
 
 
 def lived(life: Life, folder: Path) -> list[Lived]:
@@ -186,7 +195,7 @@ def lived(life: Life, folder: Path) -> list[Lived]:
         if leg.begins == "resumed":
             module = kind(life.schedule)
         if leg.begins == "resumed" or number == 0:
-            tricks = [TRICKS[name]() for name in life.tricks if name != "SAM"][:: -1 if leg.reverses else 1]
+            tricks = [TRICKS[name](folder) for name in life.tricks if name != "SAM"][:: -1 if leg.reverses else 1]
             stops = Stops()
             callbacks = [stops, *tricks] if leg.stops_first else [*tricks, stops]
             run = trainer(callbacks=[*callbacks, Saves(path)], max_epochs=leg.max_epochs)
@@ -205,7 +214,9 @@ def lived(life: Life, folder: Path) -> list[Lived]:
             if "You restored a checkpoint with current_epoch" not in str(error):
                 raise
             return found
-        found.append(Lived(module.rates[begun:], [p.detach().clone() for p in module.parameters()]))
+        running = [averages for trick in tricks if isinstance(trick, lt.PostHocEMA) for averages in trick.running()]
+        averages = [tensor.clone() for each in running for tensor in each.tensors.values()]
+        found.append(Lived(module.rates[begun:], [p.detach().clone() for p in module.parameters()], averages))
     return found
 
 
@@ -221,6 +232,8 @@ class Plain:
         self.optimizer = self.fresh_optimizer()
         self.average: list[Tensor] | None = None
         self.updates = 0
+        self.powers: list[list[Tensor]] = [[] for _ in LENGTHS]
+        self.counted = 0  # the steps in these averages
         self.norms: list[float] = []
         self.epoch = self.batch = self.taken = 0  # epochs that are over, batches of the next one, optimizer steps
         self.batches = 0  # in an epoch, at present
@@ -236,7 +249,7 @@ class Plain:
         kept.layers = deepcopy(self.layers)
         kept.optimizer = kept.fresh_optimizer()
         kept.optimizer.load_state_dict(deepcopy(self.optimizer.state_dict()))
-        kept.average, kept.norms = deepcopy(self.average), [*self.norms]
+        kept.average, kept.norms, kept.powers = deepcopy(self.average), [*self.norms], deepcopy(self.powers)
         return kept
 
     def lived(self, leg: Leg) -> Lived:
@@ -255,16 +268,21 @@ class Plain:
             elif self.batches != leg.batches:  # the same fraction of the epoch, in whole windows
                 self.batch = self.batch * leg.batches // self.batches // leg.accumulated * leg.accumulated
         if over:  # nothing is trained, and nothing begins
-            return Lived([], self.left())
+            return Lived([], self.left(), self.powers_left())
         self.batches = leg.batches
         rates, ended = self.train(leg, *self.place(leg))
-        return Lived(rates, self.left() if ended else [p.detach().clone() for p in self.layers.parameters()])
+        weights = self.left() if ended else [p.detach().clone() for p in self.layers.parameters()]
+        return Lived(rates, weights, self.powers_left())
 
     def left(self) -> list[Tensor]:
         """The weights in the module after a fit that was not interrupted."""
         if self.average is None or not self.updates:
             return [p.detach().clone() for p in self.layers.parameters()]
         return [average.float() for average in self.average]
+
+    def powers_left(self) -> list[Tensor]:
+        """The averages of PostHocEMA, of one length after the other."""
+        return [average.clone() for averages in self.powers for average in averages]
 
     def place(self, leg: Leg) -> tuple[int, int]:
         """The number of planned steps, and those before the position at which the leg begins."""
@@ -299,6 +317,7 @@ class Plain:
                     self.step(rates[-1])
                     self.taken, step = self.taken + 1, step + 1
                     self.follow(total, step)
+                    self.follow_powers()
                     if leg.stop is None or leg.stop[0] != seen or leg.stop[1] == "sigterm":  # else it comes before
                         self.saved = self.snapshot()
                 if leg.stop is not None and leg.stop[0] == seen:
@@ -356,6 +375,18 @@ class Plain:
         self.updates += self.average is not None
         return None
 
+    def follow_powers(self) -> None:
+        """Move the averages of PostHocEMA after a step, by the exponents of the paper."""
+        if "PostHocEMA" not in self.life.tricks:
+            return
+        self.counted += 1
+        for length, averages in zip(LENGTHS, self.powers, strict=True):
+            weights = [weight.detach().double().clone() for weight in self.layers.parameters()]
+            averages += weights if not averages else []
+            decay = (1 - 1 / self.counted) ** (np.roots([1, 7, 16 - length**-2, 12 - length**-2]).real.max() + 1)
+            for average, weight in zip(averages, weights, strict=True):
+                average += (1 - decay) * (weight - average)
+
 
 def require_same(life: Life, folder: Path) -> None:
     """Raise unless every leg of a life has the plain loop's learning rates and weights at its end."""
@@ -367,6 +398,8 @@ def require_same(life: Life, folder: Path) -> None:
         assert same, f"learning rates {mine.rates}, not {theirs.rates}, of {where}"
         for one, other in zip(mine.weights, theirs.weights, strict=True):
             assert torch.allclose(one, other, atol=1e-5, rtol=1e-5), f"weights of {where}: {one}, not {other}"
+        for one, other in zip(mine.averages, theirs.averages, strict=True):
+            assert torch.allclose(one, other.float(), atol=1e-5, rtol=1e-5), f"averages of {where}: {one}, not {other}"
 
 
 # -- random lives -----------------------------------------------------------------------------------------------------
@@ -392,7 +425,7 @@ def legs() -> st.SearchStrategy[Leg]:
 
 def lives() -> st.SearchStrategy[Life]:
     averages = st.sampled_from([(), ("EMA",), ("EMA(start=0.5)",)])
-    others = st.sets(st.sampled_from(["AutoClip", "SequenceLengthWarmup", "SAM"])).map(sorted)
+    others = st.sets(st.sampled_from(["AutoClip", "PostHocEMA", "SequenceLengthWarmup", "SAM"])).map(sorted)
     return st.builds(
         lambda average, other, schedule, first, rest: Life(
             (*average, *other), schedule, (replace(first, begins="fresh"), *rest)

@@ -13,6 +13,7 @@ import lightning_tricks as lt
 from lightning_tricks.core.batches import growing
 from lightning_tricks.core.lightning.fit import Fit, Place
 from lightning_tricks.core.lightning.steps import Plan
+from lightning_tricks.core.trick import Trick
 from tests.fuzz.lives import Life, lives, require_same
 from tests.fuzz.profiles import cases, drawn
 
@@ -54,6 +55,8 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     ),
     "an average is not restored": (lt.EMA, "on_load_checkpoint", lambda *_: None),
     "an interrupted fit leaves the average in the module": (lt.EMA, "_on_failure", lambda *_: None),
+    "averages of several lengths are not restored": (lt.PostHocEMA, "on_load_checkpoint", lambda *_: None),
+    "the step before an exception is not averaged": (lt.PostHocEMA, "_on_failure", Trick._on_failure),
     "a history is not restored": (lt.AutoClip, "load_state_dict", lambda *_: None),
     "a size grows by the real step": (growing, "plan_step", lambda trainer: trainer.global_step),
 }  # fmt: skip

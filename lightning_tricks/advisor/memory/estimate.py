@@ -18,6 +18,7 @@ from lightning_tricks.advisor.memory.parts import Parts, parts_of
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.checks import check_choice, check_count, check_type
+from lightning_tricks.core.report import readable
 from lightning_tricks.optimizers.by_name import optimizer as optimizer_by_name
 from lightning_tricks.optimizers.table import row_of
 from lightning_tricks.strategies.fsdp2.plan import planned_layers
@@ -170,18 +171,6 @@ class MemoryEstimate:
         sums += [("in the memory of each node", self.host)] if self.host else []
         sums += [("on the disk of each node", self.nvme)] if self.nvme else []
         return [(name, readable(size)) for name, size in sums]
-
-
-def readable(size: float) -> str:
-    """Bytes with three digits and a unit.
-
-    >>> readable(0), readable(2_340_000), readable(80e9)
-    ('0 B', '2.34 MB', '80 GB')
-    """
-    power = 0
-    while size >= 999.5 and power < 4:
-        size, power = size / 1000, power + 1
-    return f"{size:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 BUCKET = 200_000_000  # Elements that DeepSpeed sends at a time, as set by the presets.

@@ -49,7 +49,15 @@ RAW = "_raw"  # The suffix of the raw weights' metrics with ``validate="both"``.
 _FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # Suffixes of metrics by Lightning.
 
 
-class AveragingCallback(Trick, ABC):
+class Averaging(Trick, ABC):
+    """A callback with averages of the weights, which need equal weights on all ranks, and which a rewind restores."""
+
+    @abstractmethod
+    def running(self) -> list[Averages]:
+        """The averages of the present fit."""
+
+
+class AveragingCallback(Averaging):
     """Averages the weights in a fit; a subclass says when averages are updated, and by how much.
 
     Every checkpoint holds the weights that are validated, and the state for a bit-equal resume.
@@ -336,11 +344,8 @@ class AveragingCallback(Trick, ABC):
             raise ValueError(
                 f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
             )
-        with ExitStack() as stack:
-            for other in averaging_callbacks(self._last_trainer) if self._last_trainer is not None else ():
-                if other is not self and other._averages is not None and other._averages.module is pl_module:
-                    stack.enter_context(other._averages.showing("raw"))  # another average may be in the module
-            stack.enter_context(self._averages.showing("averaged"))
+        assert self._last_trainer is not None, "averages are of a fit"
+        with raw_weights(self._last_trainer, pl_module), self._averages.showing("averaged"):
             yield
 
     def averaged_state_dict(self) -> dict[str, Any]:
@@ -439,6 +444,10 @@ class AveragingCallback(Trick, ABC):
             return False
         return self._fits or averages.unchanged()
 
+    @override
+    def running(self) -> list[Averages]:
+        return [self._running]
+
     @property
     def _running(self) -> Averages:
         assert self._averages is not None, "setup comes first"
@@ -454,6 +463,16 @@ def _both_shown(one: AveragingCallback, other: AveragingCallback) -> bool:
 def averaging_callbacks(trainer: pl.Trainer) -> list[AveragingCallback]:
     """The Trainer's averaging callbacks, in their order."""
     return callbacks_of(trainer, AveragingCallback)  # type: ignore[type-abstract]
+
+
+@contextmanager
+def raw_weights(trainer: pl.Trainer, module: nn.Module) -> Iterator[None]:
+    """Put the raw weights into a module inside the block, in which an average of the Trainer's may be."""
+    with ExitStack() as stack:
+        for averages in (callback._averages for callback in averaging_callbacks(trainer)):
+            if averages is not None and averages.module is module:
+                stack.enter_context(averages.showing("raw"))
+        yield
 
 
 def save(

@@ -39,11 +39,11 @@ def saving_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], filepat
     if not saves_folder(trainer):
         yield
     elif isinstance(strategy, FolderParts):
-        strategy.parts = (write,)
+        before, strategy.parts = strategy.parts, (*strategy.parts, write)
         try:
             yield
         finally:
-            strategy.parts = ()
+            strategy.parts = before
     else:
         yield
         write(Path(filepath))

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_tricks.core.averaging.callback import averaging_callbacks
+from lightning_tricks.core.averaging.callback import Averaging
 from lightning_tricks.core.device import reached
-from lightning_tricks.core.lightning.trainer import grad_scaler, subtract_steps
+from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, subtract_steps
 from lightning_tricks.core.nonfinite.step_guard import Buffers
 from lightning_tricks.core.random_numbers import random_state, set_random_state
 from lightning_tricks.core.weights.by_engine import local_weights
@@ -39,7 +39,8 @@ class Snapshot:
         ]
         self._averages = [
             partial(averages.restore, _host_all(averages.tensors), averages.steps, averages.updates, averages.tracks)
-            for averages in (callback._running for callback in averaging_callbacks(trainer))
+            for callback in callbacks_of(trainer, Averaging)  # type: ignore[type-abstract]
+            for averages in callback.running()
         ]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._stateful = [

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.averaging.callback import AveragingCallback
+from lightning_tricks.core.averaging.callback import Averaging
 from lightning_tricks.core.checks import check_bool, some
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, keep_user_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
@@ -200,7 +200,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     def _check_local_sgd(self, trainer: pl.Trainer) -> None:
         """Raise for callbacks and optimizers that are only correct if all ranks always have the same weights."""
         incompatible: list[Any] = []
-        for kind in (AveragingCallback, WeightAveraging, StochasticWeightAveraging):
+        for kind in (Averaging, WeightAveraging, StochasticWeightAveraging):
             incompatible += callbacks_of(trainer, kind)
         incompatible += [optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "consolidate_state_dict")]
         for optimizer in trainer.optimizers:
