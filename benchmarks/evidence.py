@@ -174,6 +174,18 @@ def min_snr() -> str:
     )
 
 
+def wrong_labels() -> str:
+    rows = {(row["wrong"], row["epochs"]): row for row in result("label_errors")["rows"]}
+    many, few = rows[0.4, 30], rows[0.1, 30]
+    return (
+        f"Of the 1,797 digits of scikit-learn, 40% with a wrong label, {many['margin']:.1%} of the most suspect 40% are"
+        f" wrong after 30 epochs (by the mean loss {many['loss']:.1%}, by the loss in the last epoch"
+        f" {many['last loss']:.1%}). A mean margin below 0 finds {many['recall below 0']:.1%} of the wrong labels, and"
+        f" {many['precision below 0']:.1%} of those are wrong. With 10% wrong labels {few['margin']:.1%} of the most"
+        f" suspect 10% are; means of 5 seeds."
+    )
+
+
 def schedules() -> str:
     ours, theirs = (figure("schedules", "1 group", what) for what in ("CurveLR flat_cos", "torch CosineAnnealingLR"))
     return f"A step of the schedule takes {ours:.1f} µs; that of torch's `CosineAnnealingLR` {theirs:.1f} µs."
@@ -291,6 +303,7 @@ def blur() -> str:
 
 TOLD: dict[str, list[Callable[[], str]]] = {
     "SequenceLengthWarmup": [resizing, length],
+    "LabelErrors": [wrong_labels],
     "min_snr_weight": [min_snr],
     "estimate_memory": [estimate],
 }  # what was found, beside the table of gains

@@ -62,6 +62,8 @@ from lightning_tricks.data.workers import find_num_workers
 from lightning_tricks.evaluation.compare import compare
 from lightning_tricks.evaluation.cross_validate import cross_validate
 from lightning_tricks.evaluation.ensemble import Ensemble
+from lightning_tricks.evaluation.label_errors import LabelErrors
+from lightning_tricks.evaluation.label_report import label_report
 from lightning_tricks.evaluation.soup_and_ensemble import soup_and_ensemble
 from lightning_tricks.evaluation.temperature import fit_temperature
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
@@ -138,6 +140,7 @@ __all__ = [
     "HiddenMixup",
     "InspectTraining",
     "LRSchedule",
+    "LabelErrors",
     "LayerFreezing",
     "LeanLoss",
     "LengthBuckets",
@@ -192,6 +195,7 @@ __all__ = [
     "init_weights",
     "inspect_training",
     "inverse_sqrt",
+    "label_report",
     "layer_decay_groups",
     "lean_loss",
     "linear",

@@ -346,6 +346,14 @@ CATALOGUE = (
         ("InspectTraining", "TrainingInspection"),
     ),
     Row(
+        ("LabelErrors", "label_report"),
+        "Checks",
+        'callbacks=[lt.LabelErrors("runs/labels")]',
+        "Finds samples whose labels are probably wrong.",
+        "56 bytes a sample in host memory",
+        ("LabelReport",),
+    ),
+    Row(
         ("Throughput", "profile_tricks"),
         "Checks",
         "callbacks=[lt.Throughput()]",

@@ -32,6 +32,7 @@ LEFT_OUT = {  # callbacks, mixins and changes of networks that are not tried the
     "Compile": "compiling takes a minute for each model",
     "ExactResume": "is a part of Preemption",
     "GradCacheMixin": "works in modules that are written for it, with embed() and contrast()",
+    "LabelErrors": "looks at losses as HardExampleFilter does, which is tried, and changes nothing",
     "MoEBalance": "no model has experts",
     "PostHocEMA": "follows the weights as EMA does, which is tried, and puts nothing into the module",
     "SAM": "the settings of SAMMixin",

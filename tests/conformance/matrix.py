@@ -83,6 +83,7 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     "export_weights": "checkpoints/test_export.py",
     "fit_temperature": "evaluation/test_temperature.py",
     "greedy_soup": "checkpoints/test_soup.py",
+    "label_report": "evaluation/test_label_report.py",
     "merge_adapters": "callbacks/test_lora.py",
     "newest_checkpoint": "checkpoints/test_newest.py",
     "post_hoc_average": "checkpoints/test_post_hoc.py",

@@ -215,6 +215,7 @@ SETTINGS: dict[str, Trick] = {
         {"class_path": "InspectTraining", "init_args": {"folder": PICTURES, "every_n_steps": 100, "steps": 2}},
         "DeepSpeed",
     ),
+    "LabelErrors": neutral(lt.LabelErrors, "LabelErrors", "iterable", by_numbers=True),
     "LayerFreezing": Trick(
         naive=lambda batches, seen: naive.Frozen(),
         callbacks={

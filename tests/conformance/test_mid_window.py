@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.conformance.runs import run
 from tests.conformance.settings import SETTINGS, every_third
-from tests.conformance.test_resume import Resumable
+from tests.conformance.test_resume import resumable
 from tests.conformance.trick import Trick
 from tests.nets import NormNet, assert_close, assert_equal, build, data, loader, weights
 from tests.reference.loop import Batch, Both, Naive, naive_fit
@@ -31,7 +31,7 @@ class SaveAfter(Callback):
 
 
 def resumed(trick: Trick, path: Path, state: str = "off") -> dict[str, Tensor]:
-    settings = {"train": Resumable(data(44)), "accumulate_grad_batches": 3}
+    settings = {"train": resumable(trick, data(44)), "accumulate_grad_batches": 3}
     run(trick, state, callbacks=[SaveAfter(path)], **settings)
     return run(trick, state, ckpt_path=path, **settings)
 

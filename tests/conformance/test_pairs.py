@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import lightning_tricks as lt
 from tests.conformance.runs import Steps, beside_the_plain_loop, run
 from tests.conformance.settings import SETTINGS
-from tests.conformance.test_resume import Resumable
+from tests.conformance.test_resume import Resumable, resumable
 from tests.conformance.trick import public_name, together
 from tests.core.test_conflicts import DECLARED, conflicts
 from tests.nets import NormNet, PlainNet, assert_close, assert_equal, build, data, fit, loader, rank_loader, weights
@@ -50,9 +50,11 @@ QUICK = (
 NO_LOGITS, NO_SCHEDULE = "computes F.cross_entropy(logits (N, C), target) without the logits", "takes no schedule"
 REFUSED = {  # what is no conflict of two classes, and by which error it is refused
     "CutMix+LeanLoss": NO_LOGITS,
+    "GradCacheMixin+LabelErrors": "a part of the loss is ambiguous",
     "GradCacheMixin+LeanLoss": NO_LOGITS,
     'HardExampleFilter(mode="loss")+LeanLoss': NO_LOGITS,
     "HiddenMixup+LeanLoss": NO_LOGITS,
+    "LabelErrors+LeanLoss": NO_LOGITS,
     "LeanLoss+Mixup": NO_LOGITS,
     "LeanLoss+Mixup(per_sample=True)": NO_LOGITS,
     "GradCacheMixin+StepInBackward": "Net.backward may call backward more than once",
@@ -98,9 +100,9 @@ def test_two_tricks_train_what_a_plain_loop_with_both_trains(pair: Pair, tmp_pat
     settings, told = {"callbacks": [save, steps], "enable_checkpointing": True}, ""
     try:
         if name in (*UNSEEN, *ROUNDED):
-            ended = run(both, train=Resumable(data(44)), **settings)
+            ended = run(both, train=resumable(both, data(44)), **settings)
         else:
-            ended, expected, _ = beside_the_plain_loop(both, Resumable(data(44)), {}, **settings)
+            ended, expected, _ = beside_the_plain_loop(both, resumable(both, data(44)), {}, **settings)
             assert_close(ended, expected)
     except (MisconfigurationException, ValueError) as error:
         told = str(error)
@@ -111,10 +113,10 @@ def test_two_tricks_train_what_a_plain_loop_with_both_trains(pair: Pair, tmp_pat
     assert name not in REFUSED
     if name in ROUNDED:
         assert_close(*beside_the_plain_loop(both, loader(24), {"epochs": 1}, max_epochs=1)[:2])
-    assert_equal(run(both, train=Resumable(data(44)), ckpt_path=tmp_path / "step=3.ckpt"), ended)
+    assert_equal(run(both, train=resumable(both, data(44)), ckpt_path=tmp_path / "step=3.ckpt"), ended)
     if name not in ORDERED:
         turned = replace(both, callbacks={"on": lambda: both.make_callbacks("on")[::-1]})
-        assert_equal(run(turned, train=Resumable(data(44))), ended)
+        assert_equal(run(turned, train=resumable(both, data(44))), ended)
 
 
 def test_what_is_said_of_pairs_is_said_of_some() -> None:

@@ -47,6 +47,11 @@ class Resumable(DataLoader[tuple[Tensor, ...]]):
         self.begin = state_dict["given"]
 
 
+def resumable(trick: Trick, samples: Dataset[tuple[Tensor, ...]], batch_size: int = 8) -> DataLoader[Any]:
+    """A loader with which a fit with the trick goes on amid an epoch."""
+    return (DataLoader if trick.by_numbers else Resumable)(samples, batch_size)
+
+
 def resumed(trick: Trick, folder: Any) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The end weights of a run without a checkpoint, after one that must equal it, and of runs from its checkpoints."""
 
@@ -55,7 +60,7 @@ def resumed(trick: Trick, folder: Any) -> tuple[dict[str, Tensor], list[dict[str
         return ModelCheckpoint(**where, every_n_train_steps=every, save_top_k=-1)
 
     def end(**settings: Any) -> dict[str, Tensor]:
-        return run(trick, train=Resumable(data()), max_epochs=EPOCHS, **settings)
+        return run(trick, train=resumable(trick, data()), max_epochs=EPOCHS, **settings)
 
     whole = end()
     assert_equal(end(callbacks=[checkpoints(MIDDLE), checkpoints(END)], enable_checkpointing=True), whole)

@@ -37,6 +37,8 @@ class Trick:
         masks: Whether the targets of these are masks.
         grows: Whether inputs are smaller at first: the network fills what is missing.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
+        by_numbers: Whether it needs the numbers of the samples, which a loader with a state keeps to itself. It resumes
+            exactly with any other.
         convolutions: Whether it needs convolutions.
         experts: Whether it needs a mixture of experts.
         wide: Whether it needs a layer with 16 inputs and outputs.
@@ -60,6 +62,7 @@ class Trick:
     masks: bool = False
     grows: bool = False
     by_batches: bool = False
+    by_numbers: bool = False
     convolutions: bool = False
     experts: bool = False
     wide: bool = False
@@ -131,7 +134,7 @@ def together(one: Trick, other: Trick) -> Trick:
             optimizer = trick.schedule["on"](optimizer, module) if trick.schedule else optimizer
         return optimizer
 
-    either = ("sam", "lean", "chunk", "spoiled", "stops", *NEEDS)
+    either = ("sam", "lean", "chunk", "spoiled", "stops", "by_numbers", *NEEDS)
     return Trick(
         callbacks={"on": lambda: [*one.make_callbacks("on"), *other.make_callbacks("on")]},
         schedule={"on": scheduled} if one.schedule or other.schedule else None,
@@ -233,7 +236,12 @@ def widen(base: type[Net], module: Net) -> None:
 
 
 def neutral(
-    callback: Callable[[], Callback], yaml: Any, *refused: str, net: str | None = None, convolutions: bool = False
+    callback: Callable[[], Callback],
+    yaml: Any,
+    *refused: str,
+    net: str | None = None,
+    convolutions: bool = False,
+    by_numbers: bool = False,
 ) -> Trick:
     model = {"model": {"class_path": f"tests.conformance.yaml_nets.{net}"}} if net else {}
     return Trick(
@@ -242,6 +250,7 @@ def neutral(
         yaml={"trainer": {"callbacks": [yaml]}, **model},
         refused=refused,
         convolutions=convolutions,
+        by_numbers=by_numbers,
     )
 
 

@@ -197,6 +197,14 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((loss_filter,), Split), Run((loss_filter, partial(lt.SAMCallback, micro_batch_size=2)))],
         [Run((lt.HardExampleFilter,), Split), Run((loss_filter,), Sharp), Run((lt.Mixup,), Split)],
     ),
+    "LabelErrors-MixingCallback": (
+        [Run((lt.LabelErrors, lt.Mixup)), Run((lt.HardExampleFilter, lt.LabelErrors))],
+        [Run((lt.LabelErrors, lt.EMA))],
+    ),
+    "LabelErrors-SAMHooks": (
+        [Run((lt.LabelErrors,), Split), Run((lt.LabelErrors, partial(lt.SAMCallback, micro_batch_size=2)))],
+        [Run((lt.LabelErrors,), Sharp)],
+    ),
     "HiddenMixup-SAMHooks": (
         [Run((partial(lt.HiddenMixup, "layers.2"),), Split)],
         [Run((partial(lt.HiddenMixup, "layers.2"),), Sharp)],

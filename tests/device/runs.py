@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from tests.conformance.runs import Gather, ShardedNet, fitted
-from tests.conformance.test_resume import Resumable
+from tests.conformance.test_resume import resumable
 from tests.conformance.trick import NEEDS, Trick
 from tests.device.devices import CPU, Device
 from tests.device.simulation import Found
@@ -120,7 +120,7 @@ def fit(
                 "callbacks": [*trick.make_callbacks("on"), watch, gather],
                 "accelerator": device,
                 "strategy": strategy(),
-                "train": loader(pinned=there != CPU),
+                "train": loader(trick, pinned=there != CPU),
                 "use_distributed_sampler": False,
                 "ckpt_path": path,
                 **logs,
@@ -135,13 +135,13 @@ def fit(
     return found
 
 
-def loader(pinned: bool) -> Resumable:
+def loader(trick: Trick, *, pinned: bool) -> DataLoader[Any]:
     """This rank's batches, in pinned memory, as for a GPU, or in ordinary memory.
 
     Six an epoch, none of which has as many samples as there are features, which could then be pairs of samples.
     """
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    batches = Resumable(Subset(data(57 * ranks), range(rank, 57 * ranks, ranks)), batch_size=10)
+    batches = resumable(trick, Subset(data(57 * ranks), range(rank, 57 * ranks, ranks)), batch_size=10)
     batches.pin_memory = pinned
     return batches
 

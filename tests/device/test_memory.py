@@ -20,7 +20,7 @@ from tests.device.memory import Memory
 from tests.device.runs import bare, loader, needs_of
 from tests.nets import NormNet
 
-SIZE = 256  # of the layer that has nearly all weights
+SIZE = 512  # of the layer that has nearly all weights
 
 
 # In multiples of the trained weights: on the device, in host memory, and what; all others keep nothing.
@@ -80,7 +80,7 @@ def peak(trick: Trick) -> dict[str, float]:
             trick.module(Heavy, "on"),
             callbacks=[*trick.make_callbacks("on"), count],
             accelerator="cuda",
-            train=loader(pinned=True),
+            train=loader(trick, pinned=True),
         )
     return {place: size / (4 * SIZE**2) for place, size in count.peak.items()}
 

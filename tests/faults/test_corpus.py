@@ -224,6 +224,7 @@ ONLY_WRITTEN = {
         "consolidate(output)",
         "CrossValidation(members)",
         "InspectTraining(folder)",
+        "LabelErrors(folder)",
         "PostHocEMA(folder)",
         "TerminateOnNonFinite(dirpath)",
         "CrossValidation.to_json(path)",

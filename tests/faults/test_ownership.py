@@ -61,6 +61,10 @@ def snapshots(folder: Path) -> None:
     trainer(callbacks=[lt.PostHocEMA(folder, every_n_steps=6)]).fit(Net(), loader(), loader(24))
 
 
+def labels(folder: Path) -> None:
+    trainer(callbacks=[lt.LabelErrors(folder)]).fit(Net(), loader(), loader(24))
+
+
 def stop(folder: Path) -> None:
     with pytest.raises(FloatingPointError):
         trainer(callbacks=[lt.TerminateOnNonFinite(str(folder))]).fit(Infinite(), loader(), loader(24))
@@ -111,6 +115,7 @@ INTO: dict[str, Callable[[Path], Any]] = {
     "cross_validate(folder)": lambda folder: recipes.run(folder, splitter=2),
     "compare(folder)": lambda folder: lt.compare(ARMS, folder=folder, **ASKED),
     "InspectTraining(folder)": look,
+    "LabelErrors(folder)": labels,
     "TerminateOnNonFinite(dirpath)": stop,
     "Preemption(folder)": preempt,
     "PostHocEMA(folder)": snapshots,
@@ -124,7 +129,7 @@ REPLACED = {
     "a checkpoint of shards": ("file", "link_to_file", "link_to_folder", "link_to_nothing")
 }  # as by a stock Trainer
 # These take another name where one is taken.
-FREE = ("InspectTraining", "TerminateOnNonFinite", "Preemption", "PostHocEMA")
+FREE = ("InspectTraining", "LabelErrors", "TerminateOnNonFinite", "Preemption", "PostHocEMA")
 
 # -- something of the user --------------------------------------------------------------------------------------------
 

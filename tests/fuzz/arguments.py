@@ -213,6 +213,7 @@ LEFT_OUT = {
     "lean_loss": "has a model only",
     "merge_adapters": "has a module only",
     "Ensemble": "has a constructor of its own; tests/evaluation/test_ensemble.py",
+    "label_report": "has tensors only; tests/evaluation/test_label_report.py",
     "fit_temperature": "has a module and a loader only; tests/evaluation/test_temperature.py",
     "BatchedDataset": "has a data set only",
     "pack_sequences": "has samples only; tests/data/test_packing.py",
@@ -221,7 +222,7 @@ LEFT_OUT = {
         [
             *("BatchSizeResult", "Comparison", "CrossValidation", "EnvironmentReport", "LRFinderResult"),
             *("MemoryEstimate", "PostHocSweep", "Sharpness", "SoupAndEnsemble", "Suggestion", "Temperature"),
-            *("NonFiniteOrigin", "TrainingInspection", "TricksProfile", "WorkersResult"),
+            *("LabelReport", "NonFiniteOrigin", "TrainingInspection", "TricksProfile", "WorkersResult"),
         ],
         "a result, which nobody constructs",
     ),

@@ -86,10 +86,15 @@ class Pass:
         self.begun = 0  # how often the samplers were asked to begin
         self.given = 0  # the batches that the samplers gave
         self.checksums = deque([0], maxlen=kept)  # after each of the last batches that were given
+        self.numbers = deque[Any](maxlen=kept)  # of the samples in the last batches that were given
 
     def checksum(self, batches: int) -> int:
         """The checksum of the numbers of the samples in so many first batches."""
         return self.checksums[batches - self.given - 1]
+
+    def numbers_of(self, batch: int) -> Any:
+        """The numbers of the samples in one of the last batches, as the sampler gave them."""
+        return self.numbers[batch - self.given]
 
 
 class Indices:
@@ -121,6 +126,7 @@ class Indices:
         turn.given = 0
         turn.checksums.clear()
         turn.checksums.append(0)
+        turn.numbers.clear()
         if turn.saved:
             self._state.load(turn.states["created" if self._seeds and turn.begun == 1 else "read"])
             numbers = iter(source)
@@ -173,6 +179,7 @@ class _Given(Iterator[Any]):
                 raise _other_order(turn) from None
             raise
         turn.checksums.append(_checksum(numbers, turn.checksums[-1]))
+        turn.numbers.append(numbers)
         turn.given += 1
         if turn.saved and turn.given == turn.saved["batches"] and turn.checksums[-1] != turn.saved["checksum"]:
             raise _other_order(turn)

@@ -158,6 +158,16 @@ class Passes:
         """The moment before a fetch."""
         return self._moments[number] if number < self.fetched else self.now()
 
+    def numbers(self, fetch: int) -> Any:
+        """The numbers of the samples in one of the last fetches, as the only sampler gave them.
+
+        They are None where there are several loaders, or one that tells its state itself.
+        """
+        if len(self.tracks) > 1 or self.tracks[0] is None or self.blind:
+            return None
+        turn, batches = self._moments[fetch].positions[0]
+        return turn.numbers_of(batches)
+
     def saved(self, moment: Moment) -> list[Any]:
         """The positions of a moment as plain values."""
         return [

@@ -243,6 +243,13 @@ class Reading:
         if rank >= len(self._ranks) or self._ranks[rank] is None:
             self._random.reseed(rank)
 
+    def numbers(self) -> Any:
+        """The numbers of the samples in the batch that Lightning has taken last, as the only sampler gave them.
+
+        To be called before Lightning counts it, while it goes to the device. None if they are not known.
+        """
+        return None if self._passes is None else self._passes.numbers(self._batches.ready - self._done)
+
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(self) -> dict[str, Any] | None:

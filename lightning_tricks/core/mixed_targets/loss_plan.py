@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,6 +15,8 @@ Choose = Callable[[Tensor], tuple[Tensor, float] | None]
 if all samples count.
 """
 
+Observe = Callable[[str, Mapping[str, Any], Tensor], None]
+
 
 class LossPlan:
     """How the losses of one batch are changed; its targets and all that is computed from them share one plan.
@@ -22,14 +25,22 @@ class LossPlan:
         lam: Weight of the first branch, in [0, 1]; one number, or one per sample of shape (B,).
         choose: Function that chooses the samples that count by their losses (B,); None if all count.
         record: Function that is called with the losses of the samples (B,).
+        observe: Function that is called with the name and the arguments of each loss of torch, and the samples of the
+            entries along the first dimension of its target.
     """
 
     def __init__(
-        self, lam: Weight = 1.0, *, choose: Choose | None = None, record: Callable[[Tensor], None] | None = None
+        self,
+        lam: Weight = 1.0,
+        *,
+        choose: Choose | None = None,
+        record: Callable[[Tensor], None] | None = None,
+        observe: Observe | None = None,
     ) -> None:
         self.lam = lam
         self.choose = choose
         self.record = record
+        self.observe = observe
         self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix the input of a loss
         self.tricks, self.number = "the trick", 0  # names of the tricks and number of the batch, for error messages
         self.samples = 0
@@ -46,7 +57,7 @@ class LossPlan:
     @property
     def needs_torch_loss(self) -> bool:
         """Whether only a loss of torch may see the target; a formula by hand could be the negative of a loss."""
-        return self.choose is not None or self.mix_predictions is not None
+        return self.choose is not None or self.observe is not None or self.mix_predictions is not None
 
     def number_samples(self, samples: int, device: torch.device) -> Tensor | None:
         """Note how many samples the batch has, and return their numbers (B,); None if all samples count equally."""

@@ -38,6 +38,7 @@ from lightning_tricks.core.mixed_targets.operations import (
     writes_by_sample,
 )
 from lightning_tricks.core.mixed_targets.sample_ids import sample_ids_of
+from lightning_tricks.core.mixed_targets.scores import SummedLosses
 from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart, require_no_part
 
 
@@ -89,8 +90,8 @@ def _with_branches(
     return target
 
 
-def plain_tensor(target: MixedTarget) -> Tensor:
-    """The value that a target has for code that does not know of branches, as a plain tensor."""
+def plain_tensor(target: Tensor) -> Tensor:
+    """The value that a target, or a loss, has for code that does not know of branches, as a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():  # as in "Extending PyTorch" of torch's documentation
         return target.as_subclass(Tensor)
 
@@ -104,6 +105,8 @@ def returned_loss(loss: Any) -> Any:
         MisconfigurationException: If a part of the loss cannot follow the plan.
     """
     require_no_part(loss)
+    if isinstance(loss, SummedLosses):
+        return plain_tensor(loss)
     if not isinstance(loss, MixedTarget) or not loss.plan.open or not loss.is_loss or loss.branches[0].ndim:
         return loss
     with torch._C.DisableTorchFunctionSubclass():
@@ -319,6 +322,8 @@ def _by_samples(func: Callable[..., Any], calls: Sequence[Any], targets: list[Mi
     )
     if is_loss(func):
         named = [arguments(func, *call) for call in calls]
+        if plan.observe is not None and sample_ids is not None:
+            plan.observe(func.__name__, named[0], sample_ids)
         return None if named[0]["reduction"] == "none" else planned_loss(func, named, sample_ids, plan)
     if targets[0].is_loss and not targets[0].unclear and reduces_samples(func, *calls[0]):
         return planned_reduction(func, calls, sample_ids, plan, targets[0].entry_weights)
