@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -447,6 +447,65 @@ def test_a_schedule_added_on_resume_stands_where_training_stands(tmp_path: Any) 
 
 
 # -- learning rates that something else sets --------------------------------------------------------------------------
+
+
+class Flat(PlainNet):
+    """Without a schedule."""
+
+
+class Constant(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return schedules.constant(super().configure_optimizers(), self, warmup=3)
+
+
+class Falls(PlainNet):
+    def configure_optimizers(self) -> Any:
+        return schedules.wsd(super().configure_optimizers(), self, warmup=3, cooldown=6)
+
+
+BRANCHES: dict[str, tuple[type[PlainNet], dict[str, Any]]] = {  # the module of the long run, and what the branch adds
+    "no schedule": (Flat, {"curve": "wsd"}),
+    "a constant rate": (Constant, {"curve": "wsd", "warmup": 3, "replace": True}),
+    "wsd for a longer training": (Falls, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The schedule of the checkpoint, .* 'constant'")  # of the branch
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_cooldown_branches_from_a_checkpoint_as_if_it_had_been_planned(
+    name: str, accumulate: int, tmp_path: Any
+) -> None:
+    kind, added = BRANCHES[name]
+
+    def ended(steps: int, *callbacks: Any, cooldown: int = 6, **settings: Any) -> Any:
+        torch.manual_seed(1)  # of the order of the samples
+        settings |= {"max_epochs": -1, "max_steps": steps, "accumulate_grad_batches": accumulate}
+        branch = [LRSchedule(**added, cooldown=cooldown)] if added and steps < 90 else []
+        every = [lightning_tricks.ExactResume(), *branch, *callbacks]
+        fit(module := build(kind), train=loader(shuffle=True), callbacks=every, **settings)
+        return weights(module)
+
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=14, save_top_k=-1)  # amid an epoch
+    ended(90, save, enable_checkpointing=True)
+    for step, cooldown in ((14, 6), (28, 6), (14, 4)):
+        if name == "wsd for a longer training" and cooldown != 6:
+            continue
+        rates = LearningRates()
+        planned = ended(step + cooldown, cooldown=cooldown)
+        branch = ended(step + cooldown, rates, cooldown=cooldown, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert_equal(branch, planned)
+        assert rates.seen == pytest.approx([0.1 * (1 - (place / cooldown) ** 0.5) for place in range(cooldown)])
+
+
+class LearningRates(Callback):
+    """The learning rate of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(optimizer.param_groups[0]["lr"])
 
 
 class SetsRates(PlainNet):
