@@ -42,6 +42,7 @@ from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 from lightning_tricks.callbacks.throughput import Throughput
+from lightning_tricks.callbacks.token_mean import TokenMean
 from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
 from lightning_tricks.callbacks.transforms.colout import ColOut
 from lightning_tricks.callbacks.transforms.cutout import CutOut
@@ -155,6 +156,7 @@ __all__ = [
     "TerminateOnNonFinite",
     "Throughput",
     "TokenBuckets",
+    "TokenMean",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",

@@ -108,6 +108,13 @@ CATALOGUE = (
         "a second forward pass",
     ),
     Row(
+        ("TokenMean",),
+        "Losses",
+        "callbacks=[lt.TokenMean()]",
+        "Makes accumulated and distributed batches count by their targets.",
+        "a pass over the gradients of an accumulated step",
+    ),
+    Row(
         ("min_snr_weight",),
         "Losses",
         "loss = (lt.min_snr_weight(alphas_cumprod, t) * error).mean()",

@@ -34,6 +34,7 @@ LEFT_OUT = {  # callbacks, mixins and changes of networks that are not tried the
     "GradCacheMixin": "works in modules that are written for it, with embed() and contrast()",
     "MoEBalance": "no model has experts",
     "SAM": "the settings of SAMMixin",
+    "TokenMean": "changes nothing without accumulation; tests/callbacks compares it with large batches of a Llama",
     "add_stochastic_depth": "has random numbers that no oracle draws; it finds the layers of add_squeeze_excite",
     "drop_bias_before_batchnorm": "is done before a fit; tests/modules compares networks of torchvision and timm",
     "freeze": "is done before a fit, and by names alone",

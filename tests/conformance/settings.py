@@ -476,6 +476,13 @@ SETTINGS: dict[str, Trick] = {
         },
     ),
     "wsd": schedule(lt.wsd),
+    "TokenMean": Trick(
+        naive=lambda batches, seen: naive.AllTargets(),
+        callbacks={"on": lambda: [lt.TokenMean()]},
+        windows=True,
+        yaml={"trainer": {"callbacks": ["TokenMean"]}},
+        refused=("DeepSpeed", "manual"),
+    ),
 }
 
 # Where a fit costs much: what has a twin there is left to `make test-all` and `make matrix`.

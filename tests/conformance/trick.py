@@ -37,6 +37,7 @@ class Trick:
         masks: Whether the targets of these are masks.
         grows: Whether inputs are smaller at first: the network fills what is missing.
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
+        windows: Whether it does something only where gradients are accumulated.
         convolutions: Whether it needs convolutions.
         experts: Whether it needs a mixture of experts.
         wide: Whether it needs a layer with 16 inputs and outputs.
@@ -60,6 +61,7 @@ class Trick:
     masks: bool = False
     grows: bool = False
     by_batches: bool = False
+    windows: bool = False
     convolutions: bool = False
     experts: bool = False
     wide: bool = False

@@ -300,6 +300,12 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((partial(float8, "layers.2"), partial(lt.QAT, modules="layers.0")), Wide)],
     ),
     "Float8-LoRA": ([Run((float8, adapters), Wide)], [Run((float8,), Wide)]),
+    "TokenMean-SAMHooks": ([Run((lt.TokenMean,), Split)], [Run((lt.TokenMean,), Sharp)]),
+    "TokenMean-HardExampleFilter": (
+        [Run((lt.TokenMean, partial(loss_filter, across_ranks=True)))],
+        [Run((lt.TokenMean, loss_filter)), Run((lt.HardExampleFilter, lt.TokenMean))],
+    ),
+    "TokenMean-TokenMean": ([Run((lt.TokenMean, partial(lt.TokenMean, len)))], [Run((lt.TokenMean,))]),
     "Compile-Compile": (
         [Run((partial(lt.Compile, "layers", backend="eager"), partial(lt.Compile, "layers", backend="aot_eager")))],
         [Run((partial(lt.Compile, "layers.0", backend="eager"), partial(lt.Compile, "layers.2", backend="eager")))],

@@ -95,6 +95,8 @@ TRICKS = {
     "CutMix(prob=1e-9)": limit(lambda: lt.CutMix(prob=1e-9)),
     "HiddenMixup(prob=1e-9)": limit(lambda: lt.HiddenMixup("layers.1", prob=1e-9)),
     "SequenceLengthWarmup": limit(lambda: lt.SequenceLengthWarmup(0.999, multiple_of=1)),
+    "TokenMean": limit(lt.TokenMean),
+    "TokenMean(count)": limit(lambda: lt.TokenMean(lambda batch: 1)),
     "find_lr": limit(Sweeps),
 }
 # Where they change what is trained. Not here: guards, which wait for a bad batch; schedules but for ScheduleFree.
@@ -143,6 +145,7 @@ WITHOUT: dict[str, set[str]] = {
     # Its start is a share of a training that is made longer; that steps go past Lightning is known after the first one.
     "SWA": {"resumes", "past Lightning"},
     "Throughput": {"training_step(dataloader_iter)"},  # whose batches are known at their end
+    "TokenMean": {"accumulate", "accumulation"},  # where it does something: the last window is short
 }
 # Where sums have another order; the tricks that are compared so.
 TOLERANCES = {"ChannelsLast": 1e-4}

@@ -365,6 +365,22 @@ class PercentileClip(Naive):
             gradient *= min(1.0, np.percentile(self.norms, 10) / self.norms[-1])
 
 
+class AllTargets(Naive):
+    """Each batch counts as its targets, in units of the window's first batch, which begins without gradients."""
+
+    depth = -3
+
+    def descend(self, module: Any, batch: Batch, number: int, share: float) -> None:
+        if not any(gradient.any() for gradient in (p.grad for p in with_gradients(module).values())):
+            self.targets, self.first = 0, batch[1].numel()
+        self.targets += batch[1].numel()
+        super().descend(module, batch, number, share * batch[1].numel() / self.first)
+
+    def clip(self, module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for p in with_gradients(module).values():
+            p.grad *= self.window * self.first / self.targets
+
+
 class Frozen(Naive):
     """The first layer stops at step 3."""
 

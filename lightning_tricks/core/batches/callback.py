@@ -45,6 +45,7 @@ class BatchCallback(Trick):
     target: Names
     prob: float | None = None
     order = 0
+    only_looks = False  # whether it looks at the losses of targets, and changes none
     durations: ClassVar[tuple[str, ...]] = ("start", "stop")
 
     def __init__(self) -> None:
@@ -106,6 +107,11 @@ class BatchCallback(Trick):
                 f"{type(self).__name__}({argument}={asked!r}) finds {found} in the batch, which has {described(batch)}."
                 f" Pass {argument}= with a key, an index, a path such as 'batch.0', or a list of those."
             )
+        self._require_replaceable(batch, paths)
+        return paths
+
+    def _require_replaceable(self, batch: Any, paths: Sequence[Path]) -> None:
+        """Raise for parts of a batch that cannot be replaced by others."""
         containers = [(path[:depth], get(batch, path[:depth])) for path in paths for depth in range(len(path))]
         if closed := [(path, container) for path, container in containers if is_read_only(container)]:
             raise MisconfigurationException(
@@ -117,7 +123,6 @@ class BatchCallback(Trick):
                 f"{type(self).__name__} needs dense inputs and targets, got a batch with {described(batch)}: make them"
                 " dense by to_dense() in on_after_batch_transfer."
             )
-        return paths
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
