@@ -30,6 +30,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance
+from lightning_tricks.callbacks.neftune import NEFTune
 from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing
 from lightning_tricks.callbacks.qat import QAT
@@ -143,6 +144,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "NEFTune",
     "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",

@@ -71,6 +71,13 @@ CATALOGUE = (
         "Mixes hidden representations; meant for text.",
     ),
     Row(
+        ("NEFTune",),
+        "Samples",
+        "callbacks=[lt.NEFTune()]",
+        "Adds noise to the embeddings of tokens; meant for the fine-tuning of language models.",
+        "random numbers for each number of the embeddings",
+    ),
+    Row(
         ("BatchTransform", "CutOut", "ColOut"),
         "Samples",
         "callbacks=[lt.BatchTransform(lt.CutOut())]",

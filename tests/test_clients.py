@@ -33,6 +33,7 @@ LEFT_OUT = {  # callbacks, mixins and changes of networks that are not tried the
     "ExactResume": "is a part of Preemption",
     "GradCacheMixin": "works in modules that are written for it, with embed() and contrast()",
     "MoEBalance": "no model has experts",
+    "NEFTune": "has random numbers that no oracle draws; tests/callbacks adds its noise in models of transformers",
     "SAM": "the settings of SAMMixin",
     "TokenMean": "changes nothing without accumulation; tests/callbacks compares it with large batches of a Llama",
     "add_stochastic_depth": "has random numbers that no oracle draws; it finds the layers of add_squeeze_excite",

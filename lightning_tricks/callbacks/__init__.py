@@ -20,6 +20,7 @@ from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
+from lightning_tricks.callbacks.neftune import NEFTune
 from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing, resize_images
 from lightning_tricks.callbacks.qat import QAT
@@ -64,6 +65,7 @@ __all__ = [
     "LoRA",
     "Mixup",
     "MoEBalance",
+    "NEFTune",
     "Preemption",
     "ProgressiveResizing",
     "RewindOnSpike",

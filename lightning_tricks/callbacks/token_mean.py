@@ -67,7 +67,6 @@ class TokenMean(BatchCallback):
         >>> trainer = pl.Trainer(callbacks=[TokenMean()], accumulate_grad_batches=4, accelerator="cpu", logger=False)
     """
 
-    start, stop, inputs, target = 0, 1.0, None, None
     order = 2  # behind what leaves samples out
     only_looks = True
     durations: ClassVar[tuple[str, ...]] = ()
@@ -135,10 +134,6 @@ class TokenMean(BatchCallback):
     ) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:  # where Lightning sets gradients to zero
             self._counted = self._unit = None
-
-    @override
-    def _is_active(self, trainer: pl.Trainer) -> bool:
-        return True
 
     @override
     def _begin(self) -> None:

@@ -330,6 +330,16 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
+    "NEFTune": Trick(
+        naive=lambda batches, seen: naive.Noisy(seen),
+        callbacks={"on": lambda: [lt.NEFTune(5.0)], "off": lambda: [lt.NEFTune(0.0)]},
+        tokens=True,
+        by_batches=True,
+        yaml={
+            "trainer": {"callbacks": ["NEFTune"]},
+            "model": {"class_path": "tests.conformance.yaml_nets.TokensNet"},
+        },
+    ),
     "ProgressiveResizing": Trick(
         naive=lambda batches, seen: naive.GrowingImages(),
         callbacks={

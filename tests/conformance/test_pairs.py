@@ -70,7 +70,7 @@ UNSEEN = (  # what BatchTransform drew cannot be told from what the other one di
     *("BatchTransform+HardExampleFilter", "Mixup+Mixup(per_sample=True)"),
 )
 # The largest weight of a row lies between two levels: after some steps the last bit decides to which it is rounded.
-ROUNDED = ("HiddenMixup+QAT", "QAT+SAMCallback", "QAT+SAMMixin", "ScheduleFree+QAT")
+ROUNDED = ("HiddenMixup+QAT", "NEFTune+QAT", "QAT+SAMCallback", "QAT+SAMMixin", "ScheduleFree+QAT")
 ORDERED = ("AdaptiveClip+AutoClip", "RewindOnSpike+SkipNonFinite")  # docs/conflicts.md says so
 
 

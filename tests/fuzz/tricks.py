@@ -124,6 +124,7 @@ EXPERTS = {"net": "experts"}  # with a convolution and a wide layer, too
 NEEDS: dict[str, dict[str, str]] = {
     **dict.fromkeys(["BatchTransform", "ChannelsLast", "CutMix", "ProgressiveResizing"], EXPERTS),
     **dict.fromkeys(["Float8", "MoEBalance"], EXPERTS),
+    "NEFTune": {"net": "tokens"},
     "ScheduleFree": {"optimizer": "SGD"},  # whose place its own takes
     "SequenceLengthWarmup(0.5)": {"net": "recurrent"},
 }

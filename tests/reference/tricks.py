@@ -342,6 +342,29 @@ class Hidden(Mixed):
         return logits
 
 
+class Noisy(Naive):
+    """Noise on every number of the embeddings of tokens."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.Embedding):
+                layer.register_forward_hook(self.noisy)
+
+    def given(self, batch: Batch, number: int) -> Batch:
+        self.number = number
+        return batch
+
+    def noisy(self, layer: nn.Module, ids: Any, embedded: Tensor) -> Tensor:
+        _, length, width = embedded.shape
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seen.drawn[self.number]["NEFTune"])
+            noise = 2 * torch.rand(embedded.shape, dtype=embedded.dtype) - 1
+        return embedded + noise * 5 / (length * width) ** 0.5
+
+
 class UnitClip(Naive):
     """A row's or a vector's gradient is at most 0.02 times its weights."""
 

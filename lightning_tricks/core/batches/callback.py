@@ -35,14 +35,15 @@ from lightning_tricks.core.trick import Trick
 class BatchCallback(Trick):
     """Changes training batches after their transfer to the device; a subclass says how.
 
-    A subclass sets ``start``, ``stop``, ``inputs`` and ``target`` before ``super().__init__()``. Callbacks with a
-    ``prob`` are alternatives: at most one of them changes a batch, after all callbacks without one, in their ``order``.
+    A subclass sets those of ``start``, ``stop``, ``inputs`` and ``target`` that it has before ``super().__init__()``.
+    One without ``durations`` is always active. Callbacks with a ``prob`` are alternatives: at most one of them changes
+    a batch, after all callbacks without one, in their ``order``.
     """
 
-    start: int | float
-    stop: int | float
-    inputs: Names
-    target: Names
+    start: int | float = 0
+    stop: int | float = 1.0
+    inputs: Names = None
+    target: Names = None
     prob: float | None = None
     order = 0
     only_looks = False  # whether it looks at the losses of targets, and changes none
@@ -72,6 +73,8 @@ class BatchCallback(Trick):
         """Forget the last batch."""
 
     def _is_active(self, trainer: pl.Trainer) -> bool:
+        if not self.durations:
+            return True
         # Lightning's LearningRateFinder trains before on_train_start, where the durations are resolved.
         return bool(self._steps) and self._steps["start"] <= plan_step(trainer) < self._steps["stop"]
 
