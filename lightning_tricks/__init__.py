@@ -26,6 +26,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.layer_freezing import LayerFreezing
 from lightning_tricks.callbacks.lean_loss import LeanLoss
+from lightning_tricks.callbacks.logit_adjustment import LogitAdjustment
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
@@ -67,6 +68,7 @@ from lightning_tricks.evaluation.temperature import fit_temperature
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
+from lightning_tricks.losses.logit_adjustment import logit_adjustment
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.blur_pool import add_blur_pool
 from lightning_tricks.modules.freeze import freeze
@@ -142,6 +144,7 @@ __all__ = [
     "LeanLoss",
     "LengthBuckets",
     "LoRA",
+    "LogitAdjustment",
     "Mixup",
     "MoEBalance",
     "NEFTune",
@@ -196,6 +199,7 @@ __all__ = [
     "layer_decay_groups",
     "lean_loss",
     "linear",
+    "logit_adjustment",
     "merge_adapters",
     "min_snr_weight",
     "newest_checkpoint",

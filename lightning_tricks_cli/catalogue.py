@@ -122,6 +122,13 @@ CATALOGUE = (
         "a pass over the gradients of an accumulated step",
     ),
     Row(
+        ("LogitAdjustment", "logit_adjustment"),
+        "Losses",
+        "callbacks=[lt.LogitAdjustment()]",
+        "Balances a classifier whose classes are rare and frequent.",
+        "a pass over the training loader before the first step",
+    ),
+    Row(
         ("min_snr_weight",),
         "Losses",
         "loss = (lt.min_snr_weight(alphas_cumprod, t) * error).mean()",

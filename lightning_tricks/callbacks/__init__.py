@@ -16,6 +16,7 @@ from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_los
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.layer_freezing import LayerFreezing, frozen_layers
 from lightning_tricks.callbacks.lean_loss import LeanLoss
+from lightning_tricks.callbacks.logit_adjustment import LogitAdjustment
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
@@ -63,6 +64,7 @@ __all__ = [
     "LayerFreezing",
     "LeanLoss",
     "LoRA",
+    "LogitAdjustment",
     "Mixup",
     "MoEBalance",
     "NEFTune",

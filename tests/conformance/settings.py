@@ -306,6 +306,12 @@ SETTINGS: dict[str, Trick] = {
         refused=("FSDP2", "DeepSpeed"),
         twin="LeanLoss",
     ),
+    "LogitAdjustment": Trick(
+        naive=lambda batches, seen: naive.Adjusted(batches),
+        callbacks={"on": lambda: [lt.LogitAdjustment()], "off": lambda: [lt.LogitAdjustment(tau=0.0)]},
+        yaml={"trainer": {"callbacks": ["LogitAdjustment"]}},
+        refused=("iterable",),
+    ),
     "MoEBalance": Trick(
         naive=lambda batches, seen: NaiveBalance(0.05),
         callbacks={"on": lambda: [lt.MoEBalance(0.05)], "off": lambda: [lt.MoEBalance(0.0)]},

@@ -53,6 +53,7 @@ REFUSED = {  # what is no conflict of two classes, and by which error it is refu
     "GradCacheMixin+LeanLoss": NO_LOGITS,
     'HardExampleFilter(mode="loss")+LeanLoss': NO_LOGITS,
     "HiddenMixup+LeanLoss": NO_LOGITS,
+    "LeanLoss+LogitAdjustment": NO_LOGITS,
     "LeanLoss+Mixup": NO_LOGITS,
     "LeanLoss+Mixup(per_sample=True)": NO_LOGITS,
     "GradCacheMixin+StepInBackward": "Net.backward may call backward more than once",

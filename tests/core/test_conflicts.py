@@ -312,6 +312,10 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((lt.TokenMean, loss_filter)), Run((lt.HardExampleFilter, lt.TokenMean))],
     ),
     "TokenMean-TokenMean": ([Run((lt.TokenMean, partial(lt.TokenMean, len)))], [Run((lt.TokenMean,))]),
+    "LogitAdjustment-LogitAdjustment": (
+        [Run((lt.LogitAdjustment, partial(lt.LogitAdjustment, tau=0.5)))],
+        [Run((lt.LogitAdjustment,))],
+    ),
     "NEFTune-NEFTune": ([Run((lt.NEFTune, partial(lt.NEFTune, 1.0)), Tokens)], [Run((lt.NEFTune,), Tokens)]),
     "Compile-Compile": (
         [Run((partial(lt.Compile, "layers", backend="eager"), partial(lt.Compile, "layers", backend="aot_eager")))],

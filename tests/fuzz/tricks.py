@@ -192,7 +192,7 @@ def known(spec: Spec, name: str, state: str) -> str:
     if state == "on":
         by_targets = ("Mixup", "CutMix", "HiddenMixup", 'HardExampleFilter(mode="loss")')
     two = spec.manual == "two optimizers"
-    if name.startswith(by_targets) and two and spec.loss in ("without targets", "NumPy"):
+    if name.startswith((*by_targets, "LogitAdjustment")) and two and spec.loss in ("without targets", "NumPy"):
         return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
     if name in ("GradualUnfreeze", "LayerFreezing") and two and state == "on":
         return "the loss of an optimizer has no gradient while all of its weights are frozen, as backward says then"

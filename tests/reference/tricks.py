@@ -365,6 +365,24 @@ class Noisy(Naive):
         return embedded + noise * 5 / (length * width) ** 0.5
 
 
+class Adjusted(Naive):
+    """Logits are raised by the logarithm of the share of their class among the labels."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        labels = torch.cat([y.flatten() for _, y in batches])
+        self.prior = torch.tensor([(labels == each).double().mean() for each in range(2)])
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        module.forward = partial(self.raised, module.forward)
+
+    def raised(self, forward: Any, x: Tensor) -> Tensor:
+        logits = forward(x)
+        return logits + self.prior.log().view(-1, *[1] * (logits.ndim - 2)).to(logits.dtype)
+
+    def end(self, module: Any) -> None:
+        del module.forward
+
+
 class UnitClip(Naive):
     """A row's or a vector's gradient is at most 0.02 times its weights."""
 

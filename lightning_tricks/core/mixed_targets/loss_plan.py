@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_tricks.core.mixed_targets.divisors import Divisors
+from lightning_tricks.core.mixed_targets.divisors import Divisors, Loss
 
 Weight = float | Tensor  # one weight for all samples, or weights of shape (B,)
 Choose = Callable[[Tensor], tuple[Tensor, float] | None]
 """A function of the samples' losses (B,): the indices of the samples that count and a factor of their mean, or None
 if all samples count.
 """
+ChangeArguments = Callable[[Loss, dict[str, Any]], dict[str, Any]]
 
 
 class LossPlan:
@@ -33,6 +35,8 @@ class LossPlan:
         self.choose = choose
         self.record = record
         self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix the input of a loss
+        # A function of a loss of torch and its arguments by name, which gives the arguments to call it with.
+        self.change_arguments: ChangeArguments | None = None
         self.divisors: Divisors | None = None  # those of the step's means; None if nobody asks
         self.only_looks = False  # whether no trick of the batch changes its losses
         self.remedy = ""  # what to do about a loss that cannot follow the plan; empty for leaving the tricks out
@@ -51,7 +55,8 @@ class LossPlan:
     @property
     def needs_torch_loss(self) -> bool:
         """Whether only a loss of torch may see the target; a formula by hand could be the negative of a loss."""
-        return any(change is not None for change in (self.choose, self.mix_predictions, self.divisors))
+        changes = (self.choose, self.mix_predictions, self.change_arguments, self.divisors)
+        return any(change is not None for change in changes)
 
     def number_samples(self, samples: int, device: torch.device) -> Tensor | None:
         """Note how many samples the batch has, and return their numbers (B,); None if all samples count equally."""

@@ -158,6 +158,8 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     calls = [_arguments(args, kwargs, number) for number in range(len(targets[0].branches))]
     if plan.mix_predictions is not None and is_loss(func):
         calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
+    if plan.change_arguments is not None and is_loss(func):
+        calls = [((), plan.change_arguments(func, arguments(func, *call))) for call in calls]
     unclear = next((target.unclear for target in targets if target.unclear), "")
     if plan.by_samples and not unclear:
         try:
