@@ -21,6 +21,7 @@ from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
+from lightning_tricks.callbacks.gradient_stats import GradientStats
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
@@ -134,6 +135,7 @@ __all__ = [
     "FSDP2Preset",
     "Float8",
     "GradCacheMixin",
+    "GradientStats",
     "GradualUnfreeze",
     "HardExampleFilter",
     "Hardware",

@@ -359,6 +359,13 @@ CATALOGUE = (
         ("InspectTraining", "TrainingInspection"),
     ),
     Row(
+        ("GradientStats",),
+        "Checks",
+        "callbacks=[lt.GradientStats()]",
+        "Logs the norms of gradients, weights and updates of each group of layers.",
+        "a copy of the weights and three passes over them, in one of 50 steps",
+    ),
+    Row(
         ("Throughput", "profile_tricks"),
         "Checks",
         "callbacks=[lt.Throughput()]",

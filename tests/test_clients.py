@@ -32,6 +32,7 @@ LEFT_OUT = {  # callbacks, mixins and changes of networks that are not tried the
     "Compile": "compiling takes a minute for each model",
     "ExactResume": "is a part of Preemption",
     "GradCacheMixin": "works in modules that are written for it, with embed() and contrast()",
+    "GradientStats": "reads the gradients and weights that InspectTraining reads",
     "LogitAdjustment": "changes the losses of classifiers alone; tests/callbacks compares it with modules by hand",
     "MoEBalance": "no model has experts",
     "NEFTune": "has random numbers that no oracle draws; tests/callbacks adds its noise in models of transformers",

@@ -11,6 +11,7 @@ from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
+from lightning_tricks.callbacks.gradient_stats import GradientStats
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
@@ -57,6 +58,7 @@ __all__ = [
     "DataWait",
     "ExactResume",
     "Float8",
+    "GradientStats",
     "GradualUnfreeze",
     "HardExampleFilter",
     "HiddenMixup",

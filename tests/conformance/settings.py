@@ -169,6 +169,11 @@ SETTINGS: dict[str, Trick] = {
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.ChunkedNet", "init_args": {"chunk": 4}}},
         refused=("DeepSpeed", "manual"),
     ),
+    "GradientStats": neutral(
+        lambda: lt.GradientStats(every_n_steps=1),
+        {"class_path": "GradientStats", "init_args": {"every_n_steps": 1}},
+        "DeepSpeed",
+    ),
     "GradualUnfreeze": Trick(
         naive=lambda batches, seen: naive.Unfrozen(),
         callbacks={
