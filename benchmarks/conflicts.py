@@ -59,7 +59,7 @@ def _public(other: str) -> list[str]:
         "AveragingCallback": ["EMA", "SWA"],
         "MixingCallback": ["Mixup", "CutMix", "HiddenMixup"],
         "SAMHooks": ["SAMMixin", "SAMCallback"],
-        "GradientCallback": ["AdaptiveClip", "AutoClip", "InspectTraining"],
+        "GradientCallback": ["AdaptiveClip", "AutoClip", "GradientStats", "InspectTraining"],
     }
     return names.get(other, [other])
 

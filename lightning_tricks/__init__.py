@@ -21,15 +21,18 @@ from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA
 from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
+from lightning_tricks.callbacks.gradient_stats import GradientStats
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.layer_freezing import LayerFreezing
 from lightning_tricks.callbacks.lean_loss import LeanLoss
+from lightning_tricks.callbacks.logit_adjustment import LogitAdjustment
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance
+from lightning_tricks.callbacks.neftune import NEFTune
 from lightning_tricks.callbacks.post_hoc_ema import PostHocEMA
 from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing
@@ -43,6 +46,7 @@ from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 from lightning_tricks.callbacks.throughput import Throughput
+from lightning_tricks.callbacks.token_mean import TokenMean
 from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
 from lightning_tricks.callbacks.transforms.colout import ColOut
 from lightning_tricks.callbacks.transforms.cutout import CutOut
@@ -69,6 +73,7 @@ from lightning_tricks.evaluation.temperature import fit_temperature
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
+from lightning_tricks.losses.logit_adjustment import logit_adjustment
 from lightning_tricks.modules.bias_before_batchnorm import drop_bias_before_batchnorm
 from lightning_tricks.modules.blur_pool import add_blur_pool
 from lightning_tricks.modules.freeze import freeze
@@ -134,6 +139,7 @@ __all__ = [
     "FSDP2Preset",
     "Float8",
     "GradCacheMixin",
+    "GradientStats",
     "GradualUnfreeze",
     "HardExampleFilter",
     "Hardware",
@@ -145,8 +151,10 @@ __all__ = [
     "LeanLoss",
     "LengthBuckets",
     "LoRA",
+    "LogitAdjustment",
     "Mixup",
     "MoEBalance",
+    "NEFTune",
     "PostHocEMA",
     "Preemption",
     "ProgressiveResizing",
@@ -161,6 +169,7 @@ __all__ = [
     "TerminateOnNonFinite",
     "Throughput",
     "TokenBuckets",
+    "TokenMean",
     "UnknownTotalSteps",
     "ZeROPreset",
     "adamw",
@@ -199,6 +208,7 @@ __all__ = [
     "layer_decay_groups",
     "lean_loss",
     "linear",
+    "logit_adjustment",
     "merge_adapters",
     "min_snr_weight",
     "newest_checkpoint",

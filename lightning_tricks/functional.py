@@ -15,6 +15,7 @@ from lightning_tricks.core.batches.growing import growing_size
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
+from lightning_tricks.losses.logit_adjustment import logit_adjustment
 from lightning_tricks.modules.sam.rules import asam_perturb_, sam_perturb_
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "growing_size",
     "info_nce",
     "lean_loss",
+    "logit_adjustment",
     "min_snr_weight",
     "mixup",
     "ohem_loss",

@@ -79,6 +79,13 @@ CATALOGUE = (
         "Mixes hidden representations; meant for text.",
     ),
     Row(
+        ("NEFTune",),
+        "Samples",
+        "callbacks=[lt.NEFTune()]",
+        "Adds noise to the embeddings of tokens; meant for the fine-tuning of language models.",
+        "random numbers for each number of the embeddings",
+    ),
+    Row(
         ("BatchTransform", "CutOut", "ColOut"),
         "Samples",
         "callbacks=[lt.BatchTransform(lt.CutOut())]",
@@ -114,6 +121,20 @@ CATALOGUE = (
         "class Net(lt.GradCacheMixin, L.LightningModule): chunk = 32",
         "Contrastive losses over all devices, and batches larger than memory.",
         "a second forward pass",
+    ),
+    Row(
+        ("TokenMean",),
+        "Losses",
+        "callbacks=[lt.TokenMean()]",
+        "Makes accumulated and distributed batches count by their targets.",
+        "a pass over the gradients of an accumulated step",
+    ),
+    Row(
+        ("LogitAdjustment", "logit_adjustment"),
+        "Losses",
+        "callbacks=[lt.LogitAdjustment()]",
+        "Balances a classifier whose classes are rare and frequent.",
+        "a pass over the training loader before the first step",
     ),
     Row(
         ("min_snr_weight",),
@@ -352,6 +373,13 @@ CATALOGUE = (
         "Finds samples whose labels are probably wrong.",
         "56 bytes a sample in host memory",
         ("LabelReport",),
+    ),
+    Row(
+        ("GradientStats",),
+        "Checks",
+        "callbacks=[lt.GradientStats()]",
+        "Logs the norms of gradients, weights and updates of each group of layers.",
+        "a copy of the weights and three passes over them, in one of 50 steps",
     ),
     Row(
         ("Throughput", "profile_tricks"),

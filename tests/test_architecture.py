@@ -277,7 +277,7 @@ HOST = {  # where tensors without a device are right, by file or folder, or by f
     "callbacks/skip_non_finite.py SkipNonFinite.on_before_optimizer_step": "a logged number is in host memory already",
     "callbacks/mixup.py Mixup._mix": "numbers drawn on the host, moved to the device of the inputs",
     "callbacks/transforms/cutout.py CutOut.of_batch": "numbers drawn on the host, moved to the device of the images",
-    "core/lightning/trainer.py log_every_n_steps": "a logged number is in host memory already",
+    "core/lightning/trainer.py log_metrics": "a logged number is in host memory already",
 }
 
 

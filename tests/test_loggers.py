@@ -25,6 +25,11 @@ KEYS = {
     "AutoClip": {"tricks/grad_norm", "tricks/clip_value"},
     "DataWait": {"tricks/data_wait"},
     "EMA": {"tricks/ema_decay", "tricks/ema_distance"},
+    "GradientStats": {
+        f"tricks/{kind}{group}"
+        for kind in ("gradient_norm", "weight_norm", "update_norm", "update_ratio")
+        for group in ("", "/layers.0", "/layers.1", "/layers.3")
+    },
     "HardExampleFilter": {"tricks/kept_fraction", "tricks/loss_threshold"},
     "RewindOnSpike": {"tricks/rewinds"},
     "SAMCallback": {"tricks/sam_grad_norm"},
@@ -34,7 +39,8 @@ KEYS = {
     "SkipNonFinite": {"tricks/skipped_steps"},
     "Throughput": {"tricks/samples_per_second", "tricks/teraflops"},
 }
-EVERY = {key for name, keys in KEYS.items() for key in keys if name != "ScheduleFree"}  # beside which no average may be
+# ScheduleFree has no average beside it, and GradientStats has steps of its own.
+EVERY = {key for name, keys in KEYS.items() for key in keys if name not in ("GradientStats", "ScheduleFree")}
 STEPS = [1, 3, 5, 7, 9, 11]  # of two epochs of six batches, every second
 
 

@@ -11,15 +11,18 @@ from lightning_tricks.callbacks.data_wait import DataWait
 from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
+from lightning_tricks.callbacks.gradient_stats import GradientStats
 from lightning_tricks.callbacks.gradual_unfreeze import GradualUnfreeze
 from lightning_tricks.callbacks.hard_examples import HardExampleFilter, ohem_loss
 from lightning_tricks.callbacks.hidden_mixup import HiddenMixup
 from lightning_tricks.callbacks.layer_freezing import LayerFreezing, frozen_layers
 from lightning_tricks.callbacks.lean_loss import LeanLoss
+from lightning_tricks.callbacks.logit_adjustment import LogitAdjustment
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.callbacks.lr_schedule import LRSchedule
 from lightning_tricks.callbacks.mixup import Mixup, mixup
 from lightning_tricks.callbacks.moe_balance import MoEBalance, balance_experts_
+from lightning_tricks.callbacks.neftune import NEFTune
 from lightning_tricks.callbacks.post_hoc_ema import PostHocEMA, power_decay
 from lightning_tricks.callbacks.preemption import Preemption
 from lightning_tricks.callbacks.progressive_resizing import ProgressiveResizing, resize_images
@@ -33,6 +36,7 @@ from lightning_tricks.callbacks.step_in_backward import StepInBackward
 from lightning_tricks.callbacks.swa import SWA
 from lightning_tricks.callbacks.terminate_on_non_finite import TerminateOnNonFinite
 from lightning_tricks.callbacks.throughput import Throughput
+from lightning_tricks.callbacks.token_mean import TokenMean
 from lightning_tricks.callbacks.transforms.batch_transform import BatchTransform
 from lightning_tricks.callbacks.transforms.colout import ColOut, colout
 from lightning_tricks.callbacks.transforms.cutout import CutOut, cutout
@@ -55,6 +59,7 @@ __all__ = [
     "DataWait",
     "ExactResume",
     "Float8",
+    "GradientStats",
     "GradualUnfreeze",
     "HardExampleFilter",
     "HiddenMixup",
@@ -62,8 +67,10 @@ __all__ = [
     "LayerFreezing",
     "LeanLoss",
     "LoRA",
+    "LogitAdjustment",
     "Mixup",
     "MoEBalance",
+    "NEFTune",
     "PostHocEMA",
     "Preemption",
     "ProgressiveResizing",
@@ -75,6 +82,7 @@ __all__ = [
     "StepInBackward",
     "TerminateOnNonFinite",
     "Throughput",
+    "TokenMean",
     "adaptive_clip_",
     "balance_experts_",
     "colout",

@@ -205,7 +205,7 @@ class HardExampleFilter(BatchCallback):
         size = self._samples(context.batch)
         sizes = later_extremes(trainer, size)  # which are here when there are losses
         if self.mode == "prune":
-            losses = self._losses(trainer, context.batch)
+            losses = self._losses(trainer, context)
             # Through BatchNorm one NaN spoils the losses of all samples. Guards must see the sample that has it.
             if losses is not None and not losses.isnan().any():
                 context.batch = self._selected(context.batch, self._keep(losses, sizes()[0]), size)
@@ -226,11 +226,11 @@ class HardExampleFilter(BatchCallback):
             context.plan.choose = context.plan.choose or (lambda losses: None)
             context.plan_targets(self, self.targets_in(context.batch))
             return
-        self._losses(trainer, context.batch)
+        self._losses(trainer, context)
         self._selected(context.batch, slice(0, size), size)
 
-    def _losses(self, trainer: pl.Trainer, batch: Any) -> Tensor | None:
-        targets = self.targets_in(batch)
+    def _losses(self, trainer: pl.Trainer, context: BatchContext) -> Tensor | None:
+        batch, targets = context.batch, self.targets_in(context.batch)
         if others := [other for target in targets for other in other_samples(batch, target)]:
             raise MisconfigurationException(
                 f'HardExampleFilter(mode="prune") cuts all parts of a batch to the same samples, got'
@@ -239,7 +239,7 @@ class HardExampleFilter(BatchCallback):
             )
         if self.score_scale is not None:
             batch = shrunk(batch, self.inputs_in(batch), self.score_scale)
-        score = partial(per_sample_losses, trainer, batch, targets)
+        score = partial(per_sample_losses, trainer, batch, targets, context.plan.change_arguments)
         return self._scoring(trainer.lightning_module, score, lambda: None)
 
     def _selected(self, batch: Any, kept: Samples, size: int) -> Any:

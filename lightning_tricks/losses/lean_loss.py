@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.mixed_targets.target import MixedTarget
 from lightning_tricks.losses.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["lean_loss"]
@@ -152,6 +153,9 @@ class Logits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         logits = args[0] if args and isinstance(args[0], Logits) else None
+        target = args[1] if len(args) > 1 else kwargs.get("target")
+        if isinstance(target, MixedTarget) and target.plan.only_looks:  # which hands on the plain target
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             name = _name(func)
             # FSDP2 asks for the base of whatever leaves its modules.

@@ -55,6 +55,7 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     # functions of tensors, which see no Trainer; those of embeddings gather them from the ranks
     "clip_loss": "losses/test_contrastive.py",
     "info_nce": "losses/test_contrastive.py",
+    "logit_adjustment": "losses/test_logit_adjustment.py",
     "min_snr_weight": "losses/test_diffusion.py",
     "functional": "modules/test_blur_pool.py",
     # optimizers and their groups, each in the engines that it is for

@@ -170,6 +170,11 @@ SETTINGS: dict[str, Trick] = {
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.ChunkedNet", "init_args": {"chunk": 4}}},
         refused=("DeepSpeed", "manual"),
     ),
+    "GradientStats": neutral(
+        lambda: lt.GradientStats(every_n_steps=1),
+        {"class_path": "GradientStats", "init_args": {"every_n_steps": 1}},
+        "DeepSpeed",
+    ),
     "GradualUnfreeze": Trick(
         naive=lambda batches, seen: naive.Unfrozen(),
         callbacks={
@@ -308,6 +313,12 @@ SETTINGS: dict[str, Trick] = {
         refused=("FSDP2", "DeepSpeed"),
         twin="LeanLoss",
     ),
+    "LogitAdjustment": Trick(
+        naive=lambda batches, seen: naive.Adjusted(batches),
+        callbacks={"on": lambda: [lt.LogitAdjustment()], "off": lambda: [lt.LogitAdjustment(tau=0.0)]},
+        yaml={"trainer": {"callbacks": ["LogitAdjustment"]}},
+        refused=("iterable",),
+    ),
     "MoEBalance": Trick(
         naive=lambda batches, seen: NaiveBalance(0.05),
         callbacks={"on": lambda: [lt.MoEBalance(0.05)], "off": lambda: [lt.MoEBalance(0.0)]},
@@ -331,6 +342,16 @@ SETTINGS: dict[str, Trick] = {
         },
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
+    ),
+    "NEFTune": Trick(
+        naive=lambda batches, seen: naive.Noisy(seen),
+        callbacks={"on": lambda: [lt.NEFTune(5.0)], "off": lambda: [lt.NEFTune(0.0)]},
+        tokens=True,
+        by_batches=True,
+        yaml={
+            "trainer": {"callbacks": ["NEFTune"]},
+            "model": {"class_path": "tests.conformance.yaml_nets.TokensNet"},
+        },
     ),
     "ProgressiveResizing": Trick(
         naive=lambda batches, seen: naive.GrowingImages(),
@@ -483,6 +504,13 @@ SETTINGS: dict[str, Trick] = {
         },
     ),
     "wsd": schedule(lt.wsd),
+    "TokenMean": Trick(
+        naive=lambda batches, seen: naive.AllTargets(),
+        callbacks={"on": lambda: [lt.TokenMean()]},
+        windows=True,
+        yaml={"trainer": {"callbacks": ["TokenMean"]}},
+        refused=("DeepSpeed", "manual"),
+    ),
 }
 
 # Where a fit costs much: what has a twin there is left to `make test-all` and `make matrix`.

@@ -25,6 +25,7 @@ MORE = {
     "LeanLoss": ((-3, 6), "the head is called eagerly, and torch gives up a Sequential whose loop is interrupted"),
     "lean_loss": ((-3, 6), "the head is called eagerly, and torch gives up a Sequential whose loop is interrupted"),
     'LoRA(variant="dora")': ((6, 11), "peft asks each call whether a weight is one of torchao's"),
+    "NEFTune": ((6, 6), "the hook of the embedding draws random numbers of the batch's seed"),
     "QAT": ((8, 13), "torchao imports a module in each call of a quantized layer"),
 }
 

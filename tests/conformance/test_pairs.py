@@ -55,6 +55,7 @@ REFUSED = {  # what is no conflict of two classes, and by which error it is refu
     'HardExampleFilter(mode="loss")+LeanLoss': NO_LOGITS,
     "HiddenMixup+LeanLoss": NO_LOGITS,
     "LabelErrors+LeanLoss": NO_LOGITS,
+    "LeanLoss+LogitAdjustment": NO_LOGITS,
     "LeanLoss+Mixup": NO_LOGITS,
     "LeanLoss+Mixup(per_sample=True)": NO_LOGITS,
     "GradCacheMixin+StepInBackward": "Net.backward may call backward more than once",
@@ -72,7 +73,7 @@ UNSEEN = (  # what BatchTransform drew cannot be told from what the other one di
     *("BatchTransform+HardExampleFilter", "Mixup+Mixup(per_sample=True)"),
 )
 # The largest weight of a row lies between two levels: after some steps the last bit decides to which it is rounded.
-ROUNDED = ("HiddenMixup+QAT", "QAT+SAMCallback", "QAT+SAMMixin", "ScheduleFree+QAT")
+ROUNDED = ("HiddenMixup+QAT", "NEFTune+QAT", "QAT+SAMCallback", "QAT+SAMMixin", "ScheduleFree+QAT")
 ORDERED = ("AdaptiveClip+AutoClip", "RewindOnSpike+SkipNonFinite")  # docs/conflicts.md says so
 
 

@@ -21,7 +21,7 @@ from tests.reference.loop import Both, Naive
 from tests.reference.tricks import spoil
 
 LAST_GOOD = "last_good.ckpt"
-NEEDS = ("images", "masks", "grows", "convolutions", "experts", "wide")  # of a network
+NEEDS = ("images", "masks", "grows", "convolutions", "experts", "wide", "tokens")  # of a network
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,11 @@ class Trick:
         by_batches: Whether it treats each batch apart, so that two batches are not as one of twice the size.
         by_numbers: Whether it needs the numbers of the samples, which a loader with a state keeps to itself. It resumes
             exactly with any other.
+        windows: Whether it does something only where gradients are accumulated.
         convolutions: Whether it needs convolutions.
         experts: Whether it needs a mixture of experts.
         wide: Whether it needs a layer with 16 inputs and outputs.
+        tokens: Whether it needs an embedding of tokens.
         chunk: The samples in a chunk of GradCacheMixin, by the same key.
         yaml: What a user adds to a LightningCLI configuration for it; None for a function, which YAML does not call.
         neutral: Whether trained weights are those without it: it saves memory or time, or only looks.
@@ -63,9 +65,11 @@ class Trick:
     grows: bool = False
     by_batches: bool = False
     by_numbers: bool = False
+    windows: bool = False
     convolutions: bool = False
     experts: bool = False
     wide: bool = False
+    tokens: bool = False
     chunk: dict[str, int] | None = None
     yaml: dict[str, Any] | None = None
     neutral: bool = False
@@ -77,8 +81,9 @@ class Trick:
 
     def plain(self, base: type[Net]) -> type[Net]:
         """``base`` with what the trick needs to be there."""
-        for needed, make in ((self.convolutions, convolve), (self.experts, with_experts), (self.wide, widen)):
-            base = made(base, make) if needed else base
+        made_of = {"convolutions": convolve, "tokens": embed, "experts": with_experts, "wide": widen}
+        for needed, make in made_of.items():
+            base = made(base, make) if getattr(self, needed) else base
         if self.images or self.grows:
             base = seeing(base, filled if self.grows else lambda x: x.flatten(1))
         if self.images:  # rows and columns; the transfer hook makes them, behind which batch tricks work
@@ -233,6 +238,23 @@ def widen(base: type[Net], module: Net) -> None:
     base.__init__(module)
     *layers, last = module.layers
     module.layers = nn.Sequential(*layers, nn.Linear(16, 16), nn.Tanh(), last)
+
+
+class Words(nn.Module):
+    """Adds the embeddings of tokens to features, each of which is one of two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x > 0).long()).sum(2)
+
+
+def embed(base: type[Net], module: Net) -> None:
+    """Have embeddings of tokens before the last layer."""
+    base.__init__(module)
+    module.layers.insert(len(module.layers) - 1, Words())
 
 
 def neutral(

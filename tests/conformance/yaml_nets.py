@@ -11,6 +11,7 @@ from tests.callbacks.test_moe_balance import with_experts
 from tests.conformance.trick import (
     as_masks,
     convolve,
+    embed,
     filled,
     in_chunks,
     lean,
@@ -113,6 +114,13 @@ class WideNet(NormNet):
 
     def __init__(self, lr: float = 0.1) -> None:
         widen(NormNet, self)
+
+
+class TokensNet(NormNet):
+    """Has an embedding of tokens."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        embed(NormNet, self)
 
 
 class SpoiledNet(NormNet):

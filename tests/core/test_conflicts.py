@@ -36,6 +36,7 @@ from lightning_tricks.core.trick import Conflict
 from tests.callbacks.test_float8 import Wide
 from tests.callbacks.test_moe_balance import with_experts
 from tests.conformance.settings import SNAPSHOTS
+from tests.conformance.trick import embed
 from tests.nets import PlainNet, assert_close, build, fit, loader, weights
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -94,6 +95,11 @@ class SharpChunks(lt.SAMMixin, Chunked):
 class Mixture(PlainNet):
     def __init__(self) -> None:
         with_experts(PlainNet, self)
+
+
+class Tokens(PlainNet):
+    def __init__(self) -> None:
+        embed(PlainNet, self)
 
 
 class Backbone(PlainNet):
@@ -319,6 +325,17 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
         [Run((partial(float8, "layers.2"), partial(lt.QAT, modules="layers.0")), Wide)],
     ),
     "Float8-LoRA": ([Run((float8, adapters), Wide)], [Run((float8,), Wide)]),
+    "TokenMean-SAMHooks": ([Run((lt.TokenMean,), Split)], [Run((lt.TokenMean,), Sharp)]),
+    "TokenMean-HardExampleFilter": (
+        [Run((lt.TokenMean, partial(loss_filter, across_ranks=True)))],
+        [Run((lt.TokenMean, loss_filter)), Run((lt.HardExampleFilter, lt.TokenMean))],
+    ),
+    "TokenMean-TokenMean": ([Run((lt.TokenMean, partial(lt.TokenMean, len)))], [Run((lt.TokenMean,))]),
+    "LogitAdjustment-LogitAdjustment": (
+        [Run((lt.LogitAdjustment, partial(lt.LogitAdjustment, tau=0.5)))],
+        [Run((lt.LogitAdjustment,))],
+    ),
+    "NEFTune-NEFTune": ([Run((lt.NEFTune, partial(lt.NEFTune, 1.0)), Tokens)], [Run((lt.NEFTune,), Tokens)]),
     "Compile-Compile": (
         [Run((partial(lt.Compile, "layers", backend="eager"), partial(lt.Compile, "layers", backend="aot_eager")))],
         [Run((partial(lt.Compile, "layers.0", backend="eager"), partial(lt.Compile, "layers.2", backend="eager")))],

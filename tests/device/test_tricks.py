@@ -19,6 +19,7 @@ from tests.device.waits import waits_of
 from tests.nets import assert_close, assert_equal
 
 OTHER_BRANCH = ("AutoClip",)  # computes with numbers on the CPU, and with tensors on a device
+OTHER_NUMBERS = ("NEFTune",)  # draws random numbers on the device, of a generator of its own
 OTHER_MATHS = ("Float8",)  # torchao computes scales in float64, which not all devices have
 
 
@@ -80,5 +81,6 @@ def test_so_does_a_real_device(precision: str, name: str, tmp_path: Path) -> Non
     still = precision != "fp16" and name != "Compile" and waits_of(name)[0] == 0  # compiling may wait
     found = fit(trick, precision, tmp_path / "a", Device("cuda"), still=still)
     expected = fit(trick, precision, tmp_path / "b", CPU)
-    assert_close(found.weights, expected.weights, TOLERANCES[precision])
+    if name not in OTHER_NUMBERS:
+        assert_close(found.weights, expected.weights, TOLERANCES[precision])
     assert found.devices == {"cuda"}

@@ -131,6 +131,11 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "add_stochastic_depth": {"model": layers, "rate": lambda: 0.1, "modules": lambda: "0"},
     "clip_loss": {"images": lambda: torch.eye(4), "texts": lambda: torch.eye(4)},
     "info_nce": {"queries": lambda: torch.eye(4), "keys": lambda: torch.eye(4)},
+    "logit_adjustment": {
+        "logits": lambda: torch.ones(4, 3),
+        "targets": lambda: torch.tensor([0, 1, 2, 0]),
+        "prior": lambda: torch.tensor([0.5, 0.3, 0.2]),
+    },
     "min_snr_weight": {"alphas_cumprod": lambda: torch.linspace(0.9, 0.1, 4), "t": lambda: torch.tensor([0, 3])},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
     "compare": {

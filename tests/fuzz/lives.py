@@ -100,6 +100,7 @@ TRICKS: dict[str, Callable[[Path], pl.Callback]] = {
     "AutoClip": lambda _: lt.AutoClip(10),
     "PostHocEMA": lambda folder: lt.PostHocEMA(folder / "ema", sigma_rels=LENGTHS, every_n_steps=3),
     "SequenceLengthWarmup": lambda _: lt.SequenceLengthWarmup(0.5, stop=0.75, multiple_of=1),
+    "TokenMean": lambda _: lt.TokenMean(),
 }
 
 
@@ -237,6 +238,7 @@ class Plain:
         self.norms: list[float] = []
         self.epoch = self.batch = self.taken = 0  # epochs that are over, batches of the next one, optimizer steps
         self.batches = 0  # in an epoch, at present
+        self.targets = 0  # in the gradients of a window, so far
         self.waits = False  # whether a checkpoint is restored, and no batch was trained since
         self.saved: Plain | None = None
 
@@ -307,10 +309,14 @@ class Plain:
                 if leg.max_steps != -1 and self.taken >= leg.max_steps:
                     break
                 if not seen:
+                    self.targets = 0
                     self.begin(total, step)
                 if self.batch % leg.accumulated == 0:
                     self.optimizer.zero_grad()
-                self.descend(self.begun(x, total, step), y, 1 / leg.accumulated)
+                    self.targets = 0
+                self.targets += len(y)
+                share = len(y) if "TokenMean" in self.life.tricks else 1 / leg.accumulated
+                self.descend(self.begun(x, total, step), y, share)
                 self.batch, seen, self.waits = self.batch + 1, seen + 1, False
                 if self.batch % leg.accumulated == 0 or self.batch == leg.batches:
                     rates.append(self.rate(total, step))
@@ -358,6 +364,8 @@ class Plain:
 
     def step(self, rate: float) -> None:
         gradients = [weight.grad for weight in self.layers.parameters() if weight.grad is not None]
+        if "TokenMean" in self.life.tricks:
+            torch._foreach_div_(gradients, self.targets)
         if "AutoClip" in self.life.tricks:
             self.norms.append(math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients)))
             for gradient in gradients:
@@ -425,7 +433,9 @@ def legs() -> st.SearchStrategy[Leg]:
 
 def lives() -> st.SearchStrategy[Life]:
     averages = st.sampled_from([(), ("EMA",), ("EMA(start=0.5)",)])
-    others = st.sets(st.sampled_from(["AutoClip", "PostHocEMA", "SequenceLengthWarmup", "SAM"])).map(sorted)
+    others = st.sets(st.sampled_from(["AutoClip", "PostHocEMA", "SequenceLengthWarmup", "SAM", "TokenMean"])).map(
+        sorted
+    )
     return st.builds(
         lambda average, other, schedule, first, rest: Life(
             (*average, *other), schedule, (replace(first, begins="fresh"), *rest)

@@ -95,6 +95,8 @@ TRICKS = {
     "CutMix(prob=1e-9)": limit(lambda: lt.CutMix(prob=1e-9)),
     "HiddenMixup(prob=1e-9)": limit(lambda: lt.HiddenMixup("layers.1", prob=1e-9)),
     "SequenceLengthWarmup": limit(lambda: lt.SequenceLengthWarmup(0.999, multiple_of=1)),
+    "TokenMean": limit(lt.TokenMean),
+    "TokenMean(count)": limit(lambda: lt.TokenMean(lambda batch: 1)),
     "find_lr": limit(Sweeps),
 }
 # Where they change what is trained. Not here: guards, which wait for a bad batch; schedules but for ScheduleFree.
@@ -122,6 +124,7 @@ EXPERTS = {"net": "experts"}  # with a convolution and a wide layer, too
 NEEDS: dict[str, dict[str, str]] = {
     **dict.fromkeys(["BatchTransform", "ChannelsLast", "CutMix", "ProgressiveResizing"], EXPERTS),
     **dict.fromkeys(["Float8", "MoEBalance"], EXPERTS),
+    "NEFTune": {"net": "tokens"},
     "ScheduleFree": {"optimizer": "SGD"},  # whose place its own takes
     "SequenceLengthWarmup(0.5)": {"net": "recurrent"},
 }
@@ -143,6 +146,7 @@ WITHOUT: dict[str, set[str]] = {
     # Its start is a share of a training that is made longer; that steps go past Lightning is known after the first one.
     "SWA": {"resumes", "past Lightning"},
     "Throughput": {"training_step(dataloader_iter)"},  # whose batches are known at their end
+    "TokenMean": {"accumulate", "accumulation"},  # where it does something: the last window is short
 }
 # Where sums have another order; the tricks that are compared so.
 TOLERANCES = {"ChannelsLast": 1e-4}
@@ -188,7 +192,7 @@ def known(spec: Spec, name: str, state: str) -> str:
     if state == "on":
         by_targets = ("Mixup", "CutMix", "HiddenMixup", 'HardExampleFilter(mode="loss")')
     two = spec.manual == "two optimizers"
-    if name.startswith(by_targets) and two and spec.loss in ("without targets", "NumPy"):
+    if name.startswith((*by_targets, "LogitAdjustment")) and two and spec.loss in ("without targets", "NumPy"):
         return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
     if name in ("GradualUnfreeze", "LayerFreezing") and two and state == "on":
         return "the loss of an optimizer has no gradient while all of its weights are frozen, as backward says then"

@@ -18,6 +18,7 @@ class Naive:
 
     autocast: torch.dtype | None = None  # of the loop
     scale = 1.0  # of its losses
+    window = 1  # the batches of its steps
     depth = 3  # Of two tricks in a loop, the one with the smaller number is around the other one.
     inner: Naive | None = None  # The trick inside of this one, whose losses and gradients this one starts from.
     outer: Naive | None = None  # The trick around this one, whose loss is that of both.
@@ -85,6 +86,12 @@ class Both(Naive):
     def size(self, epoch: int, accumulate: int) -> int:
         return max(form.size(epoch, accumulate) for form in self.forms)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "window":
+            for form in self.forms:
+                form.window = value
+
     def factor(self, step: int, total: int) -> float:
         return math.prod(form.factor(step, total) for form in self.forms)
 
@@ -143,7 +150,7 @@ def naive_fit(
     trick.begin(module, optimizer)
     base = [group["lr"] for group in optimizer.param_groups]
     for epoch in range(epochs):
-        size = trick.size(epoch, accumulate)
+        size = trick.window = trick.size(epoch, accumulate)
         for first in range(0, len(batches), size):
             optimizer.zero_grad()
             for group, lr in zip(optimizer.param_groups, base, strict=True):

@@ -342,6 +342,47 @@ class Hidden(Mixed):
         return logits
 
 
+class Noisy(Naive):
+    """Noise on every number of the embeddings of tokens."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.Embedding):
+                layer.register_forward_hook(self.noisy)
+
+    def given(self, batch: Batch, number: int) -> Batch:
+        self.number = number
+        return batch
+
+    def noisy(self, layer: nn.Module, ids: Any, embedded: Tensor) -> Tensor:
+        _, length, width = embedded.shape
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seen.drawn[self.number]["NEFTune"])
+            noise = 2 * torch.rand(embedded.shape, dtype=embedded.dtype) - 1
+        return embedded + noise * 5 / (length * width) ** 0.5
+
+
+class Adjusted(Naive):
+    """Logits are raised by the logarithm of the share of their class among the labels."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        labels = torch.cat([y.flatten() for _, y in batches])
+        self.prior = torch.tensor([(labels == each).double().mean() for each in range(2)])
+
+    def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        module.forward = partial(self.raised, module.forward)
+
+    def raised(self, forward: Any, x: Tensor) -> Tensor:
+        logits = forward(x)
+        return logits + self.prior.log().view(-1, *[1] * (logits.ndim - 2)).to(logits.dtype)
+
+    def end(self, module: Any) -> None:
+        del module.forward
+
+
 class UnitClip(Naive):
     """A row's or a vector's gradient is at most 0.02 times its weights."""
 
@@ -363,6 +404,22 @@ class PercentileClip(Naive):
         self.norms.append(math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients)))
         for gradient in gradients:
             gradient *= min(1.0, np.percentile(self.norms, 10) / self.norms[-1])
+
+
+class AllTargets(Naive):
+    """Each batch counts as its targets, in units of the window's first batch, which begins without gradients."""
+
+    depth = -3
+
+    def descend(self, module: Any, batch: Batch, number: int, share: float) -> None:
+        if not any(gradient.any() for gradient in (p.grad for p in with_gradients(module).values())):
+            self.targets, self.first = 0, batch[1].numel()
+        self.targets += batch[1].numel()
+        super().descend(module, batch, number, share * batch[1].numel() / self.first)
+
+    def clip(self, module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for p in with_gradients(module).values():
+            p.grad *= self.window * self.first / self.targets
 
 
 class Frozen(Naive):

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.device import fetched
-from lightning_tricks.core.lightning.loaders import loaders_untouched, training_steps
+from lightning_tricks.core.lightning.loaders import loaders_untouched, train_loader, training_steps
 from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.trainer import takes_dataloader_iter
 from lightning_tricks.core.replay.module_state import ModuleState
@@ -201,7 +201,7 @@ def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule, gradients: bool)
     try:
         for parameter, _, _ in parameters:
             parameter.grad = None
-        with trial_steps(trainer, pl_module, deep=True, gradients=gradients), loaders_untouched(trainer):
+        with trial_steps(trainer, pl_module, deep=True, gradients=gradients), loaders_untouched(train_loader(trainer)):
             yield restore_weights
     finally:
         restore_weights()

@@ -35,16 +35,18 @@ from lightning_tricks.core.trick import Trick
 class BatchCallback(Trick):
     """Changes training batches after their transfer to the device; a subclass says how.
 
-    A subclass sets ``start``, ``stop``, ``inputs`` and ``target`` before ``super().__init__()``. Callbacks with a
-    ``prob`` are alternatives: at most one of them changes a batch, after all callbacks without one, in their ``order``.
+    A subclass sets those of ``start``, ``stop``, ``inputs`` and ``target`` that it has before ``super().__init__()``.
+    One without ``durations`` is always active. Callbacks with a ``prob`` are alternatives: at most one of them changes
+    a batch, after all callbacks without one, in their ``order``.
     """
 
-    start: int | float
-    stop: int | float
-    inputs: Names
-    target: Names
+    start: int | float = 0
+    stop: int | float = 1.0
+    inputs: Names = None
+    target: Names = None
     prob: float | None = None
     order = 0
+    only_looks = False  # whether it looks at the losses of targets, and changes none
     durations: ClassVar[tuple[str, ...]] = ("start", "stop")
 
     def __init__(self) -> None:
@@ -71,6 +73,8 @@ class BatchCallback(Trick):
         """Forget the last batch."""
 
     def _is_active(self, trainer: pl.Trainer) -> bool:
+        if not self.durations:
+            return True
         # Lightning's LearningRateFinder trains before on_train_start, where the durations are resolved.
         return bool(self._steps) and self._steps["start"] <= plan_step(trainer) < self._steps["stop"]
 
@@ -106,6 +110,11 @@ class BatchCallback(Trick):
                 f"{type(self).__name__}({argument}={asked!r}) finds {found} in the batch, which has {described(batch)}."
                 f" Pass {argument}= with a key, an index, a path such as 'batch.0', or a list of those."
             )
+        self._require_replaceable(batch, paths)
+        return paths
+
+    def _require_replaceable(self, batch: Any, paths: Sequence[Path]) -> None:
+        """Raise for parts of a batch that cannot be replaced by others."""
         containers = [(path[:depth], get(batch, path[:depth])) for path in paths for depth in range(len(path))]
         if closed := [(path, container) for path, container in containers if is_read_only(container)]:
             raise MisconfigurationException(
@@ -117,7 +126,6 @@ class BatchCallback(Trick):
                 f"{type(self).__name__} needs dense inputs and targets, got a batch with {described(batch)}: make them"
                 " dense by to_dense() in on_after_batch_transfer."
             )
-        return paths
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

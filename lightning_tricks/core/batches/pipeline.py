@@ -50,6 +50,7 @@ class BatchContext:
         trick = type(callback).__name__
         for path in paths:
             require_no_attributes(get(self.batch, path), spelled(path), trick)
+        self.plan.only_looks = callback.only_looks and (not self.targets or self.plan.only_looks)
         self.targets |= dict.fromkeys(paths, trick)
 
     def mix_targets(self, callback: BatchCallback, paths: Sequence[Path]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_tricks.core.batches.form import in_form_of, require_no_attributes
 from lightning_tricks.core.batches.paths import Path, described, get, is_attention_mask, put, spelled, walk
 from lightning_tricks.core.lightning.trainer import step_arguments
-from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
+from lightning_tricks.core.mixed_targets.loss_plan import ChangeArguments, LossPlan
 from lightning_tricks.core.mixed_targets.target import mixed_target
 from lightning_tricks.core.replay.rerun import copy_containers, forbid_writes
 from lightning_tricks.core.replay.trial import trial_steps
@@ -23,7 +23,11 @@ _TRICK = "HardExampleFilter"
 
 
 def per_sample_losses(
-    trainer: pl.Trainer, batch: Any, targets: Sequence[Path], gradients: bool = False
+    trainer: pl.Trainer,
+    batch: Any,
+    targets: Sequence[Path],
+    change_arguments: ChangeArguments | None,
+    gradients: bool = False,
 ) -> Tensor | None:
     """The losses of a batch's samples (B,), by a training step without gradients that leaves no trace.
 
@@ -33,6 +37,7 @@ def per_sample_losses(
         trainer: The Trainer.
         batch: The batch.
         targets: The paths of the targets.
+        change_arguments: What another trick changes in the losses, as in a ``LossPlan``.
         gradients: Whether the step differentiates inside.
 
     Raises:
@@ -40,6 +45,7 @@ def per_sample_losses(
     """
     module, found = trainer.lightning_module, list[Tensor]()
     plan = LossPlan(record=found.append)
+    plan.change_arguments = change_arguments
     for path in targets:
         require_no_attributes(target := get(batch, path), spelled(path), _TRICK)
         batch = put(batch, path, mixed_target([target], plan))

@@ -189,6 +189,40 @@ def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterat
             yield step_arguments(pl_module, batch, batch_idx)
 
 
+def batches_before_training(trainer: pl.Trainer, pl_module: pl.LightningModule, trick: str) -> Iterator[Any]:
+    """Iterate over the batches of an epoch on this rank, before the fit has begun to read its loaders.
+
+    Args:
+        trainer: The Trainer, whose hooks ``setup`` have run.
+        pl_module: Its module.
+        trick: The name of the trick, for the error message.
+
+    Raises:
+        MisconfigurationException: For loaders whose length is unknown, which may be read once only or have no end.
+    """
+    loader = _prepared_loader(trainer)
+    loader.flattened = [_with_own_workers(one) for one in loader.flattened]
+    if any(map(_length_unknown, loader.flattened)):
+        kinds = " and ".join(type(one).__name__ for one in loader.flattened if _length_unknown(one))
+        raise MisconfigurationException(
+            f"{trick} reads the training loader once before training, got a {kinds} of an IterableDataset or without a"
+            f" length: use a data set with a length, or remove {trick}."
+        )
+    with loaders_untouched(loader):
+        for batch, *_ in islice(loader, _batches(trainer, loader, 1)):
+            if (batch := on_device(trainer, pl_module, batch)) is not None:  # Lightning skips None
+                yield batch
+
+
+def _with_own_workers(loader: Any) -> Any:
+    """A copy of a loader whose workers would otherwise stay, and draw other random numbers in their second pass."""
+    if not getattr(loader, "persistent_workers", False):
+        return loader
+    other = copy(loader)  # a DataLoader refuses setattr for some attributes
+    other.__dict__.update(persistent_workers=False, _iterator=None)
+    return other
+
+
 def on_device(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> Any:
     """A batch of a loader as Lightning gives it to a step: converted, changed by the hooks, and on the device.
 
@@ -212,9 +246,8 @@ def train_loader(trainer: pl.Trainer) -> CombinedLoader:
 
 
 @contextmanager
-def loaders_untouched(trainer: pl.Trainer) -> Iterator[None]:
-    """Restore the state of the training loaders at the end of the block."""
-    loader = train_loader(trainer)
+def loaders_untouched(loader: CombinedLoader) -> Iterator[None]:
+    """Restore the state of loaders at the end of the block."""
     loaders = loader._state_dicts()
     generators = [(generator, generator.get_state()) for one in loader.flattened for generator in generators_of(one)]
     try:

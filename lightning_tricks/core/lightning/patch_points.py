@@ -93,7 +93,7 @@ WRAPPED = (
         _MODULE,
         "training_step",
         "args, kwargs",
-        "GradCacheMixin, HardExampleFilter, SAM, SWA, ScheduleFree",
+        "GradCacheMixin, HardExampleFilter, SAM, SWA, ScheduleFree, TokenMean",
         "a chunk is embedded again under the autocast and in the forward pass of DDP or FSDP2 that a step has;"
         " gradients inside of a step that DDP runs without any",
     ),
@@ -101,7 +101,7 @@ WRAPPED = (
         _STRATEGY,
         "optimizer_step",
         "optimizer, closure, model, kwargs",
-        "SkipNonFinite, RewindOnSpike, TerminateOnNonFinite, BatchSizeWarmup, clips",
+        "SkipNonFinite, RewindOnSpike, TerminateOnNonFinite, BatchSizeWarmup, TokenMean, clips",
         "no hook runs around an optimizer step, and none can leave it out",
     ),
     WrappedMethod(

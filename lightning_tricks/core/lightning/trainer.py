@@ -166,22 +166,28 @@ def _silent(*_: Any, **__: Any) -> None:
     pass
 
 
-def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], Mapping[str, float | torch.Tensor]]) -> None:
-    """Log metrics every ``log_every_n_steps``, as LearningRateMonitor does, also without a logger.
+def stepped_batches(trainer: pl.Trainer) -> int:
+    """The number of batches so far that an optimizer step has followed, by which Lightning counts what it logs."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
-    Those that are tensors, scalars, come from the device together.
-    """
+
+def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], Mapping[str, float | torch.Tensor]]) -> None:
+    """Log metrics every ``log_every_n_steps``, as LearningRateMonitor does, also without a logger."""
     # The Trainer's own should_update_logs takes five times longer.
-    stepped, every = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if not every or ((stepped + 1) % every and not trainer.should_stop):
-        return
-    given = values()
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    numbers = dict(zip(tensors, fetched([*tensors.values()]), strict=True))
-    metrics = {name: float(numbers.get(name, value)) for name, value in given.items()}
+    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if every and ((stepped_batches(trainer) + 1) % every == 0 or trainer.should_stop):
+        log_metrics(trainer, values())
+
+
+def log_metrics(trainer: pl.Trainer, values: Mapping[str, float | torch.Tensor]) -> None:
+    """Log metrics now, also without a logger; what a logger gets of scalars on the device comes in one transfer."""
+    if trainer.loggers:
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        numbers = dict(zip(tensors, fetched([*tensors.values()]), strict=True))
+        values = {name: float(numbers.get(name, value)) for name, value in values.items()}
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=stepped)
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        logger.log_metrics(values, step=stepped_batches(trainer))  # type: ignore[arg-type]
+    trainer.callback_metrics.update({name: torch.as_tensor(value) for name, value in values.items()})
 
 
 def transfers_batch(trainer: pl.Trainer) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tricks.core.mixed_targets.losses import arguments, counted, is_loss
+from lightning_tricks.core.mixed_targets.divisors import counted
+from lightning_tricks.core.mixed_targets.losses import arguments, is_loss
 from lightning_tricks.core.mixed_targets.operations import Function, moves, weighs
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

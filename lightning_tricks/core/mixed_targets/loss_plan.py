@@ -9,11 +9,14 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_tricks.core.mixed_targets.divisors import Divisors, Loss
+
 Weight = float | Tensor  # one weight for all samples, or weights of shape (B,)
 Choose = Callable[[Tensor], tuple[Tensor, float] | None]
 """A function of the samples' losses (B,): the indices of the samples that count and a factor of their mean, or None
 if all samples count.
 """
+ChangeArguments = Callable[[Loss, dict[str, Any]], dict[str, Any]]
 
 Observe = Callable[[str, Mapping[str, Any], Tensor], None]
 
@@ -42,6 +45,11 @@ class LossPlan:
         self.record = record
         self.observe = observe
         self.mix_predictions: tuple[float, Tensor] | None = None  # weight and partners, to mix the input of a loss
+        # A function of a loss of torch and its arguments by name, which gives the arguments to call it with.
+        self.change_arguments: ChangeArguments | None = None
+        self.divisors: Divisors | None = None  # those of the step's means; None if nobody asks
+        self.only_looks = False  # whether no trick of the batch changes its losses
+        self.remedy = ""  # what to do about a loss that cannot follow the plan; empty for leaving the tricks out
         self.tricks, self.number = "the trick", 0  # names of the tricks and number of the batch, for error messages
         self.samples = 0
         self._ids: dict[int, Tensor] = {}  # the samples' numbers, each repeated so many times
@@ -57,7 +65,8 @@ class LossPlan:
     @property
     def needs_torch_loss(self) -> bool:
         """Whether only a loss of torch may see the target; a formula by hand could be the negative of a loss."""
-        return self.choose is not None or self.observe is not None or self.mix_predictions is not None
+        changes = (self.choose, self.observe, self.mix_predictions, self.change_arguments, self.divisors)
+        return any(change is not None for change in changes)
 
     def number_samples(self, samples: int, device: torch.device) -> Tensor | None:
         """Note how many samples the batch has, and return their numbers (B,); None if all samples count equally."""
@@ -78,9 +87,8 @@ class LossPlan:
 
     def refusal(self, rule: str) -> MisconfigurationException:
         """The error for a loss that cannot follow the plan."""
-        return MisconfigurationException(
-            f"{self.tricks}, batch {self.number}: {rule} Where a library computes the loss, leave {self.tricks} out."
-        )
+        remedy = self.remedy or f"Where a library computes the loss, leave {self.tricks} out."
+        return MisconfigurationException(f"{self.tricks}, batch {self.number}: {rule} {remedy}")
 
     def unclear_loss(self, reason: str) -> MisconfigurationException:
         """The error for a loss with a part that cannot follow the plan."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_tricks.core.mixed_targets.divisors import Loss, counted, divisor
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, Weight
 from lightning_tricks.core.mixed_targets.scores import SampleScores, summed_losses
-
-Loss = Callable[..., Tensor]
 
 
 @cache
@@ -64,11 +63,13 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
     values, reduction, mask = _sum(elements, weights), calls[0]["reduction"], counted(calls[0])
     chosen = _chosen(func, reduction, values, sample_ids, plan, mask)
     if chosen is None:
+        note_loss(func, calls[0], plan)
         loss = _sum([_reduced(func, term) for term in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
         divisor = {"sum": 1, "batchmean": len(values)}.get(reduction)
         return loss if plan.record is None else _recorded(loss, values, mask, sample_ids, plan, divisor)
     entries, factor = chosen
     calls = [_narrowed(call, entries) for call in calls]
+    note_loss(func, calls[0], plan)
     weights = [weight[entries] if isinstance(weight, Tensor) else weight for weight in weights]
     kept = zip(calls, [element[entries] for element in elements], weights, strict=True)
     return _sum([_reduced(func, term) for term in kept], [factor] * len(calls))
@@ -101,6 +102,8 @@ def planned_reduction(
     if (chosen := _chosen(func, func.__name__, values, sample_ids, plan, None)) is not None:
         values, factor = values[chosen[0]], chosen[1]
     loss = func(values, *args[1:], **kwargs) * factor
+    if plan.divisors is not None and (unclear := plan.divisors.note_reduction(func, values, loss)):
+        raise AmbiguousSamples(unclear)
     if plan.record is None:
         return loss
     divisor = 1 if func.__name__ == "sum" else values.numel() // loss.numel()
@@ -115,6 +118,16 @@ def _recorded(
     assert plan.record is not None
     plan.record(scores.values)
     return loss if divisor is None or loss.ndim else summed_losses(loss, [(scores, divisor)])
+
+
+def note_loss(func: Loss, call: dict[str, Any], plan: LossPlan) -> None:
+    """Note by what a loss of torch divides the sum over its targets, if that is asked for.
+
+    Raises:
+        AmbiguousSamples: If it does not say.
+    """
+    if plan.divisors is not None and (unclear := plan.divisors.note_loss(func, call)):
+        raise AmbiguousSamples(unclear)
 
 
 class AmbiguousSamples(RuntimeError):
@@ -151,13 +164,6 @@ def _chosen(
     return (samples[:, None] * times + torch.arange(times, device=samples.device)).flatten(), factor
 
 
-def counted(call: Mapping[str, Any]) -> Tensor | None:
-    """A mask of the entries that are not ignored; None for a loss that ignores none."""
-    if "ignore_index" not in call or call["target"].is_floating_point():
-        return None
-    return call["target"] != call["ignore_index"]
-
-
 def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
     """The same call for some entries of the target, and of all arguments with the dimensions of the first one."""
     first = next(iter(call.values()))
@@ -177,19 +183,7 @@ def _reduced(func: Loss, each: tuple[dict[str, Any], Tensor, Weight]) -> Tensor:
         loss = func(**call)
         return loss if weight == 1.0 else weight * loss
     total = (elements * _shaped(weight, elements)).sum()
-    return total if call["reduction"] == "sum" else total / _divisor(func, call, elements)
-
-
-def _divisor(func: Loss, call: dict[str, Any], elements: Tensor) -> float | Tensor:
-    """The number that a mean divides the sum of its elements by."""
-    mask, weight = counted(call), call.get("weight")
-    if call["reduction"] == "batchmean":
-        return len(elements)
-    if mask is not None:
-        return mask.sum() if weight is None else (weight[call["target"].where(mask, 0)] * mask).sum()
-    if weight is not None and func.__name__ in ("mse_loss", "l1_loss"):
-        return weight.sum()
-    return elements.numel()
+    return total if call["reduction"] == "sum" else total / divisor(func, call, elements.numel())
 
 
 def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:

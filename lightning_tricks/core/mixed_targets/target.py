@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_tricks.core.mixed_targets.divisors import SUMMED, Divisors
 from lightning_tricks.core.mixed_targets.entry_weights import entry_weights
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.losses import (
@@ -29,6 +30,7 @@ from lightning_tricks.core.mixed_targets.losses import (
 )
 from lightning_tricks.core.mixed_targets.operations import (
     differentiates,
+    divides,
     moves,
     reads_value,
     reduces_samples,
@@ -159,6 +161,8 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     calls = [_arguments(args, kwargs, number) for number in range(len(targets[0].branches))]
     if plan.mix_predictions is not None and is_loss(func):
         calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
+    if plan.change_arguments is not None and is_loss(func):
+        calls = [((), plan.change_arguments(func, arguments(func, *call))) for call in calls]
     unclear = next((target.unclear for target in targets if target.unclear), "")
     if plan.by_samples and not unclear:
         try:
@@ -172,12 +176,29 @@ def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _plain_call(func, args, kwargs)
     if not _has_tensor(first):
         return first
+    if plan.divisors is not None and not plan.by_samples and isinstance(first, Tensor) and unclear in ("", SUMMED):
+        unclear = _undivided(func, calls[0], first, targets, plan.divisors)
     results = [first, *(func(*arguments, **named) for arguments, named in calls[1:])]
     joined = _join(results, func, calls, args, targets, unclear)
     if plan.record is not None and _is_of_losses(joined):
         known = [value.entry_weights for value in (*args, *kwargs.values()) if _is_of_losses(value)]
         joined.entry_weights = entry_weights(func, calls[0], _of_weights(args, kwargs), known, joined.branches[0])
     return joined
+
+
+def _undivided(
+    func: Callable[..., Any], call: Any, result: Tensor, targets: list[MixedTarget], divisors: Divisors
+) -> str:
+    """Why a result does not say by how many targets its losses are divided, which is noted; empty if it does."""
+    losses = [target.branches[0] for target in targets if target.is_loss and target.branches[0].ndim]
+    if is_loss(func):
+        return divisors.note_loss(func, arguments(func, *call))
+    if losses:
+        return divisors.note_reduction(func, losses[0], result)
+    summed = any(target.unclear == SUMMED for target in targets)
+    if summed and divides(func) and not result.ndim:
+        return divisors.note_division([*call[0], *call[1].values()][1])
+    return SUMMED if summed else ""
 
 
 def _join(
@@ -196,7 +217,6 @@ def _join(
     if not isinstance(first, Tensor):
         return first
     of_torch = is_loss(func) or any(target.is_loss for target in targets)
-    unclear = unclear or next((target.unclear for target in targets if target.unclear), "")
     if first.requires_grad and not of_torch and plan.needs_torch_loss:
         unclear = f"{func.__name__}() of the target. Compute the loss by a function of torch.nn.functional."
     loss = first.is_floating_point() and (first.requires_grad or of_torch)

@@ -216,7 +216,7 @@ class Reads(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
-            with loaders_untouched(trainer):
+            with loaders_untouched(train_loader(trainer)):
                 self.steps = list(training_steps(trainer, pl_module))
             self.loader = train_loader(trainer)
 

@@ -238,6 +238,7 @@ REFUSED: dict[str, tuple[type[PlainNet], dict[str, Any], Callable[[], dict[str, 
         "QAT.* and FSDP2Preset.tensor_parallel=2.*: weights and inputs are rounded",
     ),
     "AdaptiveClip": (Words, PLANNED, tricks(lt.AdaptiveClip), "AdaptiveClip.* and FSDP2Preset.tensor_parallel=2"),
+    "NEFTune": (Words, PLANNED, tricks(lt.NEFTune), "NEFTune.* and FSDP2Preset.tensor_parallel=2"),
     "LoRA": (
         Words,
         PLANNED,
