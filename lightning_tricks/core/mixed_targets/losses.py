@@ -66,7 +66,9 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
     if chosen is None:
         loss = _sum([_reduced(func, term) for term in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
         divisor = {"sum": 1, "batchmean": len(values)}.get(reduction)
-        return loss if plan.record is None else _recorded(loss, values, mask, sample_ids, plan, divisor)
+        if plan.record is None:
+            return loss
+        return _recorded(loss, values, entry_weights_of(func, calls[0]), sample_ids, plan, divisor)
     entries, factor = chosen
     calls = [_narrowed(call, entries) for call in calls]
     weights = [weight[entries] if isinstance(weight, Tensor) else weight for weight in weights]
@@ -158,6 +160,18 @@ def counted(call: Mapping[str, Any]) -> Tensor | None:
     return call["target"] != call["ignore_index"]
 
 
+def entry_weights_of(func: Loss, call: Mapping[str, Any]) -> Tensor | None:
+    """How much the entries of a loss count in what it divides, or the step does; None if all count as 1.
+
+    A mask is the weight of binary losses, too. Their own mean divides by the number of all entries.
+    """
+    if (mask := counted(call)) is not None:
+        return mask
+    by_entry = func.__name__ in _OF_WEIGHTS or (func.__name__ in _OF_ENTRIES and call["reduction"] != "mean")
+    weight = call.get("weight") if by_entry else None
+    return None if weight is None else weight.expand(call["target"].shape)
+
+
 def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
     """The same call for some entries of the target, and of all arguments with the dimensions of the first one."""
     first = next(iter(call.values()))
@@ -187,9 +201,13 @@ def _divisor(func: Loss, call: dict[str, Any], elements: Tensor) -> float | Tens
         return len(elements)
     if mask is not None:
         return mask.sum() if weight is None else (weight[call["target"].where(mask, 0)] * mask).sum()
-    if weight is not None and func.__name__ in ("mse_loss", "l1_loss"):
+    if weight is not None and func.__name__ in _OF_WEIGHTS:
         return weight.sum()
     return elements.numel()
+
+
+_OF_WEIGHTS = ("mse_loss", "l1_loss")  # whose means are over the sum of the weights of their entries
+_OF_ENTRIES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # over the number of entries
 
 
 def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:

@@ -30,6 +30,7 @@ from lightning_tricks.core.mixed_targets.losses import (
 from lightning_tricks.core.mixed_targets.operations import (
     differentiates,
     moves,
+    named,
     reads_value,
     reduces_samples,
     uses_metadata_only,
@@ -60,7 +61,7 @@ class MixedTarget(torch.Tensor):
         """Evaluate a function for every branch."""
         if UnmixedPart in types:  # its rules come first
             return NotImplemented
-        return _evaluate(func, tuple(args), kwargs or {})
+        return _evaluate(named(func), tuple(args), kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain_tensor(self).__reduce_ex__(protocol)
