@@ -99,6 +99,7 @@ class ActivationCheckpointing(Trick):
             random_state(pl_module.device)  # raises for a device whose random numbers cannot be drawn a second time
         torch.compiler.reset()  # code that was compiled earlier would still keep activations
         for name, block in found.items():
-            require_python([block] if self.policy == "offload" else block.modules(), name)
+            parts = [block] if self.policy == "offload" else block.modules()
+            require_python(parts, name, "ActivationCheckpointing")
             run = partial(offload, block) if self.policy == "offload" else partial(recompute, block, self.policy)
             self._wrap(block, "forward", run)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks.core.batches.form import in_form_of
+from lightning_tricks.core.batches.form import in_form_of, plain
 from lightning_tricks.core.batches.images import masks_of, require_images, rows_and_columns
 from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
 from lightning_tricks.core.batches.paths import Names, Path, get, put, spelled
@@ -147,7 +147,7 @@ class CutMix(MixingCallback):
             places = rows_and_columns(x, first.shape[-2:])
             assert places is not None
             # The same seed draws the same box in all of them.
-            mixed, share = cutmix(x.movedim(places, (-2, -1)), lam, index, torch.Generator().manual_seed(seed))
+            mixed, share = cutmix(plain(x).movedim(places, (-2, -1)), lam, index, torch.Generator().manual_seed(seed))
             batch = put(batch, path, in_form_of(mixed.movedim((-2, -1), places), x, spelled(path), "CutMix"))
         context.batch = batch
         return Drawn(share, index)

@@ -10,7 +10,7 @@ import dataclasses
 import random
 import types
 import zlib
-from collections import OrderedDict, UserDict, namedtuple
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,17 +23,35 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LambdaCallback, ModelPruning
 from lightning.pytorch.utilities import move_data_to_device
-from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, rnn
-from torch.utils.data import DataLoader
-from torchmetrics import Accuracy, MeanMetric, MetricCollection
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Accuracy, MetricCollection
 
-from tests.callbacks.test_moe_balance import Experts
-from tests.conformance.trick import Words
+from tests.fuzz import labels, padded
+from tests.fuzz.batches import BATCHES, NOT_MOVED, Batch, FrozenPair, Opaque, OwnDict
+from tests.fuzz.hooks import (
+    ACTS,
+    BEFORE_STEPS,
+    FEATURES,
+    OF_THE_DATA,
+    OF_THE_MODULE,
+    act_of,
+    acting,
+    after,
+    draw_weights,
+)
+from tests.fuzz.labels import Second
+from tests.fuzz.layers import ASKED_FOR, CLASSES, IN_PYTHON, NETS, OF_IMAGES, OF_SEQUENCES
+from tests.fuzz.losses import LOSSES
+from tests.fuzz.migrations import MIGRATIONS, Migration, part_of
+from tests.fuzz.padded import Padded
+from tests.fuzz.parts import DIFFERENTIATES, EXTRAS
 from tests.fuzz.states import KINDS, MOMENTS, PLACES, State, told
+from tests.fuzz.writes import MOMENTS as OF_WRITES
+from tests.fuzz.writes import OWNERS, SPELLINGS, Write
 
-SAMPLES, SIZE, CLASSES = 12, 4, 3  # of the data, of a batch
+SAMPLES, SIZE = 12, 4  # of the data, of a batch
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,8 +65,14 @@ class Spec:
         optimizer: Of ``OPTIMIZERS``.
         manual: How it optimizes by hand, of ``MANUAL``; "" for automatic optimization.
         states: What it remembers.
+        writes: What it writes by itself.
         extras: Odd parameters, buffers and submodules, of ``EXTRAS``.
-        hooks: Methods that it overrides, of ``HOOKS``.
+        hooks: Methods that it overrides, of ``HOOKS``, and what is done in others, of ``hooks.FEATURES``.
+        second: A second label, or None; the batch then has its structure.
+        padded: A loss over padded sequences, or None; in place of ``batch`` and ``loss``.
+        data: Where its batches come from, of ``DATA``.
+        in_data: Hooks of the LightningDataModule in which something is drawn and counted, of ``hooks.OF_THE_DATA``.
+        migration: How its class has changed since it saved the checkpoint that it resumes, of ``MIGRATIONS``, or "".
         callbacks: Of ``CALLBACKS``, beside it.
         trainer: Settings of the Trainer, of ``TRAINERS``.
         seed: Of its weights and data.
@@ -60,8 +84,14 @@ class Spec:
     optimizer: str = "SGD"
     manual: str = ""
     states: tuple[State, ...] = ()
+    writes: tuple[Write, ...] = ()
     extras: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
+    second: Second | None = None
+    padded: Padded | None = None
+    data: str = "loader"
+    in_data: tuple[str, ...] = ()
+    migration: str = ""
     callbacks: tuple[str, ...] = ()
     trainer: str = "plain"
     seed: int = 0
@@ -71,196 +101,7 @@ class Spec:
         return f"Spec({', '.join(f'{name}={value!r}' for name, value, default in pairs if value != default)})"
 
 
-# -- layers -----------------------------------------------------------------------------------------------------------
-
-
-class Recurrent(nn.Module):
-    """Takes the features for a sequence of any length, and gives its last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(2, 6, batch_first=True)
-        self.own = list(self.cell.parameters())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x.unflatten(1, (-1, 2)))[0][:, -1]
-
-
-class Cached(nn.Module):
-    """Stores its last input, and numbers of its own, as attributes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last, self.calls = x, getattr(self, "calls", 0) + 1
-        return x * (1 + 0.01 * self.calls)
-
-
-class Noise(nn.Module):
-    """Draws from three generators."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + 0.1 * random.random() + 0.1 * float(np.random.rand()) + 0.1 * torch.rand_like(x))
-
-
-def _mlp(*middle: nn.Module, first: nn.Module | None = None) -> nn.Sequential:
-    return nn.Sequential(first or nn.Linear(8, 6), *middle, nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-def _convolved() -> list[nn.Module]:
-    """Layers for images of any size; the convolution is without a bias, whose gradient would be rounding alone."""
-    first = [nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU()]
-    return [*first, nn.AdaptiveAvgPool2d((2, 4)), nn.Flatten()]
-
-
-NETS: dict[str, Callable[[], nn.Sequential]] = {
-    "linear": _mlp,
-    "BatchNorm and dropout": lambda: _mlp(nn.BatchNorm1d(6), nn.Dropout(0.2)),
-    "noise": lambda: _mlp(Noise()),
-    "cached": lambda: _mlp(Cached()),
-    "recurrent": lambda: _mlp(first=Recurrent()),
-    "spectral norm": lambda: _mlp(first=parametrizations.spectral_norm(nn.Linear(8, 6))),
-    "weight norm": lambda: _mlp(first=parametrizations.weight_norm(nn.Linear(8, 6))),
-    "lazy": lambda: _mlp(first=nn.LazyLinear(6)),
-    "double": lambda: _mlp().double(),
-    "convolution": lambda: nn.Sequential(*_convolved(), nn.Linear(24, CLASSES)),
-    "tokens": lambda: _mlp(Words()),
-    "experts": lambda: nn.Sequential(
-        *_convolved(), nn.Linear(24, 16), Experts(16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, CLASSES)
-    ),
-}
-OF_IMAGES = ("convolution", "experts")
-ASKED_FOR = ("tokens",)  # by tricks alone
-
-
 # -- batches ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pair:
-    x: Any
-    y: Any
-
-
-@dataclass(frozen=True)
-class FrozenPair:
-    x: Any
-    y: Any
-
-
-class OwnDict(dict[str, Any]):
-    """A batch with an attribute besides its items."""
-
-    version = 0
-
-
-class Opaque:
-    """A batch in a class that nobody knows."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def to(self, device: Any) -> Opaque:
-        return Opaque(self.x.to(device), self.y.to(device))
-
-
-class Graph:
-    """The inputs of all samples together, in a class that nobody knows."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.nodes = x.repeat_interleave(2, 0)
-
-
-@dataclass
-class Nodes:
-    """The same as a dataclass of tensors."""
-
-    nodes: Tensor
-    edges: Tensor
-
-
-NamedPair = namedtuple("NamedPair", ["x", "y"])
-NamedGraph = namedtuple("NamedGraph", ["graph", "Y"])
-
-
-def _own_dict(x: Tensor, y: Tensor) -> OwnDict:
-    batch = OwnDict(x=x, y=y)
-    batch.version = 2
-    return batch
-
-
-def _counted(batch: OwnDict) -> Any:
-    assert batch.version == 2, "a batch without its attribute"
-    return batch["x"], batch["y"]
-
-
-def _sized(batch: TensorDict) -> Any:
-    assert batch.batch_size == batch["x"].shape[:1], "a TensorDict without its batch size"
-    return batch["x"], batch["y"]
-
-
-def _of_graph(batch: Any) -> Any:
-    return batch.graph.nodes[::2], batch.Y
-
-
-Batch = tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]  # how it is made of x and y, and how it is read
-BATCHES: dict[str, Batch] = {
-    "tuple": (lambda x, y: (x, y), tuple),
-    "list": (lambda x, y: [x, y], tuple),
-    "dict": (lambda x, y: {"x": x, "y": y, "scale": 2.0, "who": "all", "none": None}, lambda b: (b["x"], b["y"])),
-    "dict that is emptied": (lambda x, y: {"labels": y, "image": x}, lambda b: (b.pop("image"), b.pop("labels"))),
-    "OrderedDict": (lambda x, y: OrderedDict(input=x, target=y), lambda b: tuple(b.values())),
-    "UserDict": (lambda x, y: UserDict(x=x, y=y), lambda b: (b["x"], b["y"])),
-    "MappingProxyType": (lambda x, y: types.MappingProxyType({"x": x, "y": y}), lambda b: (b["x"], b["y"])),
-    "dict with an attribute": (_own_dict, _counted),
-    "TensorDict": (lambda x, y: TensorDict({"x": x, "y": y}, batch_size=[len(x)]), _sized),
-    "named tuple": (NamedPair, tuple),
-    "dataclass": (Pair, lambda b: (b.x, b.y)),
-    "frozen dataclass": (FrozenPair, lambda b: (b.x, b.y)),
-    "opaque": (Opaque, lambda b: (b.x, b.y)),
-    "SimpleNamespace": (lambda x, y: types.SimpleNamespace(x=x, y=y), lambda b: (b.x, b.y)),
-    "opaque inputs": (lambda x, y: NamedGraph(Graph(x), y), _of_graph),
-    "nodes and edges": (
-        lambda x, y: NamedGraph(Nodes(x.repeat_interleave(2, 0), torch.zeros(2, 10, dtype=torch.long)), y),
-        _of_graph,
-    ),
-    "nested": (
-        lambda x, y: {"data": {"views": [x, x.flip(1)], "names": ["a"] * len(x)}, "target": {"labels": y}},
-        lambda b: (b["data"]["views"][0] + 0.1 * b["data"]["views"][1], b["target"]["labels"]),
-    ),
-    "mask": (lambda x, y: {"x": x, "mask": x > 0, "y": y}, lambda b: (b["x"] * (0.5 + b["mask"]), b["y"])),
-    "ragged": (
-        lambda x, y: {"x": [part[: 4 + int(label)].flatten() for part, label in zip(x, y, strict=True)], "y": y},
-        lambda b: (torch.stack([F.pad(part.flatten(), (0, 8 - part.numel())) for part in b["x"]]), b["y"]),
-    ),
-    "one sample each": (
-        lambda x, y: [{"x": one, "y": label} for one, label in zip(x, y, strict=True)],
-        lambda b: (torch.stack([each["x"] for each in b]), torch.stack([each["y"] for each in b])),
-    ),
-    "three parts": (lambda x, y: (x, y, y + 1), lambda b: (b[0], b[1])),
-    "numbers and arrays": (
-        lambda x, y: {"x": x, "y": y, "ids": y.numpy() + 1, "step": torch.tensor(3), "keys": {1: x + 0}},
-        lambda b: (b["x"] + 0 * b["keys"][1], b["y"]),
-    ),
-    "one tensor": (
-        lambda x, y: torch.cat([x.flatten(1), y[:, None].to(x.dtype)], 1),
-        lambda b: (b[:, :-1], b[:, -1].long()),
-    ),
-    "nested tensor": (
-        lambda x, y: {"x": torch.nested.nested_tensor(list(x)), "y": y},
-        lambda b: (torch.stack(b["x"].unbind()), b["y"]),
-    ),
-    "packed": (
-        lambda x, y: (rnn.pack_padded_sequence(x.flatten(1), [8] * len(x), batch_first=True), y),
-        lambda b: (rnn.pad_packed_sequence(b[0], batch_first=True)[0], b[1]),
-    ),
-    "sparse": (lambda x, y: {"x": x.to_sparse(), "y": y}, lambda b: (b["x"].to_dense(), b["y"])),
-    "flat nodes": (
-        lambda x, y: {"nodes": x.repeat_interleave(2, 0), "counts": torch.full((len(x),), 2), "y": y},
-        lambda b: (b["nodes"][b["counts"].cumsum(0) - 1], b["y"]),
-    ),
-}
-
-
-NOT_MOVED = ("frozen dataclass", "UserDict", "MappingProxyType", "dict with an attribute")  # whole, by Lightning itself
 
 
 def samples(spec: Spec) -> tuple[Tensor, Tensor]:
@@ -271,71 +112,32 @@ def samples(spec: Spec) -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
 
+class Stream(IterableDataset[Any]):
+    """Batches without a number that is known before."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def form_of(spec: Spec) -> Batch:
+    """How a batch is made of inputs and targets, and how it is read: inputs, targets and, maybe, others."""
+    held = spec.second or spec.padded
+    return BATCHES[spec.batch] if held is None else (held.batch, held.read)
+
+
 def loader(spec: Spec, spoiled: bool = False) -> DataLoader[Any]:
     """Batches of the structure, in the same order in every epoch; in a spoiled one a sample is not finite."""
     x, y = samples(spec)
     if spoiled:
         x[SIZE + 1] = torch.nan
-    make = BATCHES[spec.batch][0]
+    make = form_of(spec)[0]
+    if spec.data == "stream":
+        parts = [range(first, first + SIZE) for first in range(0, SAMPLES, SIZE)]
+        return DataLoader(Stream([make(x[ids], y[ids]) for ids in parts]), batch_size=None)
     return DataLoader(range(SAMPLES), SIZE, collate_fn=lambda ids: make(x[ids], y[ids]))
-
-
-# -- losses -----------------------------------------------------------------------------------------------------------
-
-Loss = Callable[[Any, Tensor, Tensor], Any]  # of the module, the logits and the targets
-
-
-class Squares(torch.autograd.Function):
-    """A loss with a backward pass of its own."""
-
-    @staticmethod
-    def forward(context: Any, logits: Tensor, y: Tensor) -> Tensor:
-        context.save_for_backward(logits - F.one_hot(y, CLASSES))
-        return (logits - F.one_hot(y, CLASSES)).square().mean()
-
-    @staticmethod
-    def backward(context: Any, slope: Tensor) -> Any:
-        (off,) = context.saved_tensors
-        return 2 * slope * off / off.numel(), None
-
-
-def _ctc(module: Any, logits: Tensor, y: Tensor) -> Tensor:
-    steps = logits.log_softmax(-1).expand(4, *logits.shape)
-    ones = torch.ones(len(y), dtype=torch.long)
-    return F.ctc_loss(steps, (y % 2 + 1)[:, None], 4 * ones, ones)
-
-
-def _focal(module: Any, logits: Tensor, y: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits, y, reduction="none")
-    return ((1 - (-losses).exp()) ** 2 * losses).mean()
-
-
-def _some(module: Any, logits: Tensor, y: Tensor) -> Tensor | None:
-    return None if not module.spec.manual and module.trainer.fit_loop.batch_idx == 1 else F.cross_entropy(logits, y)
-
-
-LOSSES: dict[str, Loss] = {
-    "cross entropy": lambda module, logits, y: F.cross_entropy(logits, y),
-    "module": lambda module, logits, y: nn.CrossEntropyLoss()(logits, y),
-    "smoothed": lambda module, logits, y: F.cross_entropy(logits, y, label_smoothing=0.1),
-    "weighted": lambda module, logits, y: F.cross_entropy(logits, y, weight=logits.new_tensor([1.0, 2.0, 3.0])),
-    "ignored class": lambda module, logits, y: F.cross_entropy(logits, y, ignore_index=0, reduction="sum") / len(y),
-    "dict": lambda module, logits, y: {"loss": F.cross_entropy(logits, y), "logits": logits.detach(), "y": y},
-    "by hand": lambda module, logits, y: -logits.log_softmax(-1)[range(len(y)), y].mean(),
-    "gathered": lambda module, logits, y: -logits.log_softmax(-1).gather(1, y[:, None]).mean(),
-    "focal": _focal,
-    "one-hot": lambda module, logits, y: F.cross_entropy(logits, F.one_hot(y, CLASSES).to(logits.dtype)),
-    "binary": lambda module, logits, y: F.binary_cross_entropy_with_logits(logits[:, 0], (y == 0).to(logits.dtype)),
-    "MSE": lambda module, logits, y: F.mse_loss(logits[:, 0], y.to(logits.dtype)),
-    "several": lambda module, logits, y: F.cross_entropy(logits, y) + 0.1 * F.mse_loss(logits[:, 0], y.float()),
-    "CTC": _ctc,
-    "margin": lambda module, logits, y: F.multi_margin_loss(logits, y),
-    "own Function": lambda module, logits, y: Squares.apply(logits, y),
-    "library": lambda module, logits, y: torch.linalg.vector_norm(logits.sum(0) - F.one_hot(y, CLASSES).float().sum(0)),
-    "NumPy": lambda module, logits, y: F.mse_loss(logits[:, 0], torch.from_numpy(y.numpy() * 0.5).to(logits.dtype)),
-    "without targets": lambda module, logits, y: logits.square().mean(),
-    "sometimes None": _some,
-}
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -389,103 +191,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "own": lambda module: OwnOptimizer(_trained(module)),
     "tuple of lists": lambda module: ([optimizer := _sgd(module)], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]),
     "none": lambda module: None,
-}
-
-
-# -- odd parameters, buffers and submodules ---------------------------------------------------------------------------
-
-Extra = tuple[Callable[[Any], None], Callable[[Any, Tensor], Any]]  # what __init__ makes, and what it adds to the loss
-
-
-def _set(name: str, make: Callable[[], Any]) -> Callable[[Any], None]:
-    return lambda module: setattr(module, name, make())
-
-
-def _buffer(name: str, make: Callable[[], Any], persistent: bool = True) -> Callable[[Any], None]:
-    return lambda module: module.register_buffer(name, make(), persistent=persistent)
-
-
-def _weight(*shape: int, **settings: Any) -> Callable[[], nn.Parameter]:
-    return lambda: nn.Parameter(torch.ones(shape, **settings))
-
-
-def _listed(module: Any) -> None:
-    module.outside = [nn.Parameter(torch.ones(3)), torch.ones(3)]
-
-
-def _teach(module: Any) -> None:
-    module.teacher = nn.Linear(8, CLASSES).requires_grad_(False)
-
-
-def _memo(module: Any, x: Tensor) -> Any:
-    module.memo = module.memo + x.detach().float().mean()
-    return 0.01 * module.memo.sum()
-
-
-def _counts(module: Any, x: Tensor) -> Any:
-    module.count += 1
-    return 0.01 * module.count.float() / (1 + module.count)
-
-
-def _late(module: Any, x: Tensor) -> Any:
-    if module.late is None:
-        module.late = torch.zeros(3)
-    module.late = module.late + 1
-    return 0.01 * module.late.sum()
-
-
-def _metric(module: Any, x: Tensor) -> Any:
-    module.mean.update(x.detach().float())
-    return 0.01 * module.mean.compute()
-
-
-def _shared(module: Any) -> None:
-    module.first = nn.Linear(8, 8)
-    module.second = module.first
-    module.heads = nn.ModuleDict({"a": module.first})
-
-
-def _tied(module: Any) -> None:
-    module.one, module.two = nn.Linear(4, 4), nn.Linear(4, 4)
-    module.two.weight = module.one.weight
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.float().flatten(1)
-
-
-EXTRAS: dict[str, Extra] = {
-    "tied": (_tied, lambda module, x: module.two(module.one(_flat(x)[:, :4])).square().mean()),
-    "frozen": (_teach, lambda module, x: module.teacher(_flat(x)).square().mean()),
-    "complex": (
-        _set("wave", _weight(2, dtype=torch.cfloat)),
-        lambda module, x: (module.wave * torch.view_as_complex(_flat(x)[:, :2].contiguous())[:, None]).abs().mean(),
-    ),
-    "scalar": (_set("scale", _weight()), lambda module, x: (module.scale * _flat(x)).square().mean()),
-    "empty": (_set("empty", _weight(0)), lambda module, x: module.empty.sum()),
-    "unused": (_set("unused", _weight(3)), lambda module, x: 0),
-    "parameters in a list": (_listed, lambda module, x: 0.1 * (module.outside[0] * module.outside[1]).sum()),
-    "ParameterList": (
-        _set("several", lambda: nn.ParameterList([torch.ones(2), torch.ones(1)])),
-        lambda module, x: 0.1 * sum((each * 2).sum() for each in module.several),
-    ),
-    "integer parameter": (
-        _set("places", lambda: nn.Parameter(torch.arange(3), requires_grad=False)),
-        lambda module, x: 0.01 * module.places.sum(),
-    ),
-    "sparse embedding": (
-        _set("table", lambda: nn.Embedding(3, 2, sparse=True)),
-        lambda module, x: module.table(torch.tensor([0, 1])).square().mean(),
-    ),
-    "embedding with max_norm": (
-        _set("words", lambda: nn.Embedding(3, 2, max_norm=0.5)),
-        lambda module, x: module.words(torch.tensor([0, 1])).sum(),
-    ),
-    "replaced buffer": (_buffer("memo", lambda: torch.zeros(2)), _memo),
-    "buffer not saved": (_buffer("count", lambda: torch.tensor(0), persistent=False), _counts),
-    "buffer made late": (_buffer("late", lambda: None), _late),
-    "metric in the loss": (_set("mean", MeanMetric), _metric),
-    "shared submodule": (_shared, lambda module, x: module.heads["a"](module.second(_flat(x))).square().mean()),
 }
 
 
@@ -545,6 +250,8 @@ def _moved(self: Any, batch: Any, device: Any, dataloader_idx: int) -> Any:
 
 
 def _read_early(self: Any, batch: Any, dataloader_idx: int) -> Any:
+    if self.spec.second or self.spec.padded:
+        return batch
     x, y = BATCHES[self.spec.batch][1](batch)
     return BATCHES[self.spec.batch][0](x + 0.1 * torch.randn_like(x), y)
 
@@ -790,8 +497,61 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-mixed"},
     "few batches": {"limit_train_batches": 2},
     "reload": {"reload_dataloaders_every_n_epochs": 1},
+    "validates": {},
+    "validates amid epochs": {"val_check_interval": 2},
+    "validates and ends amid an epoch": {"val_check_interval": 1, "max_steps": 2},
+    "again": {},
+    "again with other settings": {},
     "resumes": {},
+    "resumes with other settings": {},
 }
+VALIDATES = ("validates", "validates amid epochs", "validates and ends amid an epoch")
+SEVERAL = ("again", "again with other settings", "resumes", "resumes with other settings")  # fits
+
+
+# -- where batches come from ------------------------------------------------------------------------------------------
+
+
+class Data(pl.LightningDataModule):
+    """The loaders of a description; hooks draw numbers and count, and what they count changes the batches."""
+
+    spec: Spec
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {}
+
+    def note(self, hook: str) -> None:
+        self.seen[hook] = self.seen.get(hook, 0) + 1
+        torch.rand(1), random.random(), np.random.rand()
+
+    def train_dataloader(self) -> Any:
+        return loader(self.spec)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.spec) if self.spec.trainer in VALIDATES else []
+
+
+def _noting(hook: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.note(hook)
+        if hook == "load_state_dict":
+            return None
+        made = getattr(pl.LightningDataModule, hook)(self, *args, **kwargs)
+        if hook.endswith("_batch_transfer") and type(made) in (tuple, list) and isinstance(made[0], Tensor):
+            return type(made)([made[0] * (1 + 0.01 * self.seen[hook]), *made[1:]])
+        return made
+
+    return method
+
+
+def data_of(spec: Spec) -> Data:
+    """The LightningDataModule of a description."""
+    kind: Any = type("Data", (Data,), {"spec": spec, **{hook: _noting(hook) for hook in spec.in_data}})
+    return kind()
+
+
+DATA = ("loader", "datamodule", "of the module", "stream")
 
 
 # -- the module -------------------------------------------------------------------------------------------------------
@@ -801,17 +561,28 @@ class Generated(pl.LightningModule):
     """A module as its description says; a subclass has the description, and the methods that are overridden."""
 
     spec: Spec
+    is_old = False  # whether its class has not yet changed as the migration says
+    in_python = False  # whether it has no TorchScript
+    is_drawn = False  # whether its weights are those that hooks draw once
 
     def __init__(self) -> None:
         super().__init__()
         spec = self.spec
         self.automatic_optimization = not spec.manual
-        self.layers = NETS[spec.net]()
+        self.layers = (IN_PYTHON if self.in_python else NETS)[spec.net]()
         self.accuracy = MetricCollection({"accuracy": Accuracy("multiclass", num_classes=CLASSES)})
         for name in spec.extras:
             EXTRAS[name][0](self)
+        if spec.second is not None:
+            spec.second.make(self)
+        if spec.migration:
+            MIGRATIONS[spec.migration].make(self, self.is_old)
+        for write in spec.writes:
+            write.make(self)
         for place, state in enumerate(spec.states):
             setattr(self._owner(state), f"state{place}", state.make())
+        if self.is_drawn:
+            draw_weights(self)
         moments = {state.moment for state in spec.states}
         if "forward hook" in moments:
             self.layers.register_forward_hook(lambda *_: self.change("forward hook"))
@@ -826,11 +597,20 @@ class Generated(pl.LightningModule):
         return self.layers[-1] if state.place == "layer" else self
 
     def change(self, moment: str) -> None:
-        """Change the states that change now."""
+        """Change the states that change now, and write the weights that are written now."""
+        for write in self.spec.writes:
+            if write.moment == moment:
+                write.change(self)
         for place, state in enumerate(self.spec.states):
             if state.moment == moment:
                 owner, name = self._owner(state), f"state{place}"
                 setattr(owner, name, state.changed(getattr(owner, name), self.trainer.global_step + 1))
+
+    def written_by_hand(self) -> list[Any]:
+        """The weights that it writes by itself, besides those of an embedding."""
+        acts = any(act != "draws" for _, act in filter(None, map(act_of, self.spec.hooks)))
+        own = [pair[0] for write in self.spec.writes for pair in OWNERS[write.owner].pairs(self)]
+        return [*own, *(self.layers[-1].parameters() if acts else ())]
 
     def memory(self) -> list[Any]:
         """All that the module remembers, in plain Python."""
@@ -847,56 +627,75 @@ class Generated(pl.LightningModule):
         output = MANUAL[self.spec.manual](self, lambda: self.compute(batch))
         return _loss(output) if self.spec.manual == "one optimizer" else None
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, *_ = form_of(self.spec)[1](batch)
+        if self.spec.net in OF_IMAGES and x.ndim == 2:
+            x = x.reshape(len(x), 1, 2, 4)
+        z = self.layers(x).flatten(0, -2)
+        self.log("val_loss", F.cross_entropy(z, y.flatten()), batch_size=len(x))
+
     def compute(self, batch: Any) -> Any:
         """What the step returns in automatic optimization."""
         return self.contrast(*self.embed(batch))
 
-    def embed(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The logits, inputs and targets; with ``contrast`` what GradCacheMixin asks for."""
+    def embed(self, batch: Any) -> tuple[Tensor, ...]:
+        """The logits, inputs, targets and others; with ``contrast`` what GradCacheMixin asks for."""
         self.change("step")
-        x, y = BATCHES[self.spec.batch][1](batch)
+        x, *others = form_of(self.spec)[1](batch)
         if self.spec.net in OF_IMAGES and x.ndim == 2:
             x = x.reshape(len(x), 1, 2, 4)
-        return self(x).to(x.dtype), x, y
+        return self(x).to(x.dtype), x, *others
 
-    def contrast(self, logits: Tensor, x: Tensor, y: Tensor) -> Any:
-        """The loss, or a dictionary with it."""
+    def losses(self, logits: Tensor, y: Tensor, *others: Tensor) -> Any:
+        """What is computed from the targets: a loss, or a dictionary with it."""
+        if self.spec.padded is not None:
+            return self.spec.padded.of(logits, y, *others)
         output = LOSSES[self.spec.loss](self, logits, y)
+        if self.spec.second is None or output is None:
+            return output
+        loss = _loss(output) + self.spec.second.term(self, logits, *others)
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def contrast(self, logits: Tensor, x: Tensor, y: Tensor, *others: Tensor) -> Any:
+        """The loss, or a dictionary with it."""
+        output = self.losses(logits, y, *others)
         if output is None:
             return None
-        self.accuracy.update(logits.detach(), y)
+        self.accuracy.update(logits.detach().flatten(0, -2), y.flatten())
         extra = sum(EXTRAS[name][1](self, x) for name in self.spec.extras)
+        extra = extra + sum(write.term(self, x) for write in self.spec.writes)
+        if self.spec.migration:
+            extra = extra + 0.1 * part_of(self)(logits.float()).square().mean()
         self.log("loss", _loss(output).detach(), on_step=True, on_epoch=True, batch_size=len(y))
         self.log_dict(self.accuracy, on_epoch=True, on_step=False, batch_size=len(y))
         self.change("log")
         factor = 1 + zlib.crc32(repr(self.memory()).encode()) / 2**33 if self.spec.states else 1
-        loss = (_loss(output) + extra) * factor if self.spec.extras else _loss(output) * factor
+        loss = (_loss(output) + extra) * factor if isinstance(extra, Tensor) else _loss(output) * factor
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def configure_optimizers(self) -> Any:
         return _two(self) if self.spec.manual == "two optimizers" else OPTIMIZERS[self.spec.optimizer](self)
 
 
-def module_of(spec: Spec) -> type[Generated]:
+def module_of(spec: Spec, **attributes: Any) -> type[Generated]:
     """The class of the module."""
-    body: dict[str, Any] = {"spec": spec}
-    if spec.batch in NOT_MOVED:
+    body: dict[str, Any] = {"spec": spec, **attributes}
+    if spec.batch in NOT_MOVED and form_of(spec) is BATCHES[spec.batch]:
         body["transfer_batch_to_device"] = _moved
+    if spec.data == "of the module":
+        body |= {"train_dataloader": lambda self: loader(spec)}
+        body |= {"val_dataloader": lambda self: loader(spec)} if spec.trainer in VALIDATES else {}
     for name in spec.hooks:
-        body |= HOOKS[name]
-    overriding = type("Overriding", (Generated,), body)
-    moments = {state.moment for state in spec.states if hasattr(pl.LightningModule, state.moment)}
-    return type("Net", (overriding,), {name: _changing(overriding, name) for name in moments - {"forward", "log"}})
-
-
-def _changing(kind: type, name: str) -> Callable[..., Any]:
-    """A method that changes states, and then does what the one of ``kind`` does."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.change(name)
-        return getattr(kind, name)(self, *args, **kwargs)
-
-    return method
+        body |= HOOKS.get(name, {})
+    if spec.migration and not attributes.get("is_old"):
+        body |= MIGRATIONS[spec.migration].body
+    kind: Any = type("Overriding", (Generated,), body)
+    for hook, act in filter(None, map(act_of, spec.hooks)):
+        kind = after(kind, hook, ACTS[act])
+    moments = {each.moment for each in (*spec.states, *spec.writes)} & {*OF_THE_MODULE}
+    for name in sorted(moments):
+        kind = after(kind, name, lambda module, name=name: module.change(name))
+    return type("Net", (kind,), {})
 
 
 # -- random descriptions ----------------------------------------------------------------------------------------------
@@ -910,25 +709,99 @@ def _few(table: Any) -> st.SearchStrategy[Any]:
     return st.lists(st.sampled_from(list(table)), max_size=3, unique=True).map(tuple)
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> Spec:
-    """A description; features that do not suit each other are left out."""
-    states = st.builds(State, st.sampled_from(sorted(KINDS)), _mostly("attribute", PLACES), _mostly("step", MOMENTS))
-    return suited(
-        Spec(
-            net=draw(st.sampled_from([name for name in NETS if name not in ASKED_FOR])),
-            batch=draw(_mostly("tuple", BATCHES)),
-            loss=draw(st.sampled_from(list(LOSSES))),
-            optimizer=draw(_mostly("SGD", OPTIMIZERS)),
-            manual=draw(st.one_of(st.just(""), st.just(""), st.just(""), st.sampled_from(sorted(MANUAL)))),
-            states=tuple(draw(st.lists(states, max_size=3))),
-            extras=draw(_few(EXTRAS)),
-            hooks=draw(_few(HOOKS)),
-            callbacks=draw(_few(CALLBACKS)),
-            trainer=draw(_mostly("plain", TRAINERS)),
-            seed=draw(st.integers(0, 9)),
-        )
+def _one_or_two(each: st.SearchStrategy[Any], **unique: Any) -> st.SearchStrategy[Any]:
+    return st.lists(each, min_size=1, max_size=2, **unique).map(tuple)
+
+
+def _writes() -> st.SearchStrategy[tuple[Write, ...]]:
+    each = st.builds(
+        Write,
+        st.sampled_from(sorted(OWNERS)),
+        st.sampled_from(sorted(SPELLINGS)),
+        _mostly("step", OF_WRITES),
+        st.booleans(),
+        st.sampled_from([1, 1, 3]),
     )
+    return _one_or_two(each, unique_by=lambda write: write.owner)
+
+
+def _second() -> st.SearchStrategy[Second]:
+    return st.builds(
+        Second,
+        st.sampled_from([*labels.PICKS, *labels.USES, *labels.SEEN]),
+        st.sampled_from(sorted(labels.STRUCTURES)),
+        _mostly("likelihood", labels.LOSSES),
+        _mostly("mean", labels.REDUCTIONS),
+        _mostly("int64", labels.DTYPES),
+        st.booleans(),
+        st.sampled_from(["nothing", "first", "first", "both"]),
+    )
+
+
+def _with(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(fields)
+
+
+# What a module may have beside the rest, each drawn by itself: a dictionary of fields of ``Spec``.
+DIMENSIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "writes": _with(writes=_writes()),
+    "hooks": _with(hooks=_one_or_two(st.sampled_from(FEATURES)), trainer=_mostly("plain", TRAINERS)),
+    "first weights": _with(hooks=st.sampled_from(BEFORE_STEPS).map(lambda hook: (acting("draws weights once", hook),))),
+    "validation": _with(trainer=st.sampled_from(VALIDATES), data=_mostly("loader", DATA)),
+    "data": _with(data=st.sampled_from(DATA), in_data=_one_or_two(st.sampled_from(OF_THE_DATA), unique=True)),
+    "labels": _with(second=_second(), net=st.sampled_from(sorted({*NETS} - {"double", *ASKED_FOR}))),
+    "classes of tensors": st.one_of(
+        _with(batch=st.sampled_from(["columns", "unit", "columns beside"])),
+        _with(
+            states=_one_or_two(
+                st.builds(
+                    State,
+                    st.sampled_from([kind for kind in KINDS if "columns" in kind or "unit" in kind]),
+                    _mostly("attribute", PLACES),
+                    _mostly("step", MOMENTS),
+                )
+            )
+        ),
+    ),
+    "TorchScript": _with(net=st.sampled_from(sorted(IN_PYTHON))),
+    "slopes": _with(extras=_one_or_two(st.sampled_from(DIFFERENTIATES), unique=True)),
+    "migrations": _with(
+        migration=st.sampled_from(sorted(MIGRATIONS)),
+        trainer=st.sampled_from(["resumes", "resumes with other settings"]),
+    ),
+    "padding": _with(
+        padded=st.builds(Padded, st.sampled_from(sorted(padded.LOSSES)), st.sampled_from(sorted(padded.STRUCTURES))),
+        net=st.sampled_from(OF_SEQUENCES),
+    ),
+    "second fits": _with(
+        trainer=st.sampled_from(["again", "again with other settings", "resumes", "resumes with other settings"])
+    ),
+}
+
+
+@st.composite
+def specs(draw: st.DrawFn, *dimensions: str) -> Spec:
+    """A description, with all of these dimensions; features that do not suit each other are left out."""
+    states = st.builds(State, st.sampled_from(sorted(KINDS)), _mostly("attribute", PLACES), _mostly("step", MOMENTS))
+    spec = Spec(
+        net=draw(st.sampled_from([name for name in NETS if name not in ASKED_FOR])),
+        batch=draw(_mostly("tuple", BATCHES)),
+        loss=draw(st.sampled_from(list(LOSSES))),
+        optimizer=draw(_mostly("SGD", OPTIMIZERS)),
+        manual=draw(st.one_of(st.just(""), st.just(""), st.just(""), st.sampled_from(sorted(MANUAL)))),
+        states=tuple(draw(st.lists(states, max_size=3))),
+        extras=draw(_few(EXTRAS)),
+        hooks=draw(_few(HOOKS)),
+        callbacks=draw(_few(CALLBACKS)),
+        trainer=draw(_mostly("plain", TRAINERS)),
+        seed=draw(st.integers(0, 9)),
+    )
+    more = draw(st.lists(st.sampled_from(sorted(DIMENSIONS)), min_size=1, max_size=2, unique=True))
+    for dimension in (*(name for name in more if name not in dimensions), *dimensions):
+        for name, value in draw(DIMENSIONS[dimension]).items():
+            whole = isinstance(value, tuple) and name != "writes"
+            spec = replace(spec, **{name: (*getattr(spec, name), *value) if whole else value})
+    return suited(spec)
 
 
 def suited(spec: Spec) -> Spec:
@@ -946,11 +819,25 @@ def suited(spec: Spec) -> Spec:
         spec = replace(spec, loss="cross entropy") if spec.loss == "sometimes None" else spec
     if spec.batch == "dict that is emptied" and (spec.manual or spec.optimizer == "LBFGS"):  # it is read twice
         spec = replace(spec, batch="dict")
-    if "renames" in spec.callbacks or spec.net == "lazy":  # pruning needs weights that exist, and stay
+    if spec.padded is not None:
+        fits = spec.net in OF_SEQUENCES
+        spec = replace(spec, second=None, padded=spec.padded if fits else None)
+        without |= {"frozen", "shared submodule"}  # of eight features
+    if spec.net == "double":
+        spec = replace(spec, second=None)
+    if "load_state_dict" in MIGRATIONS.get(spec.migration, Migration()).body:
+        spec = replace(spec, hooks=tuple(name for name in spec.hooks if name != "state_dict"))
+    if spec.writes:  # of weights that stay, in layers that have them
+        without |= {"pruning", "renames"}
+        encoders = spec.net == "lazy" or spec.net in IN_PYTHON  # whose copies have no leaves
+        spec = replace(spec, writes=tuple(w for w in spec.writes if not (encoders and w.owner == "momentum encoder")))
+    if any(name.endswith("loads weights") for name in spec.hooks):
         without |= {"pruning"}
-    if spec.trainer == "accumulate":
+    if "renames" in spec.callbacks or spec.net == "lazy" or spec.net in IN_PYTHON:  # pruning needs weights that stay
+        without |= {"pruning"}
+    if spec.trainer in ("accumulate", *SEVERAL):
         without |= {"accumulation"}
-    if spec.trainer == "resumes":  # a checkpoint with a buffer that a new module does not have yet
+    if spec.trainer in SEVERAL:  # a checkpoint with a buffer that a new module does not have yet
         without |= {"buffer made late"}
     if (
         spec.optimizer in ("Adam", "groups", "LBFGS", "own")
@@ -959,6 +846,6 @@ def suited(spec: Spec) -> Spec:
     ):
         without |= {"sparse embedding"}
     callbacks = tuple(name for name in spec.callbacks if name not in without)
-    if spec.trainer == "resumes" and "old key" not in callbacks:  # which only a checkpoint shows
+    if spec.trainer.startswith("resumes") and "old key" not in callbacks:  # which only a checkpoint shows
         callbacks += ("old key",)
     return replace(spec, callbacks=callbacks, extras=tuple(name for name in spec.extras if name not in without))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from tests.conformance.trick import Trick
-from tests.fuzz.modules import CALLBACKS, TRAINERS, Planned, Spec, loader, module_of
+from tests.fuzz.migrations import NEW, OLD, SIDES
+from tests.fuzz.modules import CALLBACKS, SEVERAL, TRAINERS, VALIDATES, Planned, Spec, data_of, loader, module_of
 from tests.fuzz.states import number
 from tests.fuzz.tricks import AT_WORK, LIKE, TOLERANCES, TRICKS, Sweeps, kind, known, suited_to, together
 from tests.nets import trainer
@@ -43,19 +45,43 @@ class Outcome:
 Run = Callable[[Spec, Trick, Path], Outcome]
 
 
-def run(spec: Spec, trick: Trick, folder: Path) -> Outcome:
-    """A fit with a trick as it is "off"; for one that resumes, two."""
+def run(spec: Spec, trick: Trick, folder: Path, **attributes: Any) -> Outcome:
+    """A fit with a trick as it is "off"; for one that resumes, two. The class of the module has the attributes."""
     first = TRAINERS[spec.trainer]
-    if spec.trainer != "resumes":
-        return fitted(spec, trick, {"max_epochs": 2, **first}, folder)
-    outcome = fitted(spec, trick, {"max_epochs": 1}, folder)
+    if not spec.trainer.startswith("resumes"):
+        return fitted(spec, trick, {"max_epochs": 2, **first}, folder, **attributes)
+    outcome = fitted(spec, trick, {"max_epochs": 1}, folder, **{"is_old": True, **attributes})
     if outcome.refused or outcome.error:
         return outcome
-    return fitted(spec, trick, {"max_epochs": 2}, folder, folder / "first.ckpt")
+    others = others_of(spec) if "other settings" in spec.trainer else {}
+    return fitted(spec, trick, {"max_epochs": 2, **others}, folder, folder / "first.ckpt", **attributes)
 
 
-def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, checkpoint: Path | None = None) -> Outcome:
-    outcome, made = Outcome(), 0
+def others_of(spec: Spec) -> dict[str, Any]:
+    """Other settings of a second fit, which has optimizer steps of another number of batches, or fewer of them."""
+    by_hand = spec.manual or "accumulation" in spec.callbacks
+    return {"limit_train_batches": 2} if by_hand else {"accumulate_grad_batches": 2}
+
+
+def data_for(spec: Spec) -> dict[str, Any]:
+    """The arguments of a fit that are its data."""
+    if spec.data == "of the module":
+        return {}
+    if spec.data == "datamodule":
+        return {"datamodule": data_of(spec)}
+    given = {"train_dataloaders": loader(spec)}
+    return {**given, "val_dataloaders": loader(spec)} if spec.trainer in VALIDATES else given
+
+
+def fitted(
+    spec: Spec,
+    trick: Trick,
+    settings: dict[str, Any],
+    folder: Path,
+    checkpoint: Path | None = None,
+    **attributes: Any,
+) -> Outcome:
+    outcome, made, data = Outcome(), 0, data_for(spec)
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal made
@@ -63,7 +89,7 @@ def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, che
         made += any(id(weight) in stepped for weight in module.parameters())  # else it is a trial on other weights
 
     pl.seed_everything(spec.seed, verbose=False)
-    mixed = replace(trick, chunk=None).module(module_of(spec), "off")
+    mixed = replace(trick, chunk=None).module(module_of(spec, **attributes), "off")
     if trick.chunk:
         mixed = type("Net", (lt.GradCacheMixin, mixed), {"chunk": trick.chunk["off"]})
     module = mixed()
@@ -74,15 +100,20 @@ def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, che
     fit = trainer(callbacks=[*users, *callbacks], default_root_dir=folder, **settings)
     try:
         if any(isinstance(callback, Sweeps) for callback in callbacks):
-            lt.find_lr(trainer(), module, loader(spec), steps=10)
+            lt.find_lr(trainer(), module, steps=10, **{name: data[name] for name in data if name != "val_dataloaders"})
     except MisconfigurationException as error:
         outcome.refused = error
         return outcome
     counting = register_optimizer_step_post_hook(count)
     try:
-        fit.fit(module, loader(spec), ckpt_path=checkpoint, weights_only=False)
+        fit.fit(module, ckpt_path=checkpoint, weights_only=False, **data)
         if settings["max_epochs"] == 1:
             fit.save_checkpoint(folder / "first.ckpt")
+        if spec.trainer.startswith("again"):
+            fit.fit_loop.max_epochs = 3
+            vars(fit).update(others_of(spec) if "other settings" in spec.trainer else {})
+            made = 0
+            fit.fit(module, **data)
     except Planned as error:
         outcome.error = str(error)
     except (MisconfigurationException, UnknownTotalSteps) as error:
@@ -92,10 +123,11 @@ def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, che
     if outcome.refused is not None:
         now = dict(module.named_parameters())
         names = before.keys() & now.keys() - {"words.weight"}  # which its own forward pass writes
+        names -= {name for name, weight in now.items() if any(weight is own for own in module.written_by_hand())}
         whole = [name for name in names if not isinstance(now[name], DTensor)]
         off = [name for name in whole if not torch.equal(before[name], now[name])]
         assert not made, f"refused after {made} steps: {outcome.refused}"
-        assert checkpoint or not off, f"refused, but changed {off}: {outcome.refused}"
+        assert checkpoint or spec.trainer in SEVERAL or not off, f"refused, but changed {off}: {outcome.refused}"
         return outcome
     if dist.is_initialized():
         copies: list[Any] = [None] * dist.get_world_size()
@@ -108,12 +140,22 @@ def fitted(spec: Spec, trick: Trick, settings: dict[str, Any], folder: Path, che
     outcome.weights = {name: weight.detach().clone() for name, weight in state_dict.items()}
     outcome.weights |= {f"buffer {name}": each.clone() for name, each in module.named_buffers()}
     outcome.weights |= {f"outside {i}": each.detach() for i, each in enumerate(getattr(module, "outside", ()))}
-    outcome.memory = [*module.memory(), getattr(module, "saved", 0)]
+    outcome.weights = as_old(spec, outcome.weights)
+    outcome.memory = [*module.memory(), getattr(module, "saved", 0), getattr(data.get("datamodule"), "seen", {})]
     outcome.logged = {name: float(value) for name, value in fit.callback_metrics.items()}
     mine = [each for each in fit.callbacks if any(each is user for user in users)]
     assert len(mine) == len(users), "callbacks of the user are gone"
     outcome.beside = [(type(each).__name__, getattr(each, "seen", None)) for each in fit.callbacks if counts(each)]
     return outcome
+
+
+def as_old(spec: Spec, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights by the names and in the shapes that they had before a migration."""
+    if not spec.migration:
+        return weights
+    kept = {name: weight for name, weight in weights.items() if name.split()[-1] not in ("added", "gone")}
+    named = {name.replace(f"{NEW}.", f"{OLD}."): weight for name, weight in kept.items()}
+    return {name: w.T if w.shape == SIDES[::-1] and name.startswith(f"{OLD}.") else w for name, w in named.items()}
 
 
 def counts(each: Any) -> bool:
@@ -192,12 +234,34 @@ def compared(
     spec = suited_to(spec, *names)
     if any(known(spec, name, state) for name, (_, state) in zip(names, second, strict=True)):
         return False
-    at_work = any(state == "on" for _, state in first)
+    runs = [partial(run, spec, together(*tricks)) for tricks in (first, second)]
+    return alike(spec, names, *runs, at_work=any(state == "on" for _, state in first))
+
+
+def alike(
+    spec: Spec,
+    names: tuple[str, ...],
+    first: Callable[[Path], Outcome],
+    second: Callable[[Path], Outcome],
+    *,
+    at_work: bool = True,
+    tolerance: float = 0.0,
+) -> bool:
+    """Whether two ways to train a module both do, and the same; where tricks are at work, both may be refused.
+
+    Args:
+        spec: The module.
+        names: The tricks, one of which a refusal names.
+        first: Trains it in a folder, as is right.
+        second: Trains it as is to be tested; only this may be refused where tricks are at their limits.
+        at_work: Whether tricks are at work in the first, too.
+        tolerance: By how much numbers may differ, in their own size.
+    """
+    tolerance = max([tolerance, *(TOLERANCES.get(name, 0.0) for name in names)])
     try:
         with TemporaryDirectory() as folder, TemporaryDirectory() as another:
-            plain, other = run(spec, together(*first), Path(folder)), run(spec, together(*second), Path(another))
+            plain, other = first(Path(folder)), second(Path(another))
         assert plain.refused is None or (at_work and other.refused), f"refused without the other: {plain.refused}"
-        tolerance = max(TOLERANCES.get(name, 0.0) for name in names)
         problem = refusal_problem(names, other.refused) if other.refused else difference(plain, other, tolerance)
         assert not problem, problem
     except Exception as error:

@@ -24,6 +24,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, SumMetric
 
+from tests.fuzz.hooks import OF_THE_MODULE
+
 # -- what can be told of a value --------------------------------------------------------------------------------------
 
 
@@ -37,7 +39,9 @@ def told(value: Any, seen: dict[int, Any] | None = None) -> Any:
     seen[id(value)] = (len(seen), value)  # which also keeps it, and with it its id, while others are told
     kind = type(value).__name__
     if isinstance(value, Tensor):
-        return kind, str(value.dtype), tuple(value.shape), value.requires_grad, number(value)
+        own = told(vars(value), seen) if isinstance(value, Columns | Logged) else ()
+        value = value.as_subclass(Tensor) if own else value
+        return kind, str(value.dtype), tuple(value.shape), value.requires_grad, number(value), own
     if isinstance(value, np.ndarray | array.array):
         return kind, str(getattr(value, "dtype", "")), repr(value.tolist())
     if isinstance(value, Metric):
@@ -191,6 +195,44 @@ class SlottedRecord:
 Point = namedtuple("Point", ["values", "others"])
 
 
+class Columns(Tensor):
+    """A tensor with names of columns, which all that is made of it has, by methods of its own."""
+
+    columns: list[str]
+
+    def clone(self, **settings: Any) -> Tensor:
+        return with_columns(super().clone(**settings), self.columns)
+
+    def detach(self) -> Tensor:
+        return with_columns(super().detach(), self.columns)
+
+
+def with_columns(values: Tensor, columns: list[str]) -> Columns:
+    made = values.as_subclass(Columns)
+    made.columns = list(columns)
+    return made
+
+
+class Logged(Tensor):
+    """A tensor that hands its attributes on, whatever is computed with it."""
+
+    unit: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        units = [each.unit for each in args if isinstance(each, Logged) and hasattr(each, "unit")]
+        if isinstance(made, Logged) and units:
+            made.unit = units[0]
+        return made
+
+
+def with_unit(values: Tensor) -> Logged:
+    made = values.as_subclass(Logged)
+    made.unit = "m"
+    return made
+
+
 class Custom:
     """An object of a class that nobody knows."""
 
@@ -255,8 +297,17 @@ def _in_place(value: Tensor, step: int) -> None:
     value.add_(1)
 
 
+def _data_written(value: list[Tensor], step: int) -> None:
+    value[0].data.mul_(1.5)
+
+
 def _other_data(value: Tensor, step: int) -> None:
     value.data = value.data * 2
+
+
+def _column_added(value: Columns, step: int) -> None:
+    value.data.add_(1)
+    value.columns.append(str(step))
 
 
 def _drawn(value: Any, step: int) -> None:
@@ -333,6 +384,14 @@ KINDS: dict[str, tuple[Callable[[], Any], Change]] = {
     "part of a tensor": (lambda: torch.zeros(4, 2)[1:3, 0], _in_place),
     "expanded tensor": (lambda: torch.zeros(1).expand(3), lambda value, step: value + 1),
     "sparse tensor": (lambda: torch.eye(2).to_sparse(), lambda value, step: value * 2),
+    "tensor with columns": (lambda: with_columns(torch.zeros(2), ["a", "b"]), _column_added),
+    "new tensor with columns": (
+        lambda: with_columns(torch.zeros(2), ["a", "b"]),
+        lambda value, step: with_columns(value.as_subclass(Tensor) + 1, [*value.columns, str(step)]),
+    ),
+    "tensor with a unit": (lambda: with_unit(torch.zeros(2)), lambda value, step: value * 2 + 1),
+    "written tensor with a unit": (lambda: with_unit(torch.ones(2)), _in_place),
+    "parameter that nobody trains": (lambda: [nn.Parameter(torch.ones(2), requires_grad=False)], _data_written),
     "tensor in a list": (lambda: [torch.zeros(2)], _first_replaced),
     "written tensor in a list": (lambda: [torch.zeros(2)], lambda value, step: _in_place(value[0], step)),
     "torch.Generator": (lambda: torch.Generator().manual_seed(1), _drawn),
@@ -364,11 +423,14 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Keys]] = {  # what holds a value, 
     "object": (Custom, ("held",)),
 }
 MOMENTS = (
-    *("step", "forward", "forward hook", "log", "backward hook", "gradient hook", "accumulation hook", "backward"),
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
-    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_epoch_start"),
-    *("on_train_epoch_end", "on_train_start", "on_fit_start", "on_save_checkpoint"),
+    "step",
+    "forward",
+    "forward hook",
+    "log",
+    "backward hook",
+    "gradient hook",
+    "accumulation hook",
+    *OF_THE_MODULE,
 )
 
 

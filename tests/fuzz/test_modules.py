@@ -22,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from tests.fuzz.modules import BATCHES, CLASSES, Spec, loader, module_of, samples, specs
+from tests.fuzz.batches import BATCHES
+from tests.fuzz.layers import CLASSES
+from tests.fuzz.modules import Spec, loader, module_of, samples, specs
 from tests.fuzz.profiles import cases
 from tests.fuzz.runs import accepted
 from tests.fuzz.states import told
@@ -47,7 +49,7 @@ def many(name: str, modules: int) -> None:
         found.append(accepted(spec, name))
 
     test()
-    assert sum(found) >= modules / 10, f"{name} was accepted by {sum(found)} of {len(found)} modules"
+    assert sum(found) >= modules // 10, f"{name} was accepted by {sum(found)} of {len(found)} modules"
 
 
 @pytest.mark.parametrize("name", TRICKS)

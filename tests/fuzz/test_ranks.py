@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 import lightning_tricks as lt
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
-from tests.fuzz.modules import EXTRAS, HOOKS, LOSSES, TRAINERS, Spec
+from tests.fuzz.losses import LOSSES
+from tests.fuzz.modules import HOOKS, TRAINERS, Spec
+from tests.fuzz.parts import EXTRAS
 from tests.fuzz.profiles import drawn
 from tests.fuzz.runs import Outcome, accepted, fitted, repeated
 from tests.fuzz.states import State

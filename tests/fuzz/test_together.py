@@ -30,7 +30,7 @@ def test_a_trick_at_work_trains_many_more_modules_the_same_again_or_is_refused_i
 
 def again(name: str, modules: int) -> None:
     found = [repeated(spec, name) for spec in drawn(specs(), modules, [*AT_WORK].index(name))]
-    assert sum(found) >= modules / 10, f"{name} was accepted by {sum(found)} of {modules} modules"
+    assert sum(found) >= modules // 10, f"{name} was accepted by {sum(found)} of {modules} modules"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +15,10 @@ from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import Experts
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
-from tests.fuzz.modules import Spec, suited
+from tests.fuzz.hooks import FEATURES, act_of
+from tests.fuzz.modules import SEVERAL, Spec, suited
+from tests.fuzz.parts import DIFFERENTIATES
+from tests.fuzz.writes import OWNERS
 
 # -- what stays of a trick of which nothing comes, done by hand -------------------------------------------------------
 
@@ -128,23 +131,28 @@ NEEDS: dict[str, dict[str, str]] = {
     "ScheduleFree": {"optimizer": "SGD"},  # whose place its own takes
     "SequenceLengthWarmup(0.5)": {"net": "recurrent"},
 }
+SCRIPTED = ("scripted with BatchNorm", "traced with BatchNorm")
+WRITERS = {*OWNERS, *(feature for feature in FEATURES if not feature.endswith(("draws", "once")))}
 # The features that a description is without, beside a trick that rightly trains such a module otherwise.
 WITHOUT: dict[str, set[str]] = {
-    # Pruning holds the layers whose place torchao's take.
-    "Float8": {"pruning"},
+    # Pruning holds the layers whose place torchao's take, which differentiate once.
+    "Float8": {"pruning", *DIFFERENTIATES},
     # The mixin has the training step, and that its loss is None is known at the batch.
     "GradCacheMixin": {"training_step(batch)", "training_step(dataloader_iter)", "sometimes None"},
     # Its scoring run draws the weights of lazy layers and scales the rows of an embedding, and a step may never come.
     "HardExampleFilter(0.999)": {"lazy", "embedding with max_norm"},
     "HardExampleFilter(start=1.0)": {"lazy"},
     # Its optimizer has adapters, too, which norms sum over and noise is drawn for; frozen weights must not change.
-    "LoRA": {"noise on gradients", "LBFGS", "clip", "two optimizers", "embedding with max_norm", "pruning"},
+    "LoRA": {"noise on gradients", "LBFGS", "clip", "two optimizers", "embedding with max_norm", "pruning", *WRITERS},
     # Of layers and batches that take eight features.
     "ProgressiveResizing(0.5)": {"frozen", "shared submodule", "tied", "one tensor"},
     "SequenceLengthWarmup(0.5)": {"frozen", "shared submodule", "one tensor"},
     "ScheduleFree": {"two optimizers", "lazy"},  # one takes their place, whose groups need weights that exist
     # Its start is a share of a training that is made longer; that steps go past Lightning is known after the first one.
-    "SWA": {"resumes", "past Lightning"},
+    "SWA": {*SEVERAL, "past Lightning"},
+    # They go on with the random numbers of the first fit.
+    "ExactResume": {"resumes", "resumes with other settings"},
+    "Preemption": {"resumes", "resumes with other settings"},
     "Throughput": {"training_step(dataloader_iter)"},  # whose batches are known at their end
     "TokenMean": {"accumulate", "accumulation"},  # where it does something: the last window is short
 }
@@ -176,14 +184,19 @@ def found(table: dict[str, Any], name: str) -> Any:
 def suited_to(spec: Spec, *names: str) -> Spec:
     """The description with what tricks need of a module, and without what they train otherwise."""
     for name in names:
-        spec, unfit = replace(spec, **found(NEEDS, name)), found(WITHOUT, name)
+        spec, unfit = replace(spec, **found(NEEDS, name)), {*found(WITHOUT, name)}
         for field in fields(Spec):
             value = getattr(spec, field.name)
             if isinstance(value, tuple):
-                spec = replace(spec, **{field.name: tuple(each for each in value if each not in unfit)})
-            elif value in unfit:
+                spec = replace(spec, **{field.name: tuple(each for each in value if not unfit & {*features(each)})})
+            elif unfit & {*features(value)}:
                 spec = replace(spec, **{field.name: field.default})
     return suited(spec)
+
+
+def features(value: Any) -> Iterator[Any]:
+    """The names in a field of a description."""
+    yield from vars(value).values() if is_dataclass(value) else [value]
 
 
 def known(spec: Spec, name: str, state: str) -> str:
@@ -196,6 +209,11 @@ def known(spec: Spec, name: str, state: str) -> str:
         return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
     if name in ("GradualUnfreeze", "LayerFreezing") and two and state == "on":
         return "the loss of an optimizer has no gradient while all of its weights are frozen, as backward says then"
+    writes = [hook for hook, act in filter(None, map(act_of, spec.hooks)) if act != "draws"]
+    if kind(name) in ("EMA", "SWA", "ScheduleFree") and any("validation" in hook for hook in writes):
+        return "what validation writes into weights is written into the averaged ones, which are there meanwhile"
+    if name in ("GradualUnfreeze", "LayerFreezing") and state == "on" and spec.net in SCRIPTED:
+        return "the statistics of a frozen BatchNorm in TorchScript go on to change, which is not right yet"
     skips = "optimizer_step that steps every other time" in spec.hooks
     if name == "EMA" and skips and "embedding with max_norm" in spec.extras:
         return "the average is one of weights after steps, and a forward pass that no step follows scales the embedding"

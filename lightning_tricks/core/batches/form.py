@@ -62,9 +62,14 @@ def in_class_of(new: Tensor, old: Tensor, where: str, trick: str) -> Tensor:
     return new
 
 
+def plain(x: Tensor) -> Tensor:
+    """A tensor without its class, whose methods may need the attributes that operations of torch leave behind."""
+    return x if _has_other_storage(x) else x.as_subclass(Tensor)
+
+
 def values_of(x: Tensor) -> Tensor:
-    """The values of a tensor without its class, whose methods may expect to be called by its user alone."""
-    return x.detach() if _has_other_storage(x) else x.detach().as_subclass(Tensor)
+    """The values of a tensor without its class and its graph."""
+    return plain(x).detach()
 
 
 def _has_other_storage(x: Tensor) -> bool:

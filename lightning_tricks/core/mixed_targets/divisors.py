@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Loss = Callable[..., Tensor]
+WEIGHED = ("mse_loss", "l1_loss")  # whose means are over the sum of the weights of their entries
 
 
 def counted(call: Mapping[str, Any]) -> Tensor | None:
@@ -31,7 +32,7 @@ def divisor(func: Loss, call: Mapping[str, Any], entries: int) -> float | Tensor
         return len(next(iter(call.values())))
     if mask is not None:
         return mask.sum() if weight is None else (weight[call["target"].where(mask, 0)] * mask).sum()
-    if weight is not None and func.__name__ in ("mse_loss", "l1_loss"):
+    if weight is not None and func.__name__ in WEIGHED:
         return weight.sum()
     return entries
 

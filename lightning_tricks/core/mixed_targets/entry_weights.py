@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tricks.core.mixed_targets.divisors import counted
-from lightning_tricks.core.mixed_targets.losses import arguments, is_loss
+from lightning_tricks.core.mixed_targets.losses import arguments, entry_weights_of, is_loss
 from lightning_tricks.core.mixed_targets.operations import Function, moves, weighs
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -19,8 +18,8 @@ def entry_weights(
 ) -> Tensor | None:
     """How much every entry of a result counts in the sum over them; None if all count as 1.
 
-    A loss of torch ignores some entries, and a product with a mask leaves some out. What is made of losses in any other
-    way, such as the sum over classes, is a loss again, which counts if one of them does.
+    A loss of torch ignores or weighs some entries, and a product with a mask leaves some out. What is made of losses in
+    any other way, such as the sum over classes, is a loss again, which counts if one of them does.
 
     Args:
         func: The function that was called.
@@ -30,8 +29,8 @@ def entry_weights(
         result: The result.
     """
     if is_loss(func):
-        mask = counted(arguments(func, *call))
-        return None if mask is None else mask.to(result.dtype)
+        weights = entry_weights_of(func, arguments(func, *call))
+        return None if weights is None else weights.to(result.dtype)
     args, kwargs = of_weights
     if weighs(func):
         return func(*args, **kwargs)

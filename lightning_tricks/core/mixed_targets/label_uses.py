@@ -32,7 +32,7 @@ def makes_codes(func: Function, args: Sequence[Any], tensors: Sequence[Tensor], 
         return isinstance(args[1], tuple) and any(map(is_label, args[1]))
     if name in ("eq", "ne", "lt", "le", "gt", "ge"):  # with classes, or with each other; lengths are so with places
         return len(tensors) > 1 and (name in ("eq", "ne") or all(map(is_label, tensors)))
-    return name in _ENCODE or (name in _LOOK_UP and not is_label(args[0]))
+    return name in _ENCODE or (name in _LOOK_UP and not is_label(args[0])) or name == "embedding"
 
 
 def picks_numbers(func: Function, args: Sequence[Any], samples: int, is_label: IsLabel) -> bool:
@@ -51,12 +51,21 @@ def picks_numbers(func: Function, args: Sequence[Any], samples: int, is_label: I
         index = next((each for each in args[1:] if is_label(each)), None)
         sides = [] if index is None else zip(index.shape, index.stride(), strict=True)
         return index is not None and not any(size > 1 and not stride for size, stride in list(sides)[1:])
+    if name == "index_select":
+        return args[1] not in (0, -value.ndim) and is_label(args[2])
     if name != "getitem":
         return False
     if is_label(args[1]):
         return value.ndim == 1 and len(value) != samples
     keys = args[1] if isinstance(args[1], tuple) else ()
-    return len(keys) == value.ndim and any(map(is_label, keys[1:])) and not any(type(key) is slice for key in keys)
+    if len(keys) != value.ndim or any(type(key) is slice for key in keys[1:]):
+        return False
+    return any(map(is_label, keys[1:])) or (is_label(keys[0]) and len(value) != samples)
+
+
+def sums_by_labels(func: Function, args: Sequence[Any], samples: int, is_label: IsLabel) -> bool:
+    """Whether a function sums the numbers of the samples of each class, as for means: ``sums.index_add(0, y, x)``."""
+    return func.__name__.strip("_") in _SUM and any(is_label(each) and each.numel() == samples for each in args[1:])
 
 
 def weighs_samples(func: Function, result: Any, samples: int) -> bool:
@@ -86,8 +95,9 @@ def is_layer(func: Function, others: Sequence[Tensor]) -> bool:
 
 
 _ENCODE = {"one_hot", "scatter"}
-_LOOK_UP = {"getitem", "index_select", "gather", "take", "take_along_dim", "embedding"}
+_LOOK_UP = {"getitem", "index_select", "gather", "take", "take_along_dim"}
 _PICK = {"gather", "take", "take_along_dim"}
+_SUM = {"index_add", "index_reduce", "scatter_add", "scatter_reduce"}
 _MULTIPLY = {
     *("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "vecdot", "einsum", "tensordot", "linear"),
 }

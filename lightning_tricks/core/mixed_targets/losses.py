@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.core.mixed_targets.divisors import Loss, counted, divisor
+from lightning_tricks.core.mixed_targets.divisors import WEIGHED, Loss, counted, divisor
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, Weight
 from lightning_tricks.core.mixed_targets.scores import SampleScores, summed_losses
 
@@ -66,7 +66,9 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
         note_loss(func, calls[0], plan)
         loss = _sum([_reduced(func, term) for term in zip(calls, elements, weights, strict=True)], [1.0] * len(calls))
         divisor = {"sum": 1, "batchmean": len(values)}.get(reduction)
-        return loss if plan.record is None else _recorded(loss, values, mask, sample_ids, plan, divisor)
+        if plan.record is None:
+            return loss
+        return _recorded(loss, values, entry_weights_of(func, calls[0]), sample_ids, plan, divisor)
     entries, factor = chosen
     calls = [_narrowed(call, entries) for call in calls]
     note_loss(func, calls[0], plan)
@@ -164,6 +166,18 @@ def _chosen(
     return (samples[:, None] * times + torch.arange(times, device=samples.device)).flatten(), factor
 
 
+def entry_weights_of(func: Loss, call: Mapping[str, Any]) -> Tensor | None:
+    """How much the entries of a loss count in what it divides, or the step does; None if all count as 1.
+
+    A mask is the weight of binary losses, too. Their own mean divides by the number of all entries.
+    """
+    if (mask := counted(call)) is not None:
+        return mask
+    by_entry = func.__name__ in WEIGHED or (func.__name__ in _OF_ENTRIES and call["reduction"] != "mean")
+    weight = call.get("weight") if by_entry else None
+    return None if weight is None else weight.expand(call["target"].shape)
+
+
 def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
     """The same call for some entries of the target, and of all arguments with the dimensions of the first one."""
     first = next(iter(call.values()))
@@ -184,6 +198,9 @@ def _reduced(func: Loss, each: tuple[dict[str, Any], Tensor, Weight]) -> Tensor:
         return loss if weight == 1.0 else weight * loss
     total = (elements * _shaped(weight, elements)).sum()
     return total if call["reduction"] == "sum" else total / divisor(func, call, elements.numel())
+
+
+_OF_ENTRIES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # over the number of entries
 
 
 def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:

@@ -10,6 +10,17 @@ from torch import Tensor
 Function = Callable[..., Any]
 
 
+def named(func: Function) -> Function:
+    """A function with a name, by which it is known; layers that ``torch.jit`` has traced have none."""
+    if hasattr(func, "__name__"):
+        return func
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    return traced
+
+
 def writes(func: Function) -> bool:
     """Whether a function writes into its first argument.
 

@@ -32,6 +32,7 @@ from lightning_tricks.core.mixed_targets.operations import (
     differentiates,
     divides,
     moves,
+    named,
     reads_value,
     reduces_samples,
     uses_metadata_only,
@@ -62,7 +63,7 @@ class MixedTarget(torch.Tensor):
         """Evaluate a function for every branch."""
         if UnmixedPart in types:  # its rules come first
             return NotImplemented
-        return _evaluate(func, tuple(args), kwargs or {})
+        return _evaluate(named(func), tuple(args), kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain_tensor(self).__reduce_ex__(protocol)

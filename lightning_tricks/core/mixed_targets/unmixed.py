@@ -25,6 +25,7 @@ from lightning_tricks.core.mixed_targets.label_uses import (
     makes_codes,
     multiplies,
     picks_numbers,
+    sums_by_labels,
     weighs_samples,
 )
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
@@ -33,6 +34,7 @@ from lightning_tricks.core.mixed_targets.operations import (
     differentiates,
     is_elementwise,
     moves,
+    named,
     uses_metadata_only,
     writes,
 )
@@ -76,7 +78,7 @@ class UnmixedPart(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute with the plain tensors, unless a loss would depend on them."""
-        kwargs = kwargs or {}
+        func, kwargs = named(func), kwargs or {}
         use = None if uses_metadata_only(func, args) else _use(func, args, kwargs)
         if use is None:
             return func(*_plain(tuple(args)), **_plain(kwargs))
@@ -235,6 +237,8 @@ def _is_chosen(use: _Use, result: Any) -> bool:
         are_masks = all(part.dtype == torch.bool for part in use.given)
         if weighs_samples(func, result, samples) or (are_masks and leaves_samples_out(func, use.arguments, samples)):
             return True
+    if sums_by_labels(func, use.arguments, samples, _is_integer):
+        return True
     of_network = any(use.arguments[0] is tensor for tensor in made)
     return of_network and picks_numbers(func, use.arguments, samples, _is_integer)
 
@@ -312,7 +316,10 @@ def _marked(result: Any, part: UnmixedPart, is_chosen: bool, is_code: bool, is_m
 
 def _mark_written(into: Any, part: UnmixedPart, is_chosen: bool, is_code: bool) -> None:
     """Make a tensor that a part was written into a part as well: the user goes on with it."""
-    of_samples = type(into) is Tensor and into.shape[:1] == (part.plan.samples,)
-    if (of_samples and (part.about.in_network or (is_code and into.ndim > 1))) or (is_chosen and type(into) is Tensor):
+    if type(into) is not Tensor:
+        return
+    is_alike = not (part.is_floating_point() or into.is_floating_point()) or (is_code and into.ndim > 1)
+    of_samples = into.shape[:1] == (part.plan.samples,)
+    if is_chosen or (of_samples and (part.about.in_network or is_alike)):
         into.__class__ = UnmixedPart
         _set(into, part.plan, part.about, is_code)

@@ -51,15 +51,20 @@ def recompute(
     return _in_eager(block, policy, forward, args, kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
 
 
-def require_python(parts: Iterable[nn.Module], name: str) -> None:
+def require_python(parts: Iterable[nn.Module], name: str, asked: str) -> None:
     """Raise if one of the parts of a block is a TorchScript module, of which torch does not see what it computes.
+
+    Args:
+        parts: The modules.
+        name: The name of the block.
+        asked: What the user has written to have its activations recomputed.
 
     Raises:
         MisconfigurationException: If one is.
     """
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
         raise MisconfigurationException(
-            f"Activation checkpointing works on modules in Python, and torch.jit has compiled {name} or a part of it:"
+            f"{asked} works on modules in Python, and torch.jit has compiled {name} or a part of it:"
             " name other modules, or use the module that was compiled."
         )
 

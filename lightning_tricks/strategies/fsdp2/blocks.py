@@ -75,7 +75,7 @@ def checkpoint_blocks(module: nn.Module, modules: Patterns | None, undo: ExitSta
             " modules=[...], for example their class names, or remove it."
         )
     for block in blocks:
-        require_python(block.modules(), type(block).__name__)
+        require_python(block.modules(), type(block).__name__, "activation_checkpointing=True")
         undo.callback(wrap_method(block, "forward", partial(recompute, block, "full")))
 
 

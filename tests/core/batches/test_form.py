@@ -32,9 +32,12 @@ class Table(Tensor):
 
 
 class Images(Tensor):
-    """Images with the size of their pixels in millimetres."""
+    """Images with the size of their pixels in millimetres, which their own ``clone`` keeps."""
 
     spacing: tuple[float, float]
+
+    def clone(self, **settings: Any) -> Tensor:
+        return named(super().clone(**settings), Images, spacing=self.spacing)
 
 
 def named(x: Tensor, kind: Any, **attributes: Any) -> Any:

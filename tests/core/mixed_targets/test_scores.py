@@ -37,6 +37,10 @@ def flat(z: Tensor, y: Tensor, **settings: Any) -> Tensor:
     return CE(z.flatten(0, 1), y.flatten(), **settings)
 
 
+def binary(z: Tensor, y: Tensor, **settings: Any) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z[..., 0], (y == 0).float(), **settings)
+
+
 def emptied(losses: Tensor, where: Tensor) -> Tensor:
     losses[where] = 0.0
     return losses
@@ -89,6 +93,9 @@ MASKED: dict[str, Step] = {
     "of the target": lambda z, y, m: (each(z, y) * (y != 0)).sum() / (y != 0).sum(),
     "of each sample": lambda z, y, m: ((each(z, y) * m).sum(1) / m.sum(1)).mean(),
     "focal": lambda z, y, m: ((1 - torch.exp(-each(z, y))) ** 2 * each(z, y) * m).sum() / m.sum(),
+    "weight of a loss": lambda z, y, m: binary(z, y, weight=m.float(), reduction="sum") / m.sum(),
+    "weight of losses": lambda z, y, m: binary(z, y, weight=m.float(), reduction="none").sum() / m.sum(),
+    "weight of squares": lambda z, y, m: F.mse_loss(z[..., 0], y.float(), weight=m.float()),
     "smoothed": lambda z, y, m: flat(z, y.where(m, -100), label_smoothing=0.2),
     "bf16": lambda z, y, m: (each(z, y).bfloat16() * m).sum() / m.bfloat16().sum(),
 }
@@ -99,6 +106,7 @@ SUMS: dict[str, Step] = {
     "sum of ignored": lambda z, y, m: flat(z, y.where(m, -100), reduction="sum"),
     "sums of samples": lambda z, y, m: (each(z, y) * m).sum(1).mean(),
     "sum by the number of samples": lambda z, y, m: (each(z, y) * m).sum() / len(y),
+    "mean of a loss with weights": lambda z, y, m: binary(z, y, weight=m.float()),
     "mean over padding, too": lambda z, y, m: (each(z, y) * m).mean(),
 }
 STEPS = {**MEANS, **MASKED, **SUMS}

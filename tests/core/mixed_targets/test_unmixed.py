@@ -123,6 +123,18 @@ def adaptive(z: Tensor, batch: Any) -> Tensor:
     return nn.AdaptiveLogSoftmaxWithLoss(C, C, [2], div_value=1.0)(z, batch["second"]).loss
 
 
+def adaptive_of_two(z: Tensor, batch: Any) -> Tensor:
+    """None of the labels is in its tail."""
+    torch.manual_seed(0)
+    return nn.AdaptiveLogSoftmaxWithLoss(C, C, [2], div_value=1.0)(z, (batch["sign"] > 0).long()).loss
+
+
+def prototypes(z: Tensor, batch: Any) -> Tensor:
+    """The distance of the mean of each class from a corner."""
+    sums = torch.zeros(C, C).index_add(0, batch["second"], z)
+    return (sums / B - torch.eye(C)).square().mean()
+
+
 def summed_in_place(z: Tensor, batch: Any) -> Tensor:
     total = torch.zeros(())
     total += -z.log_softmax(1).gather(1, batch["second"][:, None]).mean()
@@ -164,6 +176,9 @@ SECOND: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "index": (lambda z, b: -z.log_softmax(1)[range(B), b["second"]].mean(), "second"),
     "index of arange": (lambda z, b: -z.log_softmax(1)[torch.arange(B), b["second"]].sum() / B, "second"),
     "flat index": (lambda z, b: -z.log_softmax(1).flatten()[torch.arange(B) * C + b["second"]].mean(), "second"),
+    "index of the transpose": (lambda z, b: -z.log_softmax(1).T[b["second"], torch.arange(B)].mean(), "second"),
+    "diagonal": (lambda z, b: -z.log_softmax(1)[:, b["second"]].diagonal().mean(), "second"),
+    "index_select": (lambda z, b: -z.log_softmax(1).index_select(dim=1, index=b["second"]).diag().mean(), "second"),
     "take": (lambda z, b: -z.log_softmax(1).take(torch.arange(B) * C + b["second"]).mean(), "second"),
     "one_hot": (lambda z, b: -(F.one_hot(b["second"], C) * z.log_softmax(1)).sum(1).mean(), "second"),
     "one_hot by einsum": (
@@ -178,7 +193,13 @@ SECOND: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
         "second",
     ),
     "row of the identity": (lambda z, b: -(torch.eye(C)[b["second"]] * z.log_softmax(1)).sum(1).mean(), "second"),
+    "embedding of the identity": (
+        lambda z, b: -(F.embedding(b["second"], torch.eye(C)) * z.log_softmax(1)).sum(1).mean(),
+        "second",
+    ),
     "scatter": (scattered, "second"),
+    "prototypes": (prototypes, "second"),
+    "adaptive, of two classes": (adaptive_of_two, "sign"),
     "set by index": (set_by_index, "second"),
     "focal": (focal, "second"),
     "focal by losses": (focal_by_losses, "second"),
@@ -274,6 +295,29 @@ def test_a_second_label_that_is_named_is_mixed(name: str, trick: str) -> None:
 
 
 # ---- what the network sees goes on working
+
+
+class Traced(Two):
+    """Has a layer that torch.jit has compiled."""
+
+    def __init__(self, step: Any = None) -> None:
+        super().__init__(step)
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.compiled, self.wide = torch.jit.trace(layers, torch.zeros(2, 8)), nn.Linear(8, 16)
+
+
+@pytest.mark.parametrize("trick", ["Mixup", "HiddenMixup"])
+def test_a_compiled_layer_sees_what_is_not_mixed_and_a_compiled_loss_what_is(trick: str) -> None:
+    loss = torch.jit.script(nn.CrossEntropyLoss())
+
+    def step(module: Any, b: Any) -> Tensor:
+        category = b["category"].float()[:, None].expand(B, 8)
+        return loss(module.head(module.hidden(b) + module.wide(module.compiled(category))), b["y"])
+
+    module = build(Traced, step=step)
+    module.mixes_text, before = trick == "HiddenMixup", weights(module)
+    fit(module, train=feed(*BATCHES), callbacks=[TRICKS[trick](target="y")], max_epochs=1, limit_val_batches=0)
+    assert all(not torch.equal(before[name], weights(module)[name]) for name in ("compiled.0.weight", "head.weight"))
 
 
 def last_by_index(module: Two, b: Any) -> Tensor:
