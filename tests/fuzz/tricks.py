@@ -135,6 +135,10 @@ SCRIPTED = ("scripted with BatchNorm", "traced with BatchNorm")
 WRITERS = {*OWNERS, *(feature for feature in FEATURES if not feature.endswith(("draws", "once")))}
 # The features that a description is without, beside a trick that rightly trains such a module otherwise.
 WITHOUT: dict[str, set[str]] = {
+    # These go on with the random numbers of the fit that was left.
+    "ExactResume": {"resumes"},
+    "LabelErrors": {"resumes"},
+    "Preemption": {"resumes"},
     # Pruning holds the layers whose place torchao's take, which differentiate once.
     "Float8": {"pruning", *DIFFERENTIATES},
     # The mixin has the training step, and that its loss is None is known at the batch.
@@ -205,7 +209,8 @@ def known(spec: Spec, name: str, state: str) -> str:
     if state == "on":
         by_targets = ("Mixup", "CutMix", "HiddenMixup", 'HardExampleFilter(mode="loss")')
     two = spec.manual == "two optimizers"
-    if name.startswith((*by_targets, "LogitAdjustment")) and two and spec.loss in ("without targets", "NumPy"):
+    unseen = ("without targets", "NumPy", *(["own Function"] if name == "LabelErrors" else []))
+    if name.startswith((*by_targets, "LogitAdjustment", "LabelErrors")) and two and spec.loss in unseen:
         return "that no loss saw the target is known at the end of the batch only, since another loss might follow"
     if name in ("GradualUnfreeze", "LayerFreezing") and two and state == "on":
         return "the loss of an optimizer has no gradient while all of its weights are frozen, as backward says then"
