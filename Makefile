@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions test-clients notebooks matrix bench tables exports docs check clean FORCE
+.PHONY: help demo test test-all test-versions test-clients test-xla notebooks matrix bench tables exports docs check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -53,6 +53,9 @@ test-versions: $(VENV)/.made ## the fast tests with each Python, oldest and newe
 test-clients: $(VENV)/torch.txt ## the tricks in other projects' models, each project in a .venv of its own; ONLY="chemprop timm"
 	$(BIN)/python .ci/clients.py $(ONLY)
 
+test-xla: $(VENV)/.made ## the tricks on a device of torch_xla, in a .venv of its own (7 GB); ONLY="-k EMA"
+	$(BIN)/python .ci/xla.py $(ONLY)
+
 exports: $(VENV)/.test ## write the __init__ files, functional.py and the command's names.json from the source files
 	$(BIN)/python .ci/exports.py
 	$(BIN)/python .ci/names.py
@@ -67,8 +70,8 @@ check: $(VENV)/.test
 	@find lightning_tricks lightning_tricks_cli -name '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total" \
 	    { print "warning: " $$2 " has " $$1 " lines: is it one idea?" }'
 
-clean: ## remove .venv, .venv-clients, caches and build products
-	rm -rf $(VENV) .venv-clients build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove .venv, .venv-clients, .venv-xla, caches and build products
+	rm -rf $(VENV) .venv-clients .venv-xla build dist site .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 fail = { echo "error: $(1)" >&2; exit 1; }

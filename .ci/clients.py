@@ -11,16 +11,15 @@ benchmarks/results/clients.json and docs/clients.md.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / ".ci")]
 import clients  # noqa: E402  # needs the standard library alone, as this file does
+from environments import PYTEST, made, pip, run, site, versions  # noqa: E402
 
 FOLDER = ROOT / ".venv-clients"
 RESULTS = ROOT / "benchmarks" / "results" / "clients.json"
@@ -42,30 +41,6 @@ SHARED = [
     *("torchao", "--editable", ".[lora,optimizers]"),  # this package, with what LoRA, QAT and optimizer() need
 ]
 REPORTED = ("torch", "lightning", "pytorch-lightning")
-OPTIONS = ["-q", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "--show-capture=no", "--tb=short"]
-
-
-def run(python: Path, *arguments: str | Path, check: bool = True) -> int:
-    done = subprocess.run([python, *arguments], cwd=ROOT, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
-    if check and done.returncode:
-        sys.exit(f"error: python {' '.join(map(str, arguments))} ended with {done.returncode}")
-    return done.returncode
-
-
-def pip(python: Path, *what: str) -> None:
-    run(python, "-m", "pip", "install", "-q", "--prefer-binary", *what)
-
-
-def site(environment: Path) -> Path:
-    return Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
-
-
-def made(environment: Path) -> Path:
-    """The Python of an environment, which is new if there was none."""
-    python = environment / "bin" / "python"
-    if not python.exists():
-        run(Path(sys.executable), "-m", "venv", environment)
-    return python
 
 
 def constraints() -> list[str]:
@@ -105,15 +80,11 @@ def test(project: str) -> dict[str, Any] | None:
     print(f"testing {project}", flush=True)
     report.unlink(missing_ok=True)
     tests = f"tests/clients/test_{project}.py"
-    failed = run(
-        python, "-m", "pytest", *OPTIONS, "--confcutdir=tests/clients", tests, "--clients", report, check=False
-    )
+    options = ["--show-capture=no", "--confcutdir=tests/clients", tests, "--clients", report]
+    failed = run(python, *PYTEST, *options, check=False)
     if not report.exists():
         return None
-    names = [PROJECTS[project][0], *REPORTED]
-    code = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    versions = subprocess.check_output([python, "-c", code, *names], text=True).split()
-    numbers = {name: number.split("+")[0] for name, number in zip(names, versions, strict=True)}
+    numbers = versions(python, PROJECTS[project][0], *REPORTED)
     return {"versions": numbers, "failed": bool(failed), "models": json.loads(report.read_text())}
 
 

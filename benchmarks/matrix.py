@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 JSON = ROOT / "lightning_tricks_cli" / "matrix.json"
+XLA = ROOT / "benchmarks" / "results" / "xla.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 
 HEADS = {
@@ -65,6 +66,12 @@ WAITS = (
     "**waits**: how often a training step waits for a GPU, beyond one of plain Lightning (a simulated device counts); a"
     " step that logs at most once more. Those that wait decide by a number:"
 )
+ON_XLA = (
+    "**XLA**: `accelerator='tpu'` on the device that torch_xla makes of the host's CPU, as `make test-xla` found with"
+    " {}: fp32, accumulation, clipping, validation, and a fit that goes on from a checkpoint, equal to the CPU but for"
+    " rounding. The running variance of BatchNorm is left out, which torch_xla computes by another formula. No TPU has"
+    " run it. Presets are strategies, and Lightning has one of its own for XLA."
+)
 SHORT = "Where each is not ✓:"
 
 
@@ -77,6 +84,12 @@ def cells() -> dict[str, dict[str, dict[str, str]]]:
 def waits() -> dict[str, dict[str, Any]]:
     """Of each trick, how often a step waits for the device."""
     found: dict[str, Any] = json.loads(JSON.read_text())["waits"]
+    return found
+
+
+def xla() -> dict[str, dict[str, Any]]:
+    """Versions, and of each trick what was found on a device of torch_xla."""
+    found: dict[str, dict[str, Any]] = json.loads(XLA.read_text())
     return found
 
 
@@ -102,26 +115,36 @@ def markdown() -> str:
 def page() -> str:
     """docs/compatibility.md: the short table, a row each, and what a refusal says."""
     notes: list[str] = []
-    rows = []
+    on_xla, rows = xla(), []
     for row, of in cells().items():
-        signs = []
-        for regime in HEADS:
-            why = of[regime].get("why")
-            if why and why not in notes:
-                notes.append(why)
-            signs.append(SIGNS[of[regime]["cell"]] + (f" [{notes.index(why) + 1}](#notes)" if why else ""))
+        signs = [_sign(of[regime], notes) for regime in HEADS]
         signs.append(str(waits()[row]["step"]) if row in waits() else "")
+        signs.append(_sign(on_xla["tricks"][row], notes) if row in on_xla["tricks"] else "")
         rows.append((f"`{row}`", signs))
-    versions = ", ".join(f"{name} {number}" for name, number in json.loads(JSON.read_text())["versions"].items())
+    versions = _listed(json.loads(JSON.read_text())["versions"])
     numbered = "\n".join(f"{number}. {why}" for number, why in enumerate(notes, 1))
     head = (
         f"{TITLE}\n\nWritten by `make matrix`, from tests in `tests/conformance` and `tests/device` that passed with"
         f" {versions}."
     )
-    parts = [head, LEGEND, COLUMNS, WAITS, reasons(), SHORT, markdown(), "## Each by itself", _table(rows)]
+    devices = [WAITS, reasons(), ON_XLA.format(_listed(on_xla["versions"]))]
+    parts = [head, LEGEND, COLUMNS, *devices, SHORT, markdown(), "## Each by itself", _table(rows)]
     return "\n\n".join([*parts, "## Notes", numbered]) + "\n"
 
 
+def _sign(cell: dict[str, str], notes: list[str]) -> str:
+    """What was found, with the number of the note that says why."""
+    why = cell.get("why")
+    if why and why not in notes:
+        notes.append(why)
+    return SIGNS[cell["cell"]] + (f" [{notes.index(why) + 1}](#notes)" if why else "")
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
+
+
 def _table(rows: list[tuple[str, list[str]]]) -> str:
-    lines = [["", *HEADS.values(), "waits"], ["---"] * (len(HEADS) + 2), *([name, *signs] for name, signs in rows)]
+    heads = ["", *HEADS.values(), "waits", "XLA"]
+    lines = [heads, ["---"] * len(heads), *([name, *signs] for name, signs in rows)]
     return "\n".join(f"|{'|'.join(line)}|" for line in lines)

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
-from lightning_tricks.core.random_numbers import random_state
 from lightning_tricks.core.replay.offload import offload
 from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import check_patterns, select_blocks
@@ -53,9 +52,10 @@ class ActivationCheckpointing(Trick):
     Raises:
         TypeError: For a value of the wrong type.
         ValueError: For a value out of range.
-        MisconfigurationException: At fit start, if no block is found, or for one that torch.jit has compiled; in the
-            backward pass, for a block that changes what cannot be set back for its second run: a file, a closure, a
-            tensor inside a container or a weight that is not written by its ``.data``.
+        MisconfigurationException: At fit start, if no block is found, for one that torch.jit has compiled, or on a
+            device that torch has no module for (XLA); in the backward pass, for a block that changes what cannot be set
+            back for its second run: a file, a closure, a tensor inside a container or a weight that is not written by
+            its ``.data``.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -95,11 +95,19 @@ class ActivationCheckpointing(Trick):
                 f"ActivationCheckpointing(modules={self.modules!r}) selects nothing in {type(pl_module).__name__}:"
                 f" {error}"
             ) from None
-        if self.policy != "offload":
-            random_state(pl_module.device)  # raises for a device whose random numbers cannot be drawn a second time
+        _require_known_device(pl_module.device)
         torch.compiler.reset()  # code that was compiled earlier would still keep activations
         for name, block in found.items():
             parts = [block] if self.policy == "offload" else block.modules()
             require_python(parts, name, "ActivationCheckpointing")
             run = partial(offload, block) if self.policy == "offload" else partial(recompute, block, self.policy)
             self._wrap(block, "forward", run)
+
+
+def _require_known_device(device: torch.device) -> None:
+    """Raise for a device without a module of torch (as torch.cuda), which torch.utils.checkpoint asks."""
+    if not hasattr(torch, device.type):
+        raise MisconfigurationException(
+            "ActivationCheckpointing: torch recomputes and moves activations on cuda, mps, xpu and cpu, got a device"
+            f" of type {device.type!r}: leave it out there, and call torch_xla.utils.checkpoint in the module instead."
+        )

@@ -240,7 +240,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._past = list(state_dict["past"])
+        self._past = [(accumulated, size) for accumulated, size in state_dict["past"]]  # XLA's checkpoints have lists
 
 
 def _check_over(over: object) -> None:

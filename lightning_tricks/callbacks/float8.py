@@ -68,8 +68,9 @@ class Float8(Trick):
             do; the others keep their precision.
         recipe: "tensorwise" for one scale of a tensor, which is the fastest; "rowwise" for one of a row, which is more
             accurate where some numbers are much larger than the rest.
-        emulate: Whether to round on any device, and to compute the products in fp32. It is slow, and shows what float8
-            does to the loss.
+        emulate: Whether to round where there is no such product, and to compute in fp32. It is slow, and shows what
+            float8 does to the loss. The device needs float64 and float8 as types of numbers, which MPS, XLA and some
+            of XPU do not have.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -135,6 +136,20 @@ class Float8(Trick):
                 f" {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}: leave it out there,"
                 " or see what it does to the loss by emulate=True, which is slow."
             )
+        if device.type not in ("cpu", "cuda"):
+            self._try_on(device)
+
+    def _try_on(self, device: torch.device) -> None:
+        """Raise if a small layer does not compute on the device, which may lack the types of numbers."""
+        layer = nn.utils.skip_init(nn.Linear, MULTIPLE, MULTIPLE, device=device)
+        twin, x = float8_twin(layer, self.recipe, emulate=True), torch.ones(MULTIPLE, MULTIPLE, device=device)
+        try:
+            twin(x).sum().backward()
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise MisconfigurationException(
+                f"{self.written()} rounds by float64 and float8, which torch does not do on a device of type"
+                f" {device.type!r}: leave it out there, or train on cuda or cpu."
+            ) from error
 
     def _layers(self, pl_module: pl.LightningModule) -> dict[str, nn.Linear]:
         """The layers that compute in float8, by name."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -173,7 +174,7 @@ class Throughput(Trick):
         if self._flops:
             flops = self._flops * per_second.get("tokens", per_second["samples"])
             rates["tricks/teraflops"] = flops / 1e12
-            if peak := get_available_flops(trainer.strategy.root_device, computing_dtype(trainer)):
+            if peak := peak_flops(trainer.strategy.root_device, computing_dtype(trainer)):
                 rates["tricks/mfu"] = flops / (peak * devices)
         self._since, self._samples, self._counted = now, 0, None
         for name, rate in rates.items():
@@ -224,6 +225,14 @@ def samples_in(batch: Any) -> int:
             f"Throughput finds no tensor in the batch, which has {described(batch)}: it cannot count samples. Have the"
             " collate function return a dict or a tuple, or remove Throughput."
         ) from error
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> int | None:
+    """The operations per second that a device can do; None for one that Lightning does not know."""
+    # Of any other device of XLA, too, Lightning asks Google's cloud which TPU it is.
+    if device.type == "xla" and import_module("torch_xla.runtime").device_type() != "TPU":
+        return None
+    return get_available_flops(device, dtype)
 
 
 def computing_dtype(trainer: pl.Trainer) -> torch.dtype:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def seed_generators(seed: int, device: torch.device) -> None:
     """Have the generators draw the random numbers of a seed (32 bits)."""
     torch.random.default_generator.manual_seed(seed)
     random.seed(seed)
-    if device.type not in NONE_OF_ITS_OWN:
+    if device.type == "xla":
+        _generators(device).set_rng_state(seed, device)
+    elif device.type not in NONE_OF_ITS_OWN:
         module = _generators(device)
         with getattr(module, "device", nullcontext)(device):  # manual_seed is for the current device
             module.manual_seed(seed)
@@ -74,11 +77,13 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def _generators(device: torch.device) -> Any:
-    """Torch's module for a device's type (torch.cuda, torch.mps, torch.xpu), which knows its generator."""
+    """The module for a device's type (torch.cuda, torch.mps, torch.xpu), which knows its generator."""
+    if device.type == "xla":  # whose module is not torch's, and whose state is a number
+        return import_module("torch_xla.core.xla_model")
     try:
         return torch.get_device_module(device)
     except RuntimeError:
         raise MisconfigurationException(
             "A step that is run a second time must draw the same random numbers, which torch cannot set for a device of"
-            f" type {device.type!r}: train on cuda, mps, xpu or cpu, or leave the trick out."
+            f" type {device.type!r}: train on cuda, mps, xpu, xla or cpu, or leave the trick out."
         ) from None

@@ -117,7 +117,7 @@ def sharpness(
     with torch.inference_mode(False), torch.enable_grad(), _unchanged(model):
         mean = partial(_mean, model, loader, partial(loss, model))
         here, gradient = mean(partial(_gradient, weights=weights))
-        norm, center, losses = gradient.norm(), _flat(weights).detach(), []
+        norm, center, losses = torch.linalg.vector_norm(gradient), _flat(weights).detach(), []
         for distance in distances:
             _write(weights, center + (distance / norm if norm > 0 else 0) * gradient)
             losses.append(mean(torch.zeros_like)[0] if distance else here)
@@ -228,14 +228,14 @@ def _product(loss: Tensor, weights: list[Tensor], vector: Tensor) -> Tensor:
 def _largest_eigenvalue(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> tuple[float, float]:
     """The largest eigenvalue by Lanczos's method, and the norm of its residual."""
     # Only two vectors are kept. Rounding errors may then repeat an eigenvalue, but add no wrong ones.
-    before, vector, beta = torch.zeros_like(start), start / start.norm(), 0.0
+    before, vector, beta = torch.zeros_like(start), start / torch.linalg.vector_norm(start), 0.0
     # H in the basis of the vectors; so small a matrix is solved faster by the host.
     matrix = torch.zeros(iterations + 1, iterations + 1, dtype=torch.float64, device="cpu")
     for k in range(iterations):
         following = product(vector) - beta * before
         matrix[k, k] = following @ vector
         following -= matrix[k, k].item() * vector
-        beta = following.norm().item()
+        beta = torch.linalg.vector_norm(following).item()
         if not math.isfinite(beta):
             raise ValueError(f"The second derivative of loss must be finite, got {beta}: smooth its root or norm at 0.")
         values, vectors = torch.linalg.eigh(matrix[: k + 1, : k + 1])

@@ -215,9 +215,16 @@ def check_state(scheduler: object, state: Mapping[str, Any], name: str) -> None:
 
 def warn_of_other_settings(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Warn if the schedule of a checkpoint has other settings than that of this run."""
-    if saved != own:
+    if _listed(saved) != _listed(own):
         text = f"The schedule of the checkpoint, {saved}, is not this run's, {own}: this run's is followed from now on."
         warnings.warn(text, stacklevel=3)
+
+
+def _listed(value: Any) -> Any:
+    """Settings with lists in place of tuples, as a checkpoint of XLA has them."""
+    if isinstance(value, Mapping):
+        return {name: _listed(item) for name, item in value.items()}
+    return [*map(_listed, value)] if isinstance(value, list | tuple) else value
 
 
 def _check_curve(name: str, curve: object) -> None:

@@ -272,10 +272,10 @@ def test_no_block_is_an_error() -> None:
         fit(build(Net), callbacks=[lt.ActivationCheckpointing("Bert")])
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-def test_a_device_whose_random_numbers_cannot_be_drawn_again_is_refused(policy: Any) -> None:
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+def test_a_device_that_torch_has_no_module_for_is_refused(policy: Any) -> None:
     class OnXLA(Deep):
         device = property(lambda self: torch.device("xla", 0))
 
-    with pytest.raises(MisconfigurationException, match=r"torch cannot set for a device of type 'xla': train on cuda"):
+    with pytest.raises(MisconfigurationException, match=r"on cuda, mps, xpu and cpu, got a device of type 'xla'"):
         fit(build(OnXLA), callbacks=[lt.ActivationCheckpointing(policy=policy)])

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_tricks as lt
+from lightning_tricks.core.random_numbers import random_state, set_random_state
+from lightning_tricks.core.weights.one_by_one import require_weight_by_weight
 from lightning_tricks.optimizers.table import optimizers
 from tests.conformance.runs import fp16
-from tests.device.devices import CUDA, device
+from tests.device.devices import CUDA, EVERY, device
 from tests.faults.runs import differences, load, state
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, loader, trainer, weights
 
@@ -394,6 +396,17 @@ def test_on_a_device_the_backward_pass_has_a_thread_of_its_own(on: str) -> None:
         assert_same(Blocks, lambda: [lt.ActivationCheckpointing("blocks.*")], accelerator=there.name)
         with pytest.raises(MisconfigurationException, match=r"uses a weight, by detach\(\), after it has stepped it"):
             fit(build(Peeks), callbacks=[lt.StepInBackward()], accelerator=there.name)
+
+
+@pytest.mark.parametrize("on", EVERY)
+def test_the_trial_of_the_optimizer_draws_nothing_of_the_devices_random_numbers(on: str) -> None:
+    with device(on) as there:
+        at = torch.device(there.name, 0)
+        state = random_state(at)
+        drawn = torch.rand(3, device=at)
+        set_random_state(state, at)
+        require_weight_by_weight(torch.optim.AdamW([torch.ones(4, device=at)]))
+        assert torch.equal(torch.rand(3, device=at), drawn)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -329,3 +329,9 @@ def test_identity_tells_ties_from_equal_values_and_parts() -> None:
     assert files.identity(weight) == files.identity(weight.detach()) == files.identity(weight.view(4, 4))
     assert all(files.identity(each) != files.identity(weight) for each in other)
     assert files.identity(torch.empty(0)) != files.identity(torch.empty(0, 1))
+
+
+def test_no_tie_is_found_where_torch_tells_no_memory() -> None:
+    weight, other = torch.zeros(4, device="meta"), torch.zeros(4, device="meta")  # as of each tensor on XLA
+    assert weight.data_ptr() == other.data_ptr() == 0
+    assert files.identity(weight) == files.identity(weight) != files.identity(other)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset
 from tests.conformance.runs import Gather, ShardedNet, fitted
 from tests.conformance.test_resume import resumable
 from tests.conformance.trick import NEEDS, Trick
-from tests.device.devices import CPU, Device
+from tests.device.devices import Device
 from tests.device.simulation import Found
 from tests.nets import Net, NormNet, data, weights
 
@@ -118,9 +118,9 @@ def fit(
             trick.module(base, "on"),
             **{
                 "callbacks": [*trick.make_callbacks("on"), watch, gather],
-                "accelerator": device,
+                "accelerator": there.accelerator,
                 "strategy": strategy(),
-                "train": loader(trick, pinned=there != CPU),
+                "train": loader(trick, pinned=there.name in ("cuda", "xpu")),
                 "use_distributed_sampler": False,
                 "ckpt_path": path,
                 **logs,

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
@@ -69,6 +72,62 @@ def test_a_device_trains_the_same_and_is_not_waited_for(
     assert unlogged <= step + (precision == "fp16"), [wait for each in found.steps for wait in each if wait.ours]
     if precision == "fp32":
         waits(name, step, max(logged, 0), why)
+
+
+def quick_every_sixth(first: int) -> list[Any]:
+    names = enumerate(SETTINGS, first)
+    return [pytest.param(name, marks=[] if number % 6 == 0 else [pytest.mark.slow]) for number, name in names]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, *case.values, marks=case.marks)
+        for first, kind in enumerate(("mps", "xpu"), 2)
+        for case in quick_every_sixth(first)
+    ],
+)
+def test_a_device_that_lacks_types_of_numbers_trains_the_same(kind: str, name: str, tmp_path: Path) -> None:
+    trick = SETTINGS[name]
+    only = {"strategy": lambda: SingleDeviceStrategy(f"{kind}:0")}  # which "auto" makes of an accelerator it knows
+    with device(f"simulated {kind}") as there:
+        if name in OTHER_MATHS:
+            refused = rf"rounds by float64 and float8, which torch does not do on a device of type '{kind}'"
+            with pytest.raises(MisconfigurationException, match=refused):
+                fit(trick, "fp32", tmp_path, there, **only)
+            return
+        found = fit(trick, "fp32", tmp_path / "a", there, **only)
+    expected = fit(trick, "fp32", tmp_path / "b", CPU)
+    (assert_close if name in OTHER_BRANCH else assert_equal)(found.weights, expected.weights)
+    assert found.devices == {kind}
+    assert found.races == []
+
+
+class ListsForTuples(TorchCheckpointIO):
+    """Saves lists in place of tuples, as Lightning's XLACheckpointIO does."""
+
+    def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(self.listed(checkpoint), *args, **kwargs)
+
+    def listed(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self.listed(item) for key, item in value.items()}
+        return [*map(self.listed, value)] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("name", quick_every_sixth(4))
+def test_a_move_may_make_new_parameters_and_a_checkpoint_lists_of_tuples(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are so on XLA."""
+    replaces = torch.__future__.get_overwrite_module_params_on_conversion
+    monkeypatch.setattr(torch.__future__, replaces.__name__, lambda: True)
+    with device("simulated cuda") as there:
+        found = fit(SETTINGS[name], "fp32", tmp_path / "a", there, plugins=[ListsForTuples()])
+    monkeypatch.undo()
+    expected = fit(SETTINGS[name], "fp32", tmp_path / "b", CPU)
+    (assert_close if name in OTHER_BRANCH else assert_equal)(found.weights, expected.weights)
+    assert found.devices == {"cuda"}
 
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of other kernels, which add in another order

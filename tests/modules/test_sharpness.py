@@ -530,8 +530,17 @@ def test_reentrant_checkpoints_and_sparse_gradients_are_refused() -> None:
         sharpness(embedding, [torch.tensor([0, 2])], lambda model, batch: model(batch).pow(2).mean())
 
 
+@pytest.fixture
+def warned_each_time() -> Iterator[None]:
+    """torch warns once of what it does not want to be called."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("on", CUDA)
+@pytest.mark.usefixtures("warned_each_time")
+@pytest.mark.parametrize("on", [*CUDA, "simulated mps"])
 def test_a_device_finds_what_the_cpu_finds(on: str) -> None:
     expected = sharpness(build(PlainNet), loader(), cross_entropy)
     with device(on) as there:

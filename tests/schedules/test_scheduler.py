@@ -125,6 +125,17 @@ def test_last_lr_does_not_alias_the_optimizers_tensor():
     assert last is not scheduler.optimizer.param_groups[0]["lr"]
 
 
+def test_a_checkpoint_that_has_lists_in_place_of_tuples_has_the_same_settings():
+    """As of XLA."""
+    scheduler = start(partial(curves.step_decay, total_steps=12, milestones=(3, 6)))
+    advance(scheduler, 4)
+    state = scheduler.state_dict()
+    state["settings"]["milestones"] = [3, 6]
+    twin = start(scheduler.curve)
+    twin.load_state_dict(state)
+    assert advance(twin, 4) == advance(scheduler, 4)
+
+
 def test_loading_other_settings_warns_once_and_follows_the_new_curve():
     first, second = start(), start(longer := partial(FLAT_COS.func, total_steps=24, warmup=2.5, floor=0.01))
     advance(first, 8)

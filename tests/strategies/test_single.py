@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_tricks as lt
@@ -62,44 +60,12 @@ def test_a_checkpoint_loads_in_any_trainer(tmp_path: Path) -> None:
     assert_equal(weights(plain), weights(module))
 
 
-class XPU(Accelerator):
-    """As Lightning's documentation has it for a device that Lightning does not know."""
-
-    def setup_device(self, device: torch.device) -> None:
-        torch.xpu.set_device(device)
-
-    def teardown(self) -> None: ...
-
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        return list(range(devices))
-
-    @staticmethod
-    def get_parallel_devices(devices: Any) -> Any:
-        return [torch.device("xpu", index) for index in devices]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return torch.xpu.device_count()
-
-    @staticmethod
-    def is_available() -> bool:
-        return torch.xpu.is_available()
-
-    @staticmethod
-    def name() -> str:
-        return "xpu"
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
-
-
 @pytest.mark.parametrize("on", EVERY)
 @pytest.mark.parametrize("name", ["its own", "gpu", "auto"])
 def test_the_autocast_is_that_of_the_device(name: str, on: str) -> None:
     module = build(Spy)
     with device(on) as there:
-        accelerator = XPU() if there.name == "xpu" else there.name if name == "its own" else name
+        accelerator = there.accelerator if name == "its own" or there.name == "xpu" else name
         seen = facts(fit(module, strategy="single_bf16", accelerator=accelerator), module)
     assert (seen["device"], seen["autocast"]) == (there.name, there.name)
     assert seen["activation"] is torch.bfloat16

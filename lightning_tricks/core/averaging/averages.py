@@ -276,9 +276,12 @@ class Averages:
 
 
 def _is_replaced(known: Tensor | None, place: Place) -> bool:
-    """Whether another object is in the place of a parameter; buffers may be replaced."""
+    """Whether another parameter is in the place of one; buffers may be replaced.
+
+    A parameter that ``Module.to`` moves to an XLA device, or from it, becomes another object.
+    """
     owner, key = place
-    return isinstance(known, nn.Parameter) and owner[key] is not known
+    return isinstance(known, nn.Parameter) and owner[key] is not known and owner[key].device == known.device
 
 
 def _is_buffer(place: Place | None) -> bool:

@@ -47,8 +47,8 @@ class History:
         return {name: list(rows) for name, rows in self._rows.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the metrics from a state."""
-        self._rows = {name: list(rows) for name, rows in state.items()}
+        """Load the metrics from a state, in which a checkpoint of XLA has lists in place of tuples."""
+        self._rows = {name: [tuple(row) for row in rows] for name, rows in state.items()}
 
 
 def _with(suffix: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import deque
+from collections.abc import Iterable
 from io import BytesIO
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 SIMPLE = (type(None), bool, int, float, str)
-_ARRAY = "ndarray"  # the mark of an array, which is held as a tensor of its bytes
+# Marks of what is no list: a checkpoint of XLA has lists in place of tuples.
+_TUPLE, _ARRAY = "__tuple__", "__ndarray__"
 
 
 class NotPlain(TypeError):
@@ -27,40 +29,50 @@ def plain(value: Any) -> Any:
 
     Example:
         >>> plain({"seen": {3}, "left": (1, 2.5)})
-        {'seen': {3}, 'left': (1, 2.5)}
+        {'seen': {3}, 'left': {'__tuple__': [1, 2.5]}}
     """
     kind, numpy = type(value), sys.modules.get("numpy")
     if kind in SIMPLE:
         return value
     if kind in (list, deque):
-        simple = set(map(type, value)) <= {*SIMPLE}  # quick also for the order of millions of samples
-        return list(value) if simple else [plain(item) for item in value]
+        return list(value) if _is_simple(value) else [plain(item) for item in value]
     if kind in (set, frozenset):
-        return {plain(item) for item in value}
+        return {_key(item) for item in value}
     if kind is tuple:
-        return tuple(plain(item) for item in value)
+        return {_TUPLE: plain([*value])}
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {_key(key): plain(item) for key, item in value.items()}
     if kind is Tensor:
         return value.detach().cpu().clone()
     if numpy is not None and isinstance(value, numpy.generic):
         return plain(value.item())
     if numpy is not None and kind is numpy.ndarray and value.dtype != object:
         content = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8, device="cpu")
-        return (_ARRAY, value.dtype.str, value.shape, content)
+        return {_ARRAY: [value.dtype.str, [*value.shape], content]}
     raise NotPlain(f"{kind.__module__}.{kind.__name__}")
+
+
+def _key(value: Any) -> Any:
+    """What a set or the keys of a dictionary hold, which stays hashable."""
+    return tuple(map(_key, value)) if type(value) is tuple else plain(value)
 
 
 def unplain(value: Any) -> Any:
     """The value that ``plain`` was given, with lists and sets in place of deques and frozen sets."""
-    if isinstance(value, tuple) and len(value) == 4 and value[0] == _ARRAY:
-        _, dtype, shape, content = value
-        return sys.modules["numpy"].frombuffer(bytearray(content.numpy().tobytes()), dtype).reshape(shape)
-    if isinstance(value, tuple):
-        return tuple(map(unplain, value))
     if isinstance(value, list):
-        return list(value) if set(map(type, value)) <= {*SIMPLE} else list(map(unplain, value))
-    return {key: unplain(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return list(value) if _is_simple(value) else list(map(unplain, value))
+    if not isinstance(value, dict):
+        return value
+    if [*value] == [_ARRAY]:
+        dtype, shape, content = value[_ARRAY]
+        return sys.modules["numpy"].frombuffer(bytearray(content.numpy().tobytes()), dtype).reshape(shape)
+    if [*value] == [_TUPLE]:
+        return tuple(unplain(value[_TUPLE]))
+    return {key: unplain(item) for key, item in value.items()}
+
+
+def _is_simple(values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= {*SIMPLE}  # quick also for the order of millions of samples
 
 
 def packed(value: Any) -> Any:
@@ -76,7 +88,7 @@ def packed(value: Any) -> Any:
         return value.numpy().tobytes()
     if isinstance(value, dict):
         return {key: packed(item) for key, item in value.items()}
-    return tuple(map(packed, value)) if isinstance(value, tuple) else value
+    return list(map(packed, value)) if isinstance(value, list) and not _is_simple(value) else value
 
 
 def unpacked(value: Any) -> Any:
@@ -85,7 +97,7 @@ def unpacked(value: Any) -> Any:
         return torch.tensor(bytearray(value), dtype=torch.uint8, device="cpu")
     if isinstance(value, dict):
         return {key: unpacked(item) for key, item in value.items()}
-    return tuple(map(unpacked, value)) if isinstance(value, tuple) else value
+    return list(map(unpacked, value)) if isinstance(value, list) and not _is_simple(value) else value
 
 
 def content(value: Any) -> bytes:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+
+from lightning_tricks.core.random_numbers import random_numbers_from
 
 
 def step_weight(optimizer: Optimizer, group: dict[str, Any], weight: Tensor) -> None:
@@ -57,7 +58,7 @@ def require_weight_by_weight(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     remedy = "Use another optimizer, such as AdamW, or remove StepInBackward."
     try:
-        together, singly = _trial(optimizer, singly=False), _trial(optimizer, singly=True)
+        together, singly = _seeded_trial(optimizer, singly=False), _seeded_trial(optimizer, singly=True)
     except Exception as error:  # whatever the optimizer's own code raises
         raise MisconfigurationException(
             f"StepInBackward tries an optimizer on small weights, which {kind} does not allow"
@@ -70,10 +71,14 @@ def require_weight_by_weight(optimizer: Optimizer) -> None:
         )
 
 
-@isolate_rng()
+def _seeded_trial(optimizer: Optimizer, *, singly: bool) -> Any:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    with random_numbers_from(0, weights[0].device):  # an optimizer may draw some, too
+        return _trial(optimizer, singly=singly)
+
+
 def _trial(optimizer: Optimizer, *, singly: bool) -> Any:
     """The weights and the states of a small optimizer after three steps."""
-    torch.manual_seed(0)  # also for an optimizer that draws random numbers
     groups = [{**_settings(group), "params": _small(group["params"])} for group in optimizer.param_groups]
     small = type(optimizer)([group for group in groups if group["params"]])  # type: ignore[call-arg]
     given, own = _attributes(optimizer), _attributes(small)

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from lightning_tricks.core.batches.cutting import count_samples, naming_single_samples, select_samples
 from lightning_tricks.core.batches.paths import described
@@ -281,7 +282,7 @@ class GradCache:
 
     def _check_replay(self, embeddings: tuple[Tensor, ...], before: list[Tensor]) -> None:
         for now, then in zip(embeddings, before, strict=True):
-            if _has_gradient(now) and (now - then).detach().norm() > 0.01 * then.detach().norm():
+            if _has_gradient(now) and vector_norm((now - then).detach()) > 0.01 * vector_norm(then.detach()):
                 raise MisconfigurationException(
                     f"{type(self.module).__name__}.embed gives other embeddings in its second run on the same samples,"
                     " random numbers and module state, so that GradCacheMixin would take the gradient of another loss:"

@@ -12,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
 
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.random_numbers import random_state, set_random_state
@@ -81,7 +82,7 @@ class Agreement:
             return
         self._unchecked -= named.keys()
         local = {name: _local(parameter.grad) for name, parameter in named.items()}
-        noise = 1e-6 * max((float(gradient.norm()) for gradient in local.values()), default=0.0)
+        noise = 1e-6 * max((float(vector_norm(gradient)) for gradient in local.values()), default=0.0)
         wrong = [name for name, gradient in local.items() if self._strays(gradient, OF_GRADIENTS, noise)]
         if self._compares_loss and self._strays(_local(loss), OF_LOSSES):
             wrong = ["the loss"]
@@ -101,8 +102,8 @@ class Agreement:
         mean = tensor.float().clone()
         dist.all_reduce(mean, group=self._mesh.get_group())
         mean /= self._mesh.size()
-        distance = float((tensor - mean).norm())
-        return distance > noise and distance > tolerance * float(mean.norm())
+        distance = float(vector_norm(tensor - mean))
+        return distance > noise and distance > tolerance * float(vector_norm(mean))
 
     def _differ(self, mine: str) -> bool:
         """Whether processes of any group have another value than the first of it; all processes take part."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.linalg import vector_norm
 
 from lightning_tricks.core.random_numbers import random_numbers_of, random_state
 from lightning_tricks.core.replay.module_state import ModuleState
@@ -168,7 +169,7 @@ def _differ(ours: Any, theirs: Any, tolerance: float) -> bool:
     pairs = list(zip(*both, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         return True
-    far = ((one - other).float().norm() > tolerance * other.float().norm() for one, other in pairs)
+    far = (vector_norm((one - other).float()) > tolerance * vector_norm(other.float()) for one, other in pairs)
     return any(bool(each) for each in far)
 
 

@@ -248,8 +248,8 @@ def test_the_devices_generator_is_among_them(on: str) -> None:
 
 
 def test_a_device_without_a_generator_that_can_be_set_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"torch cannot set for a device of type 'xla': train on cuda"):
-        random_state(torch.device("xla", 0))
+    with pytest.raises(MisconfigurationException, match=r"torch cannot set for a device of type 'hpu': train on cuda"):
+        random_state(torch.device("hpu", 0))
     random_state(torch.device("meta"))  # which draws nothing
 
 
