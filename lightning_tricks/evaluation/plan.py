@@ -92,7 +92,8 @@ def _open_lock(path: Path) -> IO[str]:
         file = os.fdopen(os.open(path, flags), "r+", errors="replace")
     except OSError as error:  # a link, a folder
         raise FileExistsError(f"{path} is in the way: {error.strerror}. {REMEDY}") from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or not re.fullmatch(r"\d+ on .*", file.read(300)):
+    # An empty one is a lock that another rank is making, or was killed over.
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or not re.fullmatch(r"(\d+ on .*)?", file.read(300)):
         file.close()
         raise FileExistsError(f"{path} is in the way: it is no lock that lightning_tricks has made. {REMEDY}")
     file.seek(0)

@@ -28,6 +28,7 @@ KEEPS = {
     "BatchSizeWarmup": (1.0, 0.0, "a gradient beside those that are accumulated"),
     "EMA": (1.0, 0.0, "the average"),
     "Float8": (2.5, 0.0, "weights of the layers in 8 bits, by rows and by columns, and what is between"),
+    "GradientStats": (1.0, 0.0, "the weights before a step that is logged"),
     "GradCacheMixin": (1.0, 0.0, "a gradient beside those that are accumulated"),
     "InspectTraining": (2.0, 0.0, "weights and gradients of a step that is looked at"),
     "LoRA": (-2.0, 0.0, "no gradients and optimizer states of frozen weights"),

@@ -135,10 +135,6 @@ SCRIPTED = ("scripted with BatchNorm", "traced with BatchNorm")
 WRITERS = {*OWNERS, *(feature for feature in FEATURES if not feature.endswith(("draws", "once")))}
 # The features that a description is without, beside a trick that rightly trains such a module otherwise.
 WITHOUT: dict[str, set[str]] = {
-    # These go on with the random numbers of the fit that was left.
-    "ExactResume": {"resumes"},
-    "LabelErrors": {"resumes"},
-    "Preemption": {"resumes"},
     # Pruning holds the layers whose place torchao's take, which differentiate once.
     "Float8": {"pruning", *DIFFERENTIATES},
     # The mixin has the training step, and that its loss is None is known at the batch.
@@ -156,6 +152,7 @@ WITHOUT: dict[str, set[str]] = {
     "SWA": {*SEVERAL, "past Lightning"},
     # They go on with the random numbers of the first fit.
     "ExactResume": {"resumes", "resumes with other settings"},
+    "LabelErrors": {"resumes", "resumes with other settings"},
     "Preemption": {"resumes", "resumes with other settings"},
     "Throughput": {"training_step(dataloader_iter)"},  # whose batches are known at their end
     "TokenMean": {"accumulate", "accumulation"},  # where it does something: the last window is short

@@ -29,6 +29,7 @@ from lightning_tricks.core.batches.pipeline import BatchContext, BatchPipeline
 from lightning_tricks.core.checks import check_duration
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, takes_dataloader_iter
+from lightning_tricks.core.replay.recorder import has_graph
 from lightning_tricks.core.trick import Trick
 
 
@@ -147,7 +148,10 @@ class BatchCallback(Trick):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         assert self._pipeline is not None, "setup comes first"
-        self._pipeline.descends = True  # a loss may still follow: SAM runs the step again, in micro-batches
+        self._pipeline.descends = True
+        # In manual optimization another loss may follow. Without a graph, SAM runs the step again in micro-batches.
+        if pl_module.automatic_optimization and has_graph(loss):
+            self._pipeline.require_loss(trainer)
 
     @override
     def on_before_optimizer_step(

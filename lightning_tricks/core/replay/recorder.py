@@ -81,6 +81,14 @@ class StepRecorder:
         return _without_graph(self._without_gradients(module, attempt, again))
 
 
+def has_graph(loss: Tensor) -> bool:
+    """Whether a loss is that of a step with a graph, and not one that ``_without_graph`` has made."""
+    node: Any = loss.grad_fn
+    while node is not None and len(before := [each for each, _ in node.next_functions if each is not None]) == 1:
+        (node,) = before  # it was divided, or scaled
+    return not (loss.grad_fn is None or (hasattr(node, "variable") and node.variable.ndim == 0))
+
+
 def _without_graph(output: Any) -> Any:
     """What a step returns, with a loss of its own graph: others ask a loss whether it has a gradient."""
     if isinstance(output, Tensor):
