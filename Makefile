@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 PIP    := DS_BUILD_OPS=0 $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions test-clients test-xla notebooks matrix bench tables exports docs check clean FORCE
+.PHONY: help demo test test-all test-versions test-clients test-xla gpu notebooks matrix bench tables exports docs check clean FORCE
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## list the targets
@@ -55,6 +55,9 @@ test-clients: $(VENV)/torch.txt ## the tricks in other projects' models, each pr
 
 test-xla: $(VENV)/.made ## the tricks on a device of torch_xla, in a .venv of its own (7 GB); ONLY="-k EMA"
 	$(BIN)/python .ci/xla.py $(ONLY)
+
+gpu: ## with a GPU, nine minutes at a time: its tests, then benchmarks; SIMULATE=1 without one; MINUTES=60; ONLY="ema sam"
+	$(or $(wildcard $(BIN)/python),$(firstword $(PYTHON))) .ci/gpu.py $(if $(SIMULATE),--simulate) $(if $(MINUTES),--minutes $(MINUTES)) $(ONLY)
 
 exports: $(VENV)/.test ## write the __init__ files, functional.py and the command's names.json from the source files
 	$(BIN)/python .ci/exports.py

@@ -44,7 +44,7 @@ START = (
 ABOUT = ("architecture", "contributing", "security", "changelog")
 ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", *ABOUT)
 SCALE = ("strategies", "multi_node", "scaling", "second_life")
-EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions")
+EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions", "gpu")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 PICTURE = re.compile(r'\b(src|srcset)="(?!https?:)([^"#]+)')
 LOGO = re.compile(

@@ -16,20 +16,22 @@ from typing import Any
 
 import torch
 
+LIGHTNING = "lightning" if find_spec("lightning") else "pytorch-lightning"
 MMAP_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD = -4, -3, -1  # of malloc.h
 
 
 def machine(*packages: str) -> dict[str, object]:
-    """The CPU, and the versions of Python, torch, lightning and the packages named."""
+    """The CPU, and the versions of Python, torch, Lightning and those of the packages named that are installed."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    absent = missing(packages)
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "lightning", *packages)},
+        **{name: version(name) for name in ("torch", LIGHTNING, *packages) if name not in absent},
     }
 
 
@@ -40,10 +42,15 @@ def lent(device: str, *packages: str) -> dict[str, object]:
     return {**machine(*packages), **gpu, "threads": torch.get_num_threads(), "load": load}
 
 
+def missing(packages: Sequence[str]) -> list[str]:
+    """Those of the packages that are not installed."""
+    return [name for name in packages if find_spec(name.replace("-", "_")) is None]
+
+
 def prepare(peers: Sequence[str]) -> None:
     """Raise if a peer is not installed; quiet what Lightning says in every fit."""
-    if missing := [name for name in peers if find_spec(name.replace("-", "_")) is None]:
-        raise SystemExit(f"The peers are missing: {', '.join(missing)}. Run: python -m pip install '.[bench]'")
+    if absent := missing(peers):
+        raise SystemExit(f"The peers are missing: {', '.join(absent)}. Run: python -m pip install '.[bench]'")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices there are
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec")

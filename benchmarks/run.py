@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAMES", help=f"of {', '.join(benchmarks)}; all by default")
     parser.add_argument("--reduced", action="store_true", help="fewer rounds and sizes, to see that it works")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--without-peers", action="store_true", help="where one is not installed its rows say so")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 on a machine that others use")
     parser.add_argument("--output", type=Path, help=f"the folder; {RESULTS}, or if reduced scratch/ beside it")
     args = parser.parse_args()
@@ -75,7 +76,7 @@ def main() -> None:
     output = args.output or (RESULTS / "scratch" if args.reduced else RESULTS)
     output.mkdir(parents=True, exist_ok=True)
     names = args.names or list(benchmarks)
-    prepare(sorted({peer for name in names for peer in benchmarks[name].PEERS}))
+    prepare([] if args.without_peers else sorted({peer for name in names for peer in benchmarks[name].PEERS}))
     failed = []
     for name in names:
         begin = time.perf_counter()

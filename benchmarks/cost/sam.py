@@ -92,8 +92,11 @@ def of_set(name: str, settings: Settings, rounds: int) -> list[Row]:
     module = SETS[name]().to(settings.device)
     nbytes = sum(weight.nbytes for weight in module.parameters())
     contenders = {what: lambda make=make: make(with_gradients(module)) for what, make in CONTENDERS.items()}
-    found = rows_of(f"perturb and restore, {name}", in_turns(works(contenders, settings.device), rounds), FLOOR)
+    measured = in_turns(works(contenders, settings.device), rounds)
+    found = rows_of(f"perturb and restore, {name}", measured, FLOOR)
     for what in (FLOOR, OURS, PEER):
+        if what in measured.failed:
+            continue
         taken, _ = memory(CONTENDERS[what](with_gradients(module)), settings.device, nbytes)
         found.append(row(f"peak memory, {name}", what, [taken["peak"]], "copies"))
     return found

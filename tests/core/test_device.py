@@ -30,7 +30,7 @@ def test_what_was_copied_is_there_when_the_device_has_come_to_it(on: str) -> Non
             for number in range(2, 6):
                 x.fill_(float(number))
                 if number == 3:
-                    copied, wait = x.to("cpu", non_blocking=True), reached(x.device)
+                    copied, wait = x.to("cpu", non_blocking=True, copy=True), reached(x.device)
         wait()
         wait()
         assert copied.eq(3).all()

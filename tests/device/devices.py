@@ -87,7 +87,7 @@ class Device:
     def waits(self, at_most: int) -> Iterator[None]:
         """Raise if the host waits for the device more often inside the block, or reads a copy that has not arrived.
 
-        A real device tells whether there is a wait, and not how many.
+        A real device tells whether there is a wait, and not how many. The CPU has none.
         """
         if self.simulation is not None:
             waits, races = len(self.simulation.waits), len(self.simulation.races)

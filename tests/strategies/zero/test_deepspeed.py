@@ -578,6 +578,7 @@ def on_cuda(name: str, folder: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_offload_bf16"])
 def test_on_a_gpu_it_trains_what_one_process_trains_on_a_cpu(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
     program = f"from tests.strategies.zero.test_deepspeed import on_cuda; on_cuda({name!r}, {str(tmp_path)!r})"
     root = Path(__file__).parents[3]
     environment = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": str(root)}
