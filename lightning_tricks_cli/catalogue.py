@@ -82,7 +82,7 @@ CATALOGUE = (
         ("NEFTune",),
         "Samples",
         "callbacks=[lt.NEFTune()]",
-        "Adds noise to the embeddings of tokens; meant for the fine-tuning of language models.",
+        "Adds noise to the embeddings of tokens, for fine-tuning.",
         "random numbers for each number of the embeddings",
     ),
     Row(

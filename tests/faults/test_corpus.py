@@ -228,6 +228,7 @@ ONLY_WRITTEN = {
         "PostHocEMA(folder)",
         "TerminateOnNonFinite(dirpath)",
         "CrossValidation.to_json(path)",
+        "LabelReport.to_json(path)",
     ),
     "ZeROPreset(nvme_path)",  # DeepSpeed's own files, made anew by every run
     *("average output", "export output", "consolidate output", "plot-schedule output", "find-lr plot", "demo output"),
