@@ -92,7 +92,7 @@ def test_some_tricks_are_measured_anew_and_the_others_stay_as_they_are(
 
 def test_of_two_rates_each_has_its_neighbours(quality: ModuleType) -> None:
     assert quality.neighbours(0.01) == [0.003, 0.03]
-    assert quality.neighbours((0.01, 3.0)) == [(0.003, 3.0), (0.03, 3.0), (0.01, 1.0)]
+    assert quality.neighbours((0.01, 3.0)) == [(0.003, 3.0), (0.03, 3.0), (0.01, 1.0), (0.01, 10.0)]
     rates = (0.001, 0.003, 0.01, 0.03, 0.1)
     assert quality.first((0.01, 0.01)) == [(one, other) for one in rates for other in rates]
     for name in ("Muon, both rates", "AdamW, both rates"):

@@ -84,7 +84,8 @@ LOADED = """
 import json, sys
 import {} as lt
 names = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_tricks", "pytorch_lightning_tricks")
-print(json.dumps([name for name in names if name in sys.modules] + [base.__module__ for base in lt.EMA.__mro__ if base.__name__ == "Callback"]))
+base = next(base for base in lt.EMA.__mro__ if base.__name__ == "Callback")
+print(json.dumps([name for name in names if name in sys.modules] + [base.__module__]))
 """
 
 
