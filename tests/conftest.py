@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: a third of the time a worker waits for the ranks that it has started."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than there are cores: much of the time a worker waits for the ranks that it has started."""
+    return (os.cpu_count() or 1) + 2
 
 
 def names_here(config: pytest.Config) -> set[str]:

@@ -172,6 +172,7 @@ def test_what_comes_after_an_error_of_the_device_has_another_process(script: Any
     assert first == second != third
 
 
+@pytest.mark.slow
 def test_a_test_without_an_end_is_killed(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(script["work"].__globals__, "PATIENCE", 2)
     text = "def test_it():\n    time.sleep(600)\n\ndef test_behind_it():\n    pass"
@@ -193,6 +194,7 @@ def test_second():
 """
 
 
+@pytest.mark.slow
 def test_the_next_call_goes_on_where_the_time_was_over(script: Any, tmp_path: Path) -> None:
     command = pytests(tmp_path, ONCE)
     for _ in range(2):  # no try is counted

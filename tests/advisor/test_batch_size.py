@@ -630,6 +630,7 @@ def rank_data() -> Any:
     return loader((9, 5)[int(os.environ["RANK"])], 2)
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_what_fits_on_both() -> None:
     first, second = run_ranks(on_two_ranks)
     for where in ("forward", "transfer", "backward", "optimizer", "sync"):

@@ -23,6 +23,7 @@ def found(num_workers: int, seconds: dict[int, float], **settings: Any) -> Worke
     )
 
 
+@pytest.mark.slow
 def test_a_loader_that_sleeps_gets_as_many_workers_as_it_needs() -> None:
     loader = DataLoader(Slow(0.015), 4)  # 60 ms in a batch
     result = lt.find_num_workers(loader, step_seconds=0.042, most=2, seconds=0.15, rounds=2)

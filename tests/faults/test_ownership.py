@@ -264,6 +264,10 @@ def written_as_json(folder: Path, out: Path) -> None:
     CrossValidation([{"loss": 1.0}] * 2, None, [], [Fold([0], [1])] * 2).to_json(out)
 
 
+def reported_as_json(folder: Path, out: Path) -> None:
+    lt.label_report(torch.eye(2), torch.tensor([0, 1])).to_json(out)
+
+
 def drawn(folder: Path, out: Path) -> None:
     command("plot-schedule", "cosine", "--steps", 5, "-o", out)
 
@@ -298,6 +302,7 @@ WITH_FORCE: dict[str, tuple[str, Callable[..., None]]] = {
 }
 REPLACING: dict[str, tuple[str, Callable[..., None]]] = {  # what the user names is written, as by `>` in a shell
     "CrossValidation.to_json(path)": ("out.json", written_as_json),
+    "LabelReport.to_json(path)": ("out.json", reported_as_json),
     "plot-schedule output": ("out.png", drawn),
     "find-lr plot": ("out.png", found_rate),
     "cross-validate predictions": ("out.pt", predicted),

@@ -584,6 +584,7 @@ def test_two_ranks_equal_one_rank_with_twice_the_micro_batches(case: Case) -> No
     assert reductions * 6 == plain * 2 * -(-3 // accumulate) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BY_HAND, ids=str)
 def test_sam_backward_by_hand_equals_sam_step_on_two_ranks(case: Case) -> None:
     assert_close(of_both(f"SharpPlain {case}")[0], of_both(f"ByHandPlain {case}")[0], tolerance(case))
