@@ -240,6 +240,7 @@ def two_ranks(engines: list[str]) -> None:
             assert_equal(trained(kind, callback, strategy=ENGINES[name](), **settings), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engines",
     [["ddp", "unused", "static", "FSDP2"], pytest.param(["ZeRO-1", "ZeRO-3"], marks=pytest.mark.slow)],

@@ -446,6 +446,7 @@ def two_ranks(engines: list[str]) -> None:
             torch.testing.assert_close(each, losses[0], msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engines",
     [

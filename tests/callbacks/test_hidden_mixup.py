@@ -449,6 +449,7 @@ class CompiledText(Text):
         return loss if self.labels == "labels" else loss + F.cross_entropy(logits, batch["second"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 @pytest.mark.parametrize(("kind", "mask"), [(dict, torch.long), (dict, torch.float32), (tuple, torch.long)])
 def test_tokens_and_masks_do_not_interrupt_compiled_code(kind: Any, mask: torch.dtype) -> None:

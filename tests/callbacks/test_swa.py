@@ -632,6 +632,7 @@ def assert_as_one_process(ranks: list[dict[str, Any]], **cut: Any) -> dict[str, 
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{}, {"max_steps": 7}], ids=["whole", "cut"])
 def test_ranks_agree_on_weights_and_statistics(tmp_path: Any, cut: dict[str, Any]) -> None:
     ended = assert_as_one_process(run_ranks(fit_ranks, str(tmp_path), cut), **cut)

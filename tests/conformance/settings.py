@@ -529,13 +529,13 @@ def every_third(first: int) -> list[Any]:
 
 
 def in_regimes(regimes: Iterable[str]) -> list[Any]:
-    """All pairs of a regime and a trick: quick are all tricks in fp32, and every third one in each other regime.
+    """All pairs of a regime and a trick: quick are all tricks in fp32, and every fifth one in each other regime.
 
     What has a twin is quick in fp32 alone, and what compiles in two regimes.
     """
 
     def pair(regime: str, name: str, number: int) -> Any:
-        quick = number % 3 == 0 and not SETTINGS[name].twin
+        quick = number % 5 == 0 and not SETTINGS[name].twin
         if name == "Compile":
             quick = regime in ("bf16", "bf16-mixed")
         return pytest.param(regime, name, marks=[] if quick or regime == "fp32" else [pytest.mark.slow])

@@ -446,6 +446,7 @@ def assert_two_ranks_count(number: int, folder: Path, timeout: float) -> None:
         check(run, outcomes)
 
 
+@pytest.mark.slow
 def test_the_count_is_what_two_ranks_take_with_any_settings(tmp_path):
     assert_two_ranks_count(40, tmp_path, timeout=300)
 

@@ -117,6 +117,7 @@ def ranks_trained(by_hand: bool, strategy: str) -> tuple[dict[str, Tensor], dict
     return trained(by_hand, train=rank_loader(), devices=2, strategy=strategy, use_distributed_sampler=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
 def test_ranks(strategy):
     got, expected = (run_ranks(ranks_trained, by_hand, strategy) for by_hand in (False, True))

@@ -81,6 +81,7 @@ def sharded() -> Cases:
     return run_cases(in_turn, product(range(len(CASES)), (False, True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 @pytest.mark.parametrize("nested", [False, True])
 def test_two_ranks_equal_one_process_on_the_whole_batch(number: int, nested: bool, sharded: Cases) -> None:

@@ -243,6 +243,7 @@ def power(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(power_sgd, str(tmp_path_factory.mktemp("power")))
 
 
+@pytest.mark.slow
 def test_at_full_rank_powersgd_is_plain_ddp(power: list[dict[str, Any]]) -> None:
     assert_close(power[0]["rank_16"], power[0]["plain"], 1e-5)
 

@@ -70,6 +70,7 @@ def more_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
     return run_ranks(in_depth, str(tmp_path_factory.mktemp("hsdp")), nprocs=4, nodes=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case == "clipped" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

@@ -124,5 +124,6 @@ def failed_and_again() -> None:
             assert_close(whole(module), whole(other))
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_undone_is_not_trained_over() -> None:
     run_ranks(failed_and_again)
