@@ -24,6 +24,7 @@ from tests.checkpoints.sharded import Tied, save_zero3
 from tests.faults import hostile
 from tests.faults.pickles import CRAFTED, behind, state_of
 from tests.faults.runs import resume
+from tests.few import few
 from tests.nets import PlainNet, build, rank_loader, trainer
 from tests.ranks import run_ranks
 
@@ -156,7 +157,7 @@ def in_states(pattern: str, folder: Path, trap: object) -> None:
 
 
 @pytest.mark.parametrize("trap", [in_metadata, in_extra_state], ids=lambda trap: trap.__name__)
-@pytest.mark.parametrize("reader", FOLDER_READERS)
+@pytest.mark.parametrize("reader", few(FOLDER_READERS, 2))
 def test_a_hostile_folder_of_fsdp2_is_refused(
     reader: str, trap: Callable[..., None], fsdp2_folder: Path, tmp_path: Path
 ) -> None:
