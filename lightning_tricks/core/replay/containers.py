@@ -125,7 +125,7 @@ def _numpy_kinds() -> tuple[_Kind, ...]:
 
 
 @cache
-def _kind_of(kind: type) -> _Kind | None:
+def _kind_of(kind: Any) -> _Kind | None:
     """The row of a class; None for one whose objects are restored by their attributes, or not at all."""
     if issubclass(kind, random.SystemRandom):  # the operating system draws its numbers
         return None
@@ -147,7 +147,7 @@ def bytes_in(value: Any) -> bytes | None:
 # -- restoring --------------------------------------------------------------------------------------------------------
 
 
-def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None] | None:
+def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], object] | None:
     """A function that restores a value's present contents, order and attributes; None for what it cannot restore.
 
     Args:

@@ -23,7 +23,6 @@ from lightning_tricks.core.replay.containers import run_all
 from lightning_tricks.core.replay.graph import find_graph_node, naming_reentrant_checkpoints, reentrant_checkpoint
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.own_batch import with_own_batch
-from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder
 from lightning_tricks.core.replay.rerun import Start, begin_run, replaying, run_again
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
@@ -36,6 +35,7 @@ from lightning_tricks.modules.sam.misuse import (
     misuse,
     weights_of,
 )
+from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 

@@ -1,4 +1,4 @@
-"""Recording of the training step, so that it can be run again."""
+"""Recording of the training step that SAM runs again; apart from the engine, which is long enough without it."""
 
 from __future__ import annotations
 

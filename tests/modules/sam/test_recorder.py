@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_tricks.core.replay.own_batch import with_own_batch
-from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder
 from lightning_tricks.core.replay.rerun import run_number
+from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder
 from tests.nets import Net, PlainNet, build, fit
 
 
