@@ -124,8 +124,14 @@ def _numpy_kinds() -> tuple[_Kind, ...]:
     )
 
 
+def _kind_of(value: Any) -> _Kind | None:
+    """The row of an object's class."""
+    kind: Any = type(value)
+    return _row_of(kind)
+
+
 @cache
-def _kind_of(kind: Any) -> _Kind | None:
+def _row_of(kind: Any) -> _Kind | None:
     """The row of a class; None for one whose objects are restored by their attributes, or not at all."""
     if issubclass(kind, random.SystemRandom):  # the operating system draws its numbers
         return None
@@ -134,13 +140,13 @@ def _kind_of(kind: Any) -> _Kind | None:
 
 def generator_restorer(value: Any) -> Callable[[], object] | None:
     """A function that restores the state of a random generator; None for other objects."""
-    kind = _kind_of(type(value))
+    kind = _kind_of(value)
     return partial(kind.write, value, kind.read(value)) if kind is not None and kind.role == "generator" else None
 
 
 def bytes_in(value: Any) -> bytes | None:
     """The numbers of an array, or the state of a random generator, in bytes; None for other objects."""
-    kind = _kind_of(type(value))
+    kind = _kind_of(value)
     return None if kind is None or kind.role == "container" else kind.as_bytes(kind.read(value))
 
 
@@ -167,14 +173,14 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], obje
         >>> list(links.items())
         [('a', 1), ('b', 2)]
     """
-    kind = _kind_of(type(value))
+    kind = _kind_of(value)
     if kind is not None and kind.role != "container":
         return partial(kind.write, value, kind.read(value)) if _is_writeable(value) else None
     abstract = isinstance(value, MutableMapping | MutableSequence | MutableSet)
     record = isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
     if kind is None and not abstract and not record:
         return partial(_restore, value, None, [], list(_attributes(value))) if _is_self_contained(value) else None
-    if _hides_state(type(value), object if kind is None else kind.base):
+    if _hides_state(value.__class__, object if kind is None else kind.base):
         if not strict:
             return None
         raise MisconfigurationException(
@@ -241,7 +247,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def contents_of(value: Any) -> Iterator[Contents]:
     """The items and the attributes of a container or an object."""
-    kind = _kind_of(type(value))
+    kind = _kind_of(value)
     if kind is not None and kind.role == "array":
         if hasattr(value, "dtype") and value.dtype == object:  # an array of NumPy whose entries are references
             yield ".flat[{}]", range(value.size), list(value.flat)
