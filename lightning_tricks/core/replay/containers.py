@@ -180,7 +180,8 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], obje
     record = isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
     if kind is None and not abstract and not record:
         return partial(_restore, value, None, [], list(_attributes(value))) if _is_self_contained(value) else None
-    if _hides_state(value.__class__, object if kind is None else kind.base):
+    own: Any = type(value)
+    if _hides_state(own, object if kind is None else kind.base):
         if not strict:
             return None
         raise MisconfigurationException(
