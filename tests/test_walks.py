@@ -23,6 +23,7 @@ from lightning_tricks.core.trick import Trick as BaseTrick
 from tests.conformance import test_naive, test_no_op
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
+from tests.nets import PlainNet, build, fit
 from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +99,40 @@ def test_an_arrow_is_a_call() -> None:
     assert len(calls) == 13
     for caller, called in calls:
         assert called.rpartition(".")[2] in everything()[caller], f"{caller} does not call {called}"
+
+
+def test_a_loss_goes_through_sam_as_written() -> None:
+    """The names of the section are called in its order, all of them for each training step."""
+    section = re.search(r"## A loss through SAM\n(.*?)\n## ", WALK.read_text(), re.S)
+    assert section is not None
+    pairs = re.findall(r"`([^`]+)`\s+\(\[[^\]]+\]\(([^)]+)\)\)", section[1])
+    written = [name for name, link in pairs if name not in ("RecordedStep", "Start")]
+    assert len(written) == 8
+    starts = {}
+    for name, link in pairs:
+        file = (WALK.parent / link).resolve()
+        place = file.read_text().index(definitions(file)[name])
+        starts[str(file), file.read_text()[:place].count("\n") + 1] = name
+    called: list[str] = []
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        lines = (code.co_firstlineno, code.co_firstlineno + 1)  # the first line is that of a decorator, if there is one
+        name = next((starts[key] for line in lines if (key := (code.co_filename, line)) in starts), None)
+        if event == "call" and name is not None:
+            called.append(name)
+
+    sys.setprofile(watch)
+    try:
+        fit(build(WithSAM), max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    finally:
+        sys.setprofile(None)
+    assert [*dict.fromkeys(called)] == written
+    assert all(called.count(name) >= 2 for name in written)
+
+
+class WithSAM(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(rho=0.05)
 
 
 # -- CONTRIBUTING.md --------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class SAMCallback(SAMHooks):
 
 def _backward(engine: SAMEngine, original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """The module's own backward pass, with the loss at the perturbed weights."""
-    engine.backward(loss, lambda again: original(again, *args, **kwargs))
+    engine.descend(loss, lambda uphill: original(uphill, *args, **kwargs))
 
 
 def _log_once(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

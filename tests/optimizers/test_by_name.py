@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import lightning_tricks as lt
-from lightning_tricks.core.nonfinite.snapshot import Snapshot
+from lightning_tricks.callbacks.rewind_on_spike import Snapshot
 from lightning_tricks.optimizers.hidden import is_hidden, is_matrix
 from lightning_tricks.optimizers.left_out import LEFT_OUT
 from lightning_tricks.optimizers.table import ROWS, Row, row_of
