@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_choice
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.random_numbers import random_state, set_random_state
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.replay.rerun import tensors_in
 from lightning_tricks.core.selection import check_patterns, is_called, select_blocks
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.fsdp2 import is_split
 
 __all__ = ["Compile"]
@@ -71,6 +72,7 @@ class Compile(Trick):
         Compilation".
     """
 
+    compiles = True
     conflicts = (
         Conflict(
             ("Compile",),

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, is_fitting, log_every_n_steps
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
 from lightning_tricks.core.nonfinite.snapshot import Snapshot
@@ -28,7 +29,7 @@ from lightning_tricks.core.nonfinite.step_guard import (
     require_skippable_steps,
     starts_window,
 )
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.schedules.scaling import scaled_lrs
 

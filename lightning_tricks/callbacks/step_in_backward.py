@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.one_by_one import require_weight_by_weight, step_weight
 
 __all__ = ["StepInBackward"]
