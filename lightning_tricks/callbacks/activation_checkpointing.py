@@ -14,9 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import check_patterns, select_blocks
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["ActivationCheckpointing"]
 

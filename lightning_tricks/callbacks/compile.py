@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_choice
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.replay.own_batch import tensors_in
 from lightning_tricks.core.replay.rerun import Start
 from lightning_tricks.core.selection import check_patterns, is_called, select_blocks
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.fsdp2 import is_split
 
 __all__ = ["Compile"]
@@ -70,6 +71,7 @@ class Compile(Trick):
         Compilation".
     """
 
+    compiles = True
     conflicts = (
         Conflict(
             ("Compile",),

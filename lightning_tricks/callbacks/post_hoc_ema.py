@@ -27,6 +27,7 @@ from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.callback import Averaging, raw_weights
 from lightning_tricks.core.averaging.state import callback_state, local_state, saving_shards
 from lightning_tricks.core.checks import check_count, check_type, some
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import TORCH, require_engine
 from lightning_tricks.core.lightning.fit import fit_of
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -36,7 +37,6 @@ from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.report import Row, readable
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import mark, remove_file, require_own
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.by_engine import local_weights
 
 __all__ = ["PostHocEMA", "power_decay"]

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.averaging.callback import Averaging
 from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.device import reached
 from lightning_tricks.core.lightning.trainer import (
     callbacks_of,
@@ -40,7 +41,7 @@ from lightning_tricks.core.nonfinite.step_guard import (
     starts_window,
 )
 from lightning_tricks.core.random_numbers import random_state, set_random_state
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.by_engine import local_weights
 from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.core.weights.tensors import local_part

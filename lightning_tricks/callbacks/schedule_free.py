@@ -14,9 +14,9 @@ from typing_extensions import override
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.batchnorm import recalibrate, require_recalibration
 from lightning_tricks.core.averaging.callback import AveragingCallback
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.optimizer_groups import is_schedule_free
-from lightning_tricks.core.trick import Conflict
 
 __all__ = ["ScheduleFree"]
 

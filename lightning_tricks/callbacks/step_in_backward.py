@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler
 from lightning_tricks.core.random_numbers import random_numbers_from
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["StepInBackward"]
 

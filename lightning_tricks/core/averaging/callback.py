@@ -24,6 +24,7 @@ from lightning_tricks.core.averaging.migration import AsSaved
 from lightning_tricks.core.averaging.ranks import agree_on_buffers, relative_distance
 from lightning_tricks.core.averaging.resume import copies_in, find_state, load
 from lightning_tricks.core.averaging.state import callback_state, saving_shards
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -36,7 +37,7 @@ from lightning_tricks.core.lightning.trainer import (
     monitors,
     validate_again,
 )
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.by_engine import local_weights
 from lightning_tricks.core.weights.tensors import float_buffers, hidden_from_autograd
 

@@ -100,7 +100,8 @@ class GradCache:
         samples = self.samples(batch)
         number = max(1, math.ceil(samples / self.module.chunk))
         places = [slice(samples * n // number, samples * (n + 1) // number) for n in range(number)]  # of similar sizes
-        chunks = [(select_samples(batch, place, samples, self.name), place) for place in places]
+        remedy = "give it one entry per sample, or embed the whole batch at once"
+        chunks = [(select_samples(batch, place, samples, self.name, remedy=remedy), place) for place in places]
         start = Start.here(self.module, self.module.device)
         before = _attributes(self.module)
 

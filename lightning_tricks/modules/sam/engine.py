@@ -290,7 +290,8 @@ def micro_batches(run: partial[Any], size: int) -> list[tuple[float, partial[Any
     parts: list[tuple[float, partial[Any]]] = []
     for start in range(0, samples, size):
         stop = min(start + size, samples)
-        part = select_samples(batch, slice(start, stop), samples, f"SAM(micro_batch_size={size})")
+        name, remedy = f"SAM(micro_batch_size={size})", "leave micro_batch_size out"
+        part = select_samples(batch, slice(start, stop), samples, name, remedy=remedy)
         parts.append(((stop - start) / samples, partial(run.func, part, *rest, **run.keywords)))
     return parts
 
