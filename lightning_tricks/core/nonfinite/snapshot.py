@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_tricks.core.averaging.callback import Averaging
+from lightning_tricks.core.averaging.coordinator import Averaging
 from lightning_tricks.core.device import reached
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, subtract_steps
 from lightning_tricks.core.nonfinite.step_guard import Buffers
@@ -40,7 +40,7 @@ class Snapshot:
         self._averages = [
             partial(averages.restore, _host_all(averages.tensors), averages.steps, averages.updates, averages.tracks)
             for callback in callbacks_of(trainer, Averaging)  # type: ignore[type-abstract]
-            for averages in callback.running()
+            for averages in callback.running().values()
         ]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._stateful = [

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.averaging.callback import Averaging
+from lightning_tricks.core.averaging.coordinator import Averaging
 from lightning_tricks.core.checks import check_bool, some
 from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, keep_user_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
