@@ -34,6 +34,7 @@ THEIRS = {
     "Strategy": pl.strategies.Strategy,
     "LightningModule": pl.LightningModule,
     "Callback": pl.Callback,
+    "Trainer": pl.Trainer,
     "Optimizer": torch.optim.Optimizer,
     "torch": torch,
 }
@@ -73,7 +74,7 @@ def test_every_name_of_the_walk_is_there() -> None:
     prose = re.sub(r"```.*?```", "", WALK.read_text(), flags=re.S)
     for name in set(re.findall(r"`([\w.]+)`", prose)):
         known = name in everything() or (PACKAGE / "core" / name).is_dir()
-        assert known or name in (".grad", "lt.EMA") or is_theirs(name), name
+        assert known or name in (".grad", "state_dict") or is_theirs(name), name
 
 
 def is_theirs(name: str) -> bool:
@@ -88,7 +89,7 @@ def steps() -> list[tuple[str, list[str]]]:
 
 
 def test_the_table_has_real_names() -> None:
-    assert len(steps()) == 9
+    assert len(steps()) == 11
     for theirs, ours in steps():
         assert not theirs or is_theirs(theirs), theirs
         assert not {*ours} - {*everything()}
@@ -96,7 +97,7 @@ def test_the_table_has_real_names() -> None:
 
 def test_an_arrow_is_a_call() -> None:
     calls = [call for _, ours in steps() for call in pairwise(ours)]
-    assert len(calls) == 13
+    assert len(calls) == 18
     for caller, called in calls:
         assert called.rpartition(".")[2] in everything()[caller], f"{caller} does not call {called}"
 
@@ -133,6 +134,20 @@ def test_a_loss_goes_through_sam_as_written() -> None:
 
 class WithSAM(lt.SAMMixin, PlainNet):
     sam = lt.SAM(rho=0.05)
+
+
+def test_a_weight_goes_into_the_checkpoint_by_the_written_way(tmp_path: Path) -> None:
+    rows = dict(steps())
+    way = [rows["Callback.on_train_batch_end"], rows["Trainer.save_checkpoint"], rows["Callback.state_dict"]]
+    called: list[str] = []
+    module, before = build(PlainNet), sys.getprofile()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        fit(module, callbacks=[lt.EMA(at_end="raw")], max_steps=2).save_checkpoint(tmp_path / "x.ckpt")
+    finally:
+        sys.setprofile(before)
+    rest = iter(called)
+    assert all(name.rpartition(".")[2] in rest for names in way for name in names)
 
 
 # -- CONTRIBUTING.md --------------------------------------------------------------------------------------------------

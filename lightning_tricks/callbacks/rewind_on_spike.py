@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from lightning_tricks.core.averaging.callback import Averaging
+from lightning_tricks.core.averaging.coordinator import Averaging
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.device import reached
@@ -281,7 +281,7 @@ class Snapshot:
         self._averages = [
             partial(averages.restore, _host_all(averages.tensors), averages.steps, averages.updates, averages.tracks)
             for callback in callbacks_of(trainer, Averaging)  # type: ignore[type-abstract]
-            for averages in callback.running()
+            for averages in callback.running().values()
         ]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._stateful = [
