@@ -32,7 +32,7 @@ NAME = re.compile(r"_[A-Za-z]\w*(?<!__)|__compatible_ops__")
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_SubParsersAction", "_getframe"}
 SET_BY_ASSIGNMENT = {  # methods that are replaced without wrap_method
     ("lightning_tricks/core/lightning/optimizer_groups.py", "Optimizer.add_param_group"): "before there is an instance",
-    ("lightning_tricks/strategies/fsdp2/preset.py", "module.configure_model"): "is_overridden looks through a wrapper",
+    ("lightning_tricks/strategies/fsdp2/sharded.py", "module.configure_model"): "is_overridden looks through a wrapper",
     **dict.fromkeys(
         [
             ("lightning_tricks/evaluation/fold_data.py", f"data.{name}")
