@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import lightning_tricks as lt
-from lightning_tricks.core.trick import Trick as BaseTrick
+from lightning_tricks.core.trick import Trick
 from tests.conformance import test_naive, test_no_op
 from tests.conformance.settings import SETTINGS
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.nets import PlainNet, build, fit
 from tests.ranks import run_alone
 
@@ -169,7 +169,7 @@ def check_example() -> None:
     assert len(tests) == 2
     for run in tests:
         run()
-    names = {"Trick": Trick, "lt": lt, "NaiveJitter": test.NaiveJitter}
+    names = {"Enrolment": Enrolment, "lt": lt, "NaiveJitter": test.NaiveJitter}
     SETTINGS["Jitter"] = eval("{" + ENTRY + "}", names)["Jitter"]
     for regime in ("fp32", "accumulate"):
         test_naive.test_a_plain_loop_gives_the_same("Jitter", regime, lambda *_: None)
@@ -204,4 +204,4 @@ def test_the_base_classes_are_where_the_guide_says() -> None:
             assert f"{name}.{method}" in found
             assert "@abstractmethod" in found[name]
     for name in re.findall(r"`self\.(_\w+)`", GUIDE.read_text()):
-        assert name in inspect.getsource(BaseTrick), name
+        assert name in inspect.getsource(Trick), name

@@ -18,20 +18,20 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
 
 from tests.conformance.preset_runs import of_deepspeed
-from tests.conformance.trick import LAST_GOOD, Trick, spoil_first_batch
+from tests.conformance.trick import LAST_GOOD, Enrolment, spoil_first_batch
 from tests.nets import Net, NormNet, PlainNet, assert_equal, build, fit, weights
 from tests.reference.loop import naive_fit
 from tests.reference.tricks import Seen, spoil
 
 
-def run(trick: Trick, state: str = "on", base: type[Net] = NormNet, **settings: Any) -> dict[str, torch.Tensor]:
+def run(trick: Enrolment, state: str = "on", base: type[Net] = NormNet, **settings: Any) -> dict[str, torch.Tensor]:
     """The end weights of a fit with the trick."""
     callbacks = [*trick.make_callbacks(state), *settings.pop("callbacks", [])]
     return weights(fitted(trick.module(base, state), callbacks=callbacks, **settings))
 
 
 def beside_the_plain_loop(
-    trick: Trick, batches: Any, loop: dict[str, Any], **settings: Any
+    trick: Enrolment, batches: Any, loop: dict[str, Any], **settings: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     """The end weights of a fit with the trick and of its naive form in a plain loop, and the steps left out there."""
     seen, reference = Seen(), build(trick.plain(NormNet))
@@ -134,7 +134,7 @@ class Steps(Callback):
         self.made = trainer.global_step
 
 
-def refusal(trick: Trick, base: type[Net] = NormNet, **settings: Any) -> str:
+def refusal(trick: Enrolment, base: type[Net] = NormNet, **settings: Any) -> str:
     """The message of the error that the fit must raise before its first optimizer step."""
     steps = Steps()
     try:

@@ -15,7 +15,7 @@ import lightning_tricks as lt
 from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import NaiveBalance
 from tests.callbacks.test_qat import NaiveQAT
-from tests.conformance.trick import Trick, guard, neutral, schedule, scheduled, stepped, terminator
+from tests.conformance.trick import Enrolment, guard, neutral, schedule, scheduled, stepped, terminator
 from tests.modules.grad_cache.naive import NaiveChunks
 from tests.reference import tricks as naive
 from tests.reference.lora import LowRank
@@ -52,14 +52,14 @@ SGD = {"momentum": 0.9, "weight_decay": 1e-3, "no_decay": False}  # of the tests
 PICTURES = str(Path(tempfile.gettempdir()) / "lightning_tricks_pictures")
 SNAPSHOTS = str(Path(tempfile.gettempdir()) / "lightning_tricks_snapshots")
 
-SETTINGS: dict[str, Trick] = {
-    "AdaptiveClip": Trick(
+SETTINGS: dict[str, Enrolment] = {
+    "AdaptiveClip": Enrolment(
         naive=lambda batches, seen: naive.UnitClip(),
         callbacks={"on": lambda: [lt.AdaptiveClip(0.02)], "off": lambda: [lt.AdaptiveClip(1e9)]},
         yaml={"trainer": {"callbacks": [{"class_path": "AdaptiveClip", "init_args": {"clip_factor": 0.02}}]}},
         refused=("DeepSpeed",),
     ),
-    "AutoClip": Trick(
+    "AutoClip": Enrolment(
         naive=lambda batches, seen: naive.PercentileClip(),
         callbacks={"on": lambda: [lt.AutoClip(10)], "off": lambda: [lt.AutoClip(100)]},
         yaml={"trainer": {"callbacks": ["AutoClip"]}},
@@ -74,7 +74,7 @@ SETTINGS: dict[str, Trick] = {
         {"class_path": "Compile", "init_args": {"modules": "layers", "backend": "aot_eager"}},
     ),
     "ChannelsLast": neutral(lt.ChannelsLast, "ChannelsLast", net="ConvNet", convolutions=True),
-    "CutMix": Trick(
+    "CutMix": Enrolment(
         naive=lambda batches, seen: naive.Cut(seen),
         callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
         images=True,
@@ -84,7 +84,7 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.ImagesNet"},
         },
     ),
-    'CutMix(target="mask")': Trick(  # found by its size
+    'CutMix(target="mask")': Enrolment(  # found by its size
         naive=lambda batches, seen: naive.CutMasks(seen),
         callbacks={"on": lambda: [lt.CutMix()], "off": lambda: [lt.CutMix(prob=0.0)]},
         images=True,
@@ -96,7 +96,7 @@ SETTINGS: dict[str, Trick] = {
         },
         twin="CutMix",
     ),
-    "BatchTransform": Trick(
+    "BatchTransform": Enrolment(
         naive=lambda batches, seen: naive.Transformed(seen),
         callbacks={
             "on": lambda: [lt.BatchTransform(lt.CutOut(0.5))],
@@ -119,7 +119,7 @@ SETTINGS: dict[str, Trick] = {
         },
         twin="CutMix",
     ),
-    "BatchTransform(ColOut())": Trick(
+    "BatchTransform(ColOut())": Enrolment(
         naive=lambda batches, seen: naive.Dropped(seen),
         callbacks={
             "on": lambda: [lt.BatchTransform(lt.ColOut(0.5, 0.5))],
@@ -148,12 +148,12 @@ SETTINGS: dict[str, Trick] = {
     ),
     "DataWait": neutral(lambda: lt.DataWait(warn=1.0), {"class_path": "DataWait", "init_args": {"warn": 1.0}}),
     "Doctor": neutral(lt.Doctor, "Doctor"),
-    "EMA": Trick(
+    "EMA": Enrolment(
         naive=lambda batches, seen: naive.EMA(),
         callbacks={"on": lambda: [lt.EMA(0.9)], "off": lambda: [lt.EMA(0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "EMA", "init_args": {"decay": 0.9}}]}},
     ),
-    "Float8": Trick(  # its scales are those of each batch
+    "Float8": Enrolment(  # its scales are those of each batch
         naive=lambda batches, seen: NaiveFloat8(),
         callbacks={"on": lambda: [lt.Float8(emulate=True)]},
         wide=True,
@@ -164,7 +164,7 @@ SETTINGS: dict[str, Trick] = {
         },
         refused=("DeepSpeed", "LoRA"),
     ),
-    "GradCacheMixin": Trick(
+    "GradCacheMixin": Enrolment(
         naive=lambda batches, seen: NaiveChunks(2),
         chunk={"on": 4, "off": 8},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.ChunkedNet", "init_args": {"chunk": 4}}},
@@ -175,7 +175,7 @@ SETTINGS: dict[str, Trick] = {
         {"class_path": "GradientStats", "init_args": {"every_n_steps": 1}},
         "DeepSpeed",
     ),
-    "GradualUnfreeze": Trick(
+    "GradualUnfreeze": Enrolment(
         naive=lambda batches, seen: naive.Unfrozen(),
         callbacks={
             "on": lambda: [lt.GradualUnfreeze([3], parameters=[r"^layers\.0"], lr_factor=0.5)],
@@ -193,14 +193,14 @@ SETTINGS: dict[str, Trick] = {
         },
         refused=("DeepSpeed", "LoRA"),
     ),
-    "HardExampleFilter": Trick(
+    "HardExampleFilter": Enrolment(
         naive=lambda batches, seen: naive.Hardest(),
         callbacks={"on": lambda: [lt.HardExampleFilter()], "off": lambda: [lt.HardExampleFilter(1.0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": ["HardExampleFilter"]}},
         refused=("manual",),
     ),
-    'HardExampleFilter(mode="loss")': Trick(
+    'HardExampleFilter(mode="loss")': Enrolment(
         naive=lambda batches, seen: naive.HardestLosses(),
         callbacks={
             "on": lambda: [lt.HardExampleFilter(mode="loss")],
@@ -209,7 +209,7 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "HardExampleFilter", "init_args": {"mode": "loss"}}]}},
     ),
-    "HiddenMixup": Trick(
+    "HiddenMixup": Enrolment(
         naive=lambda batches, seen: naive.Hidden(seen),
         callbacks={"on": lambda: [lt.HiddenMixup("layers.1")], "off": lambda: [lt.HiddenMixup("layers.1", alpha=0)]},
         by_batches=True,
@@ -221,7 +221,7 @@ SETTINGS: dict[str, Trick] = {
         "DeepSpeed",
     ),
     "LabelErrors": neutral(lt.LabelErrors, "LabelErrors", "iterable", by_numbers=True),
-    "LayerFreezing": Trick(
+    "LayerFreezing": Enrolment(
         naive=lambda batches, seen: naive.Frozen(),
         callbacks={
             "on": lambda: [lt.LayerFreezing(start=3, stop=3, parameters=[r"^layers\.0"])],
@@ -239,7 +239,7 @@ SETTINGS: dict[str, Trick] = {
         },
         refused=("DeepSpeed",),
     ),
-    "LoRA": Trick(
+    "LoRA": Enrolment(
         naive=lambda batches, seen: LowRank(),
         callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]")]},
         yaml={
@@ -253,7 +253,7 @@ SETTINGS: dict[str, Trick] = {
             }
         },
     ),
-    'LoRA(variant="dora")': Trick(
+    'LoRA(variant="dora")': Enrolment(
         naive=lambda batches, seen: LowRank(dora=True),
         callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]", variant="dora")]},
         yaml={
@@ -273,7 +273,7 @@ SETTINGS: dict[str, Trick] = {
         },
         twin="LoRA",
     ),
-    "LRSchedule": Trick(
+    "LRSchedule": Enrolment(
         naive=scheduled("LRSchedule"),
         callbacks={
             "on": lambda: [lt.LRSchedule("cosine", warmup=2)],
@@ -282,7 +282,7 @@ SETTINGS: dict[str, Trick] = {
         yaml={"trainer": {"callbacks": [{"class_path": "LRSchedule", "init_args": {"curve": "cosine", "warmup": 2}}]}},
         refused=("DeepSpeed", "manual"),
     ),
-    "LRSchedule(replace=True)": Trick(
+    "LRSchedule(replace=True)": Enrolment(
         naive=scheduled("LRSchedule"),
         callbacks={
             "on": lambda: [lt.LRSchedule("cosine", warmup=2, replace=True)],
@@ -306,20 +306,20 @@ SETTINGS: dict[str, Trick] = {
     "LeanLoss": neutral(
         LeanLoss, {"class_path": "lightning_tricks.LeanLoss", "init_args": {"module": "layers.3"}}, "FSDP2", "DeepSpeed"
     ),
-    "lean_loss": Trick(
+    "lean_loss": Enrolment(
         lean=True,
         neutral=True,
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.LeanNet"}},
         refused=("FSDP2", "DeepSpeed"),
         twin="LeanLoss",
     ),
-    "LogitAdjustment": Trick(
+    "LogitAdjustment": Enrolment(
         naive=lambda batches, seen: naive.Adjusted(batches),
         callbacks={"on": lambda: [lt.LogitAdjustment()], "off": lambda: [lt.LogitAdjustment(tau=0.0)]},
         yaml={"trainer": {"callbacks": ["LogitAdjustment"]}},
         refused=("iterable",),
     ),
-    "MoEBalance": Trick(
+    "MoEBalance": Enrolment(
         naive=lambda batches, seen: NaiveBalance(0.05),
         callbacks={"on": lambda: [lt.MoEBalance(0.05)], "off": lambda: [lt.MoEBalance(0.0)]},
         experts=True,
@@ -328,13 +328,13 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.MixtureNet"},
         },
     ),
-    "Mixup": Trick(
+    "Mixup": Enrolment(
         naive=lambda batches, seen: naive.Mixed(seen),
         callbacks={"on": lambda: [lt.Mixup()], "off": lambda: [lt.Mixup(alpha=0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"alpha": 0.2}}]}},
     ),
-    "Mixup(per_sample=True)": Trick(
+    "Mixup(per_sample=True)": Enrolment(
         naive=lambda batches, seen: naive.Mixed(seen),
         callbacks={
             "on": lambda: [lt.Mixup(per_sample=True)],
@@ -343,7 +343,7 @@ SETTINGS: dict[str, Trick] = {
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"per_sample": True}}]}},
     ),
-    "NEFTune": Trick(
+    "NEFTune": Enrolment(
         naive=lambda batches, seen: naive.Noisy(seen),
         callbacks={"on": lambda: [lt.NEFTune(5.0)], "off": lambda: [lt.NEFTune(0.0)]},
         tokens=True,
@@ -353,7 +353,7 @@ SETTINGS: dict[str, Trick] = {
             "model": {"class_path": "tests.conformance.yaml_nets.TokensNet"},
         },
     ),
-    "ProgressiveResizing": Trick(
+    "ProgressiveResizing": Enrolment(
         naive=lambda batches, seen: naive.GrowingImages(),
         callbacks={
             "on": lambda: [lt.ProgressiveResizing(0.5, stop=4, multiple_of=1)],
@@ -385,26 +385,26 @@ SETTINGS: dict[str, Trick] = {
         "manual",
         naive=lambda batches, seen: naive.Rewinding(len(batches)),
     ),
-    "QAT": Trick(
+    "QAT": Enrolment(
         naive=lambda batches, seen: NaiveQAT(first=1),
         callbacks={"on": lambda: [lt.QAT(modules=r"layers\.[1-9]")], "off": lambda: [lt.QAT(start=1.0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "QAT", "init_args": {"modules": r"layers\.[1-9]"}}]}},
         refused=("LoRA", "fp64"),
     ),
-    "SAMCallback": Trick(
+    "SAMCallback": Enrolment(
         callbacks={"on": lambda: [lt.SAMCallback(0.1)], "off": lambda: [lt.SAMCallback(0.0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "SAMCallback", "init_args": {"rho": 0.1}}]}},
         refused=("DeepSpeed", "manual"),
         naive=lambda batches, seen: naive.SAM(),
         twin="SAMMixin",
     ),
-    "SAMMixin": Trick(
+    "SAMMixin": Enrolment(
         naive=lambda batches, seen: naive.SAM(),
         sam={"on": lt.SAM(0.1), "off": lt.SAM(0.0)},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.SharpNet", "init_args": {"sam": {"rho": 0.1}}}},
         refused=("DeepSpeed",),
     ),
-    "SAMMixin(adaptive=True)": Trick(
+    "SAMMixin(adaptive=True)": Enrolment(
         naive=lambda batches, seen: naive.SAM(eta=0.01),
         sam={"on": lt.SAM(0.1, adaptive=True), "off": lt.SAM(0.0, adaptive=True)},
         yaml={
@@ -416,7 +416,7 @@ SETTINGS: dict[str, Trick] = {
         refused=("DeepSpeed",),
         twin="SAMMixin",
     ),
-    "ScheduleFree": Trick(
+    "ScheduleFree": Enrolment(
         naive=lambda batches, seen: naive.ScheduleFree(batches),
         callbacks={"on": lambda: [lt.ScheduleFree()]},
         schedule={"on": schedule_free},
@@ -426,7 +426,7 @@ SETTINGS: dict[str, Trick] = {
         },
         refused=("DeepSpeed",),
     ),
-    "SequenceLengthWarmup": Trick(
+    "SequenceLengthWarmup": Enrolment(
         naive=lambda batches, seen: naive.GrowingSequences(),
         callbacks={
             "on": lambda: [lt.SequenceLengthWarmup(0.5, stop=4, multiple_of=1, inputs=0)],
@@ -448,7 +448,7 @@ SETTINGS: dict[str, Trick] = {
     "StepInBackward": neutral(
         lt.StepInBackward, "StepInBackward", "accumulate", "clip", "DDP", "DeepSpeed", "FSDP2", "fp16", "manual"
     ),
-    "SWA": Trick(
+    "SWA": Enrolment(
         naive=lambda batches, seen: naive.SWA(batches),
         callbacks={
             "on": lambda: [lt.SWA(start=3)],
@@ -456,7 +456,7 @@ SETTINGS: dict[str, Trick] = {
         },
         yaml={"trainer": {"callbacks": [{"class_path": "SWA", "init_args": {"start": 3}}]}},
     ),
-    "BatchSizeWarmup": Trick(
+    "BatchSizeWarmup": Enrolment(
         naive=lambda batches, seen: naive.Growing(),
         callbacks={
             "on": lambda: [lt.BatchSizeWarmup(1, final=2, over=1)],
@@ -470,7 +470,7 @@ SETTINGS: dict[str, Trick] = {
     ),
     "Throughput": neutral(lt.Throughput, "Throughput"),
     "TerminateOnNonFinite": terminator(lt.TerminateOnNonFinite, "TerminateOnNonFinite"),
-    "constant": Trick(
+    "constant": Enrolment(
         naive=scheduled("constant"),
         schedule={"on": partial(lt.constant, warmup=3), "off": lt.constant},
         twin="cosine",
@@ -482,12 +482,12 @@ SETTINGS: dict[str, Trick] = {
     "linear": schedule(lt.linear),
     "one_cycle": schedule(lt.one_cycle, initial=1.0),
     "polynomial": schedule(lt.polynomial),
-    'optimizer("lookahead_sgd")': Trick(  # and plain SGD where it is off
+    'optimizer("lookahead_sgd")': Enrolment(  # and plain SGD where it is off
         naive=lambda batches, seen: naive.Lookahead(),
         schedule={"on": lookahead, "off": sgd},
         refused=("DeepSpeed",),
     ),
-    "reduce_on_plateau": Trick(
+    "reduce_on_plateau": Enrolment(
         naive=lambda batches, seen: naive.WarmUp(),  # no second epoch ends before the last step
         schedule={
             # no epoch is as much better than the one before: after the second one the rate falls with each
@@ -496,7 +496,7 @@ SETTINGS: dict[str, Trick] = {
         },
     ),
     "step_decay": schedule(lt.step_decay),
-    "swa_tail": Trick(
+    "swa_tail": Enrolment(
         naive=scheduled("swa_tail"),
         schedule={
             "on": lambda o, m=None, **total: lt.swa_tail(lt.cosine(o, m, **total), start=0.5, swa_lr=0.05),
@@ -504,7 +504,7 @@ SETTINGS: dict[str, Trick] = {
         },
     ),
     "wsd": schedule(lt.wsd),
-    "TokenMean": Trick(
+    "TokenMean": Enrolment(
         naive=lambda batches, seen: naive.AllTargets(),
         callbacks={"on": lambda: [lt.TokenMean()]},
         windows=True,

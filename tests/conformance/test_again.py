@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.conformance.runs import fitted, fp16, run
 from tests.conformance.settings import SETTINGS, every_third
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.few import slow
 from tests.nets import NormNet, assert_equal, build, fit, loader, trainer, weights
 
@@ -79,7 +79,7 @@ GOES_ON = {  # what a second fit of the same Trainer, module and callbacks goes 
 }
 
 
-def second_fit(trick: Trick, *, anew: bool) -> dict[str, Tensor]:
+def second_fit(trick: Enrolment, *, anew: bool) -> dict[str, Tensor]:
     """The weights after a fit that was stopped in its second epoch and fitted again on the same Trainer, for longer."""
     stop, module = Stop(8), build(trick.module(NormNet, "on"))
     run = trainer(callbacks=[*trick.make_callbacks("on"), stop], max_epochs=4)

@@ -16,14 +16,14 @@ from torch import Tensor
 import lightning_tricks as lt
 from tests.conformance.runs import beside_the_plain_loop, refusal, run
 from tests.conformance.settings import SETTINGS, quick
-from tests.conformance.trick import Trick, public_name, together
+from tests.conformance.trick import Enrolment, public_name, together
 from tests.nets import NormNet, assert_close, assert_equal, build, loader
 from tests.reference.lora import LowRank
 
 BASE = "base_layer."  # which peft puts before the names of frozen weights
 
 
-def adapters(trick: Trick) -> Trick:
+def adapters(trick: Enrolment) -> Enrolment:
     """LoRA in a linear layer of the network that a trick needs."""
     layer = 5 if trick.convolutions else 0
     train = rf"layers\.[^{layer}]"
@@ -35,7 +35,7 @@ def adapters(trick: Trick) -> Trick:
 
 
 @cache
-def alone(bare: Trick) -> dict[str, Tensor]:
+def alone(bare: Enrolment) -> dict[str, Tensor]:
     return run(bare, callbacks=adapters(bare).make_callbacks("on"))
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from tests.conformance.runs import Compiled, refusal, run
 from tests.conformance.settings import SETTINGS, quick
-from tests.conformance.trick import NEEDS, Trick, public_name
+from tests.conformance.trick import NEEDS, Enrolment, public_name
 from tests.nets import PlainNet, assert_close, loader, rank_loader
 from tests.ranks import Cases, run_cases
 
@@ -30,7 +30,7 @@ MORE = {
 }
 
 
-def compiled_run(trick: Trick) -> tuple[dict[str, Any], int, int]:
+def compiled_run(trick: Enrolment) -> tuple[dict[str, Any], int, int]:
     """Trained weights of the compiled network, the number of graphs, and that of their breaks."""
     torch.compiler.reset()
     counters.clear()
@@ -40,7 +40,7 @@ def compiled_run(trick: Trick) -> tuple[dict[str, Any], int, int]:
 
 @cache
 def compiled_alone(*needs: Any) -> tuple[int, int]:
-    return compiled_run(Trick(**dict(zip(NEEDS, needs, strict=True))))[1:]
+    return compiled_run(Enrolment(**dict(zip(NEEDS, needs, strict=True))))[1:]
 
 
 # torch's compiler looks at it where a hook interrupts a network

@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_tricks as lt
 from tests.conformance.runs import fitted, refusal, run
 from tests.conformance.settings import SETTINGS, every_third
-from tests.conformance.trick import Trick, public_name
+from tests.conformance.trick import Enrolment, public_name
 from tests.nets import NormNet, PlainNet, assert_equal, build, fit, weights
 
 STEPS = 12  # of two epochs
@@ -55,7 +55,7 @@ class ManualNet(PlainNet):
             schedule.step(self.trainer.callback_metrics["val_loss"])
 
 
-def by_hand(trick: Trick, base: type[ManualNet] = ManualNet) -> dict[str, Tensor]:
+def by_hand(trick: Enrolment, base: type[ManualNet] = ManualNet) -> dict[str, Tensor]:
     """The end weights of a fit with the trick in a module that steps by itself."""
     net = trick.plain(base)
     body = {"factory": staticmethod(trick.schedule["on"])} if trick.schedule else trick.spoils()

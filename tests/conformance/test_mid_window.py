@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.conformance.runs import run
 from tests.conformance.settings import SETTINGS, every_third
 from tests.conformance.test_resume import resumable
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.nets import NormNet, assert_close, assert_equal, build, data, loader, weights
 from tests.reference.loop import Batch, Both, Naive, naive_fit
 
@@ -30,14 +30,14 @@ class SaveAfter(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumed(trick: Trick, path: Path, state: str = "off") -> dict[str, Tensor]:
+def resumed(trick: Enrolment, path: Path, state: str = "off") -> dict[str, Tensor]:
     settings = {"train": resumable(trick, data(44)), "accumulate_grad_batches": 3}
     run(trick, state, callbacks=[SaveAfter(path)], **settings)
     return run(trick, state, ckpt_path=path, **settings)
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Trick], dict[str, Tensor]]:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Enrolment], dict[str, Tensor]]:
     return cache(lambda bare: resumed(bare, tmp_path_factory.mktemp("stock") / "stock.ckpt"))
 
 
@@ -48,7 +48,7 @@ def refuses_or_has_none(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [case for case in every_third(2) if not refuses_or_has_none(case.values[0])])
 def test_at_the_no_op_limit_it_is_resumed_as_without_the_trick(
-    name: str, tmp_path: Path, stock: Callable[[Trick], dict[str, Tensor]]
+    name: str, tmp_path: Path, stock: Callable[[Enrolment], dict[str, Tensor]]
 ) -> None:
     trick = SETTINGS[name]
     compare = assert_close if trick.convolutions else assert_equal

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.conformance.runs import REFUSED_BY, fp16, refusal, run
 from tests.conformance.settings import SETTINGS, in_regimes
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.nets import Net, NormNet, assert_close, assert_equal
 
 REGIMES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -28,7 +28,7 @@ REGIMES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @cache
-def without(bare: Trick, base: type[Net], regime: str) -> dict[str, Tensor]:
+def without(bare: Enrolment, base: type[Net], regime: str) -> dict[str, Tensor]:
     """The end weights of a fit without a trick; one fit for all tricks that need the same network."""
     return run(bare, base=base, **REGIMES[regime]())
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_tricks.core.batches import pipeline
 from tests.conformance.runs import refusal, run
 from tests.conformance.settings import SETTINGS, quick
-from tests.conformance.trick import Trick, public_name
+from tests.conformance.trick import Enrolment, public_name
 from tests.nets import PlainNet, loader, rank_loader
 from tests.ranks import Cases, run_cases
 
@@ -23,7 +23,7 @@ EPOCHS = 4
 HALF, LATER = "epoch=1.ckpt", "two-epoch=2.ckpt"
 
 
-def settings_of(name: str) -> Trick:
+def settings_of(name: str) -> Enrolment:
     """A trick as it is on; one that ends a fit at a bad batch has none to end."""
     trick = SETTINGS[name]
     return replace(trick, stops=False) if trick.stops else trick

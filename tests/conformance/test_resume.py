@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_tricks as lt
 from tests.conformance.runs import run
 from tests.conformance.settings import SETTINGS, every_third
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.nets import assert_equal, data
 
 EPOCHS = 3
@@ -47,12 +47,12 @@ class Resumable(DataLoader[tuple[Tensor, ...]]):
         self.begin = state_dict["given"]
 
 
-def resumable(trick: Trick, samples: Dataset[tuple[Tensor, ...]], batch_size: int = 8) -> DataLoader[Any]:
+def resumable(trick: Enrolment, samples: Dataset[tuple[Tensor, ...]], batch_size: int = 8) -> DataLoader[Any]:
     """A loader with which a fit with the trick goes on amid an epoch."""
     return (DataLoader if trick.by_numbers else Resumable)(samples, batch_size)
 
 
-def resumed(trick: Trick, folder: Any) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+def resumed(trick: Enrolment, folder: Any) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The end weights of a run without a checkpoint, after one that must equal it, and of runs from its checkpoints."""
 
     def checkpoints(every: int) -> ModelCheckpoint:
@@ -84,7 +84,7 @@ def test_a_plateau_is_resumed_as_lightning_resumes_that_of_torch(tmp_path: Any, 
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
     ours, theirs = (
-        resumed(Trick(schedule={"on": factory}), tmp_path / name)
+        resumed(Enrolment(schedule={"on": factory}), tmp_path / name)
         for name, factory in {"ours": partial(lt.reduce_on_plateau, **settings), "theirs": stock}.items()
     )
     assert_equal(ours[0], theirs[0])

@@ -25,7 +25,7 @@ NEEDS = ("images", "masks", "grows", "convolutions", "experts", "wide", "tokens"
 
 
 @dataclass(frozen=True)
-class Trick:
+class Enrolment:
     """A trick that does something (``on``) and the same trick where it must change nothing (``off``), if it can.
 
     Args:
@@ -121,9 +121,9 @@ class Trick:
         """Its naive form for the plain loop."""
         return Naive() if self.naive is None else self.naive(batches, seen)
 
-    def bare(self) -> Trick:
+    def bare(self) -> Enrolment:
         """The same network without the trick."""
-        return Trick(**{need: getattr(self, need) for need in NEEDS})
+        return Enrolment(**{need: getattr(self, need) for need in NEEDS})
 
 
 def public_name(row: str) -> str:
@@ -131,7 +131,7 @@ def public_name(row: str) -> str:
     return row.split("(")[0]
 
 
-def together(one: Trick, other: Trick) -> Trick:
+def together(one: Enrolment, other: Enrolment) -> Enrolment:
     """Both tricks in a fit, where they are on; the optimizer of ``one`` has the schedule of ``other``."""
 
     def scheduled(optimizer: Any, module: Any) -> Any:
@@ -140,7 +140,7 @@ def together(one: Trick, other: Trick) -> Trick:
         return optimizer
 
     either = ("sam", "lean", "chunk", "spoiled", "stops", "by_numbers", *NEEDS)
-    return Trick(
+    return Enrolment(
         callbacks={"on": lambda: [*one.make_callbacks("on"), *other.make_callbacks("on")]},
         schedule={"on": scheduled} if one.schedule or other.schedule else None,
         naive=lambda batches, seen: Both(one.form(batches, seen), other.form(batches, seen)),
@@ -185,11 +185,11 @@ def in_chunks(chunk: int) -> dict[str, Any]:
     }
 
 
-def schedule(factory: Callable[..., Any], **off: float) -> Trick:
+def schedule(factory: Callable[..., Any], **off: float) -> Enrolment:
     """A curve, which never falls where it is off; all curves are steps of the same ``CurveLR``."""
     twin = None if factory is lt.cosine else "cosine"
     states = {"on": factory, "off": partial(factory, floor=1.0, **off)}
-    return Trick(schedule=states, twin=twin, naive=scheduled(factory.__name__))
+    return Enrolment(schedule=states, twin=twin, naive=scheduled(factory.__name__))
 
 
 def scheduled(name: str) -> Callable[[Any, Any], Naive]:
@@ -264,9 +264,9 @@ def neutral(
     net: str | None = None,
     convolutions: bool = False,
     by_numbers: bool = False,
-) -> Trick:
+) -> Enrolment:
     model = {"model": {"class_path": f"tests.conformance.yaml_nets.{net}"}} if net else {}
-    return Trick(
+    return Enrolment(
         callbacks={"on": lambda: [callback()], "off": lambda: [callback()]},
         neutral=True,
         yaml={"trainer": {"callbacks": [yaml]}, **model},
@@ -278,10 +278,10 @@ def neutral(
 
 def guard(
     callback: Callable[[], Callback], yaml: Any, *refused: str, naive: Callable[[Any, Any], Naive] | None = None
-) -> Trick:
+) -> Enrolment:
     trick = neutral(callback, yaml, *refused, net="SpoiledNet")
     return replace(trick, neutral=False, spoiled=True, naive=naive)
 
 
-def terminator(callback: Callable[[], Callback], yaml: Any) -> Trick:
+def terminator(callback: Callable[[], Callback], yaml: Any) -> Enrolment:
     return replace(neutral(callback, yaml, net="StoppedNet"), stops=True)

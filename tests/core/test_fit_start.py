@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import Callback
 import lightning_tricks as lt
 from lightning_tricks.core.fit_start import active
 from tests.conformance.settings import SETTINGS
-from tests.conformance.settings import Trick as Enrolled
-from tests.conformance.trick import public_name
+from tests.conformance.trick import Enrolment, public_name
 from tests.nets import NormNet, PlainNet, build, fit, loader, trainer
 from tests.ranks import run_ranks
 
@@ -140,7 +139,7 @@ NO_PART_OF_A_FIT = ("lean_loss", "optimizer")  # functions, of which it sees wha
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if public_name(name) not in NO_PART_OF_A_FIT])
 def test_every_trick_is_in_the_table(name: str) -> None:
-    trick: Enrolled = SETTINGS[name]
+    trick: Enrolment = SETTINGS[name]
     asked = Asked()
     run = {**FEW, "max_steps": 3, "callbacks": [*trick.make_callbacks("on"), asked]}
     fit(build(lambda: trick.module(NormNet, "on")()), **run)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset
 
 from tests.conformance.runs import Gather, ShardedNet, fitted
 from tests.conformance.test_resume import resumable
-from tests.conformance.trick import NEEDS, Trick
+from tests.conformance.trick import NEEDS, Enrolment
 from tests.device.devices import Device
 from tests.device.simulation import Found
 from tests.nets import Net, NormNet, data, weights
@@ -91,7 +91,7 @@ class Watch(Callback):
 
 
 def fit(
-    trick: Trick,
+    trick: Enrolment,
     precision: str,
     folder: Path,
     there: Device,
@@ -135,7 +135,7 @@ def fit(
     return found
 
 
-def loader(trick: Trick, *, pinned: bool) -> DataLoader[Any]:
+def loader(trick: Enrolment, *, pinned: bool) -> DataLoader[Any]:
     """This rank's batches, in pinned memory, as for a GPU, or in ordinary memory.
 
     Six an epoch, none of which has as many samples as there are features, which could then be pairs of samples.
@@ -146,12 +146,12 @@ def loader(trick: Trick, *, pinned: bool) -> DataLoader[Any]:
     return batches
 
 
-def bare(needs: tuple[bool, ...], refused: tuple[str, ...]) -> Trick:
+def bare(needs: tuple[bool, ...], refused: tuple[str, ...]) -> Enrolment:
     """No trick, in a network and with settings as for one: the arguments are ``needs_of(trick)``."""
-    return Trick(**dict(zip(NEEDS, needs, strict=True)), refused=refused)
+    return Enrolment(**dict(zip(NEEDS, needs, strict=True)), refused=refused)
 
 
-def needs_of(trick: Trick) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+def needs_of(trick: Enrolment) -> tuple[tuple[bool, ...], tuple[str, ...]]:
     return tuple(getattr(trick, need) for need in NEEDS), trick.refused
 
 

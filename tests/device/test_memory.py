@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.conformance.runs import fitted
 from tests.conformance.settings import SETTINGS, every_third
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.device.devices import device
 from tests.device.memory import Memory
 from tests.device.runs import bare, loader, needs_of
@@ -72,7 +72,7 @@ class FromSecondStep(Callback):
         self.peak = dict(self.memory.peak)  # before Lightning takes all to the host
 
 
-def peak(trick: Trick) -> dict[str, float]:
+def peak(trick: Enrolment) -> dict[str, float]:
     trick = replace(trick, spoiled=False, stops=False)  # two fits would be in memory
     with device("simulated cuda") as there:
         there.simulation.memory = memory = Memory()

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from tests.conformance.runs import ShardedNet
 from tests.conformance.settings import SETTINGS
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.device.devices import Device, require_devices
 from tests.device.nccl import rank_device
 from tests.device.runs import Fit, bare, beyond, fit, needs_of
@@ -34,7 +34,7 @@ ENGINES = [
 ]
 
 
-def two_devices(trick: Trick, folder: Path, engine: str, there: Device) -> Fit:
+def two_devices(trick: Enrolment, folder: Path, engine: str, there: Device) -> Fit:
     fsdp = partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1)
     base, strategy = (ShardedNet, fsdp) if engine == "FSDP2" else (PlainNet, lambda: "ddp")
     return fit(trick, "fp32", folder, there, base, strategy, devices=2)

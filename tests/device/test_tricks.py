@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.conformance.settings import SETTINGS
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.device.devices import CPU, Device, device
 from tests.device.runs import Fit, bare, beyond, fit, needs_of
 from tests.device.waits import waits_of
@@ -42,7 +42,7 @@ def cases() -> list[Any]:
     ]
 
 
-def on_a_device(trick: Trick, precision: str, folder: Path, **settings: Any) -> Fit:
+def on_a_device(trick: Enrolment, precision: str, folder: Path, **settings: Any) -> Fit:
     lacks = [] if precision == "fp16" or trick in [SETTINGS[name] for name in OTHER_MATHS] else [torch.float64]
     with device("simulated cuda", lacks=lacks) as there:
         return fit(trick, precision, folder, there, **settings)

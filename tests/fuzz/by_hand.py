@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.functional import mixup
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.fuzz.labels import Second
 from tests.fuzz.layers import BY_SAMPLE
 from tests.fuzz.modules import SIZE, TRAINERS, VALIDATES, Generated, Spec, form_of, module_of, samples
@@ -93,10 +93,10 @@ def mixes(spec: Spec, name: str = "Mixup") -> bool:
     notes = Notes(callback)
 
     def right(folder: Path) -> Outcome:
-        return found if found.refused else run(spec, Trick(), folder, **by_numbers(spec, name, notes.numbers))
+        return found if found.refused else run(spec, Enrolment(), folder, **by_numbers(spec, name, notes.numbers))
 
     with TemporaryDirectory() as folder:
-        found = run(spec, Trick(callbacks={"off": lambda: [callback, notes]}), Path(folder))
+        found = run(spec, Enrolment(callbacks={"off": lambda: [callback, notes]}), Path(folder))
     return alike(spec, (name,), right, lambda folder: found, tolerance=1e-4)
 
 
@@ -182,7 +182,7 @@ def steps_as_muon(spec: Spec) -> bool:
     if spec.net not in MATRICES or spec.loss == "sometimes None":
         return False
     first, naive, made = (
-        run(spec, Trick(), Path(), configure_optimizers=optimizer).weights
+        run(spec, Enrolment(), Path(), configure_optimizers=optimizer).weights
         for optimizer in (
             lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
             lambda module: MuonByHand(module, 0.01),

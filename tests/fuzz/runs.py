@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_tricks as lt
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.fuzz.migrations import NEW, OLD, SIDES
 from tests.fuzz.modules import CALLBACKS, SEVERAL, TRAINERS, VALIDATES, Planned, Spec, data_of, loader, module_of
 from tests.fuzz.states import number
@@ -42,10 +42,10 @@ class Outcome:
     refused: BaseException | None = None
 
 
-Run = Callable[[Spec, Trick, Path], Outcome]
+Run = Callable[[Spec, Enrolment, Path], Outcome]
 
 
-def run(spec: Spec, trick: Trick, folder: Path, **attributes: Any) -> Outcome:
+def run(spec: Spec, trick: Enrolment, folder: Path, **attributes: Any) -> Outcome:
     """A fit with a trick as it is "off"; for one that resumes, two. The class of the module has the attributes."""
     first = TRAINERS[spec.trainer]
     if not spec.trainer.startswith("resumes"):
@@ -75,7 +75,7 @@ def data_for(spec: Spec) -> dict[str, Any]:
 
 def fitted(
     spec: Spec,
-    trick: Trick,
+    trick: Enrolment,
     settings: dict[str, Any],
     folder: Path,
     checkpoint: Path | None = None,
@@ -209,13 +209,13 @@ def refusal_problem(names: tuple[str, ...], error: BaseException) -> str:
 
 def accepted(spec: Spec, *names: str, run: Run = run) -> bool:
     """Whether a module trains with tricks at their no-op limits as without them; else it is refused in time."""
-    return compared(spec, names, [(LIKE.get(name, Trick()), "off") for name in names], off(names), run)
+    return compared(spec, names, [(LIKE.get(name, Enrolment()), "off") for name in names], off(names), run)
 
 
 def beside(spec: Spec, name: str, other: str) -> bool:
     """Whether a module trains with a trick at work and another one at its limit as with the first alone."""
     work = (AT_WORK[name], "on")
-    return compared(spec, (name, other), [work, (LIKE.get(other, Trick()), "off")], [work, *off([other])], run)
+    return compared(spec, (name, other), [work, (LIKE.get(other, Enrolment()), "off")], [work, *off([other])], run)
 
 
 def repeated(spec: Spec, name: str, run: Run = run) -> bool:
@@ -223,12 +223,16 @@ def repeated(spec: Spec, name: str, run: Run = run) -> bool:
     return compared(spec, (name,), [(AT_WORK[name], "on")], [(AT_WORK[name], "on")], run)
 
 
-def off(names: Iterable[str]) -> list[tuple[Trick, str]]:
+def off(names: Iterable[str]) -> list[tuple[Enrolment, str]]:
     return [(TRICKS[name], "off") for name in names]
 
 
 def compared(
-    spec: Spec, names: tuple[str, ...], first: list[tuple[Trick, str]], second: list[tuple[Trick, str]], run: Run
+    spec: Spec,
+    names: tuple[str, ...],
+    first: list[tuple[Enrolment, str]],
+    second: list[tuple[Enrolment, str]],
+    run: Run,
 ) -> bool:
     """Whether tricks are accepted; what they train is what others do, or what their refusal says is right."""
     spec = suited_to(spec, *names)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
 from tests.conformance.settings import SETTINGS
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.fuzz.losses import LOSSES
 from tests.fuzz.modules import HOOKS, TRAINERS, Spec
 from tests.fuzz.parts import EXTRAS
@@ -76,7 +76,7 @@ def cases(part: int) -> list[tuple[Case, Spec]]:
     return [*((case, Spec()) for case in simplest), *zip(found, drawn(specs(), len(found), part), strict=True)]
 
 
-def run(strategy: str, spec: Spec, trick: Trick, folder: Path) -> Outcome:
+def run(strategy: str, spec: Spec, trick: Enrolment, folder: Path) -> Outcome:
     """A fit on the ranks; of what is sharded, the whole."""
     more = {"precision": "32-true", **TRAINERS[spec.trainer]}
     settings = {**STRATEGIES[strategy](more.pop("precision")), **more, "max_epochs": 2, "devices": 2}

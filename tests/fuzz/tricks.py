@@ -14,7 +14,7 @@ import lightning_tricks as lt
 from tests.callbacks.test_float8 import NaiveFloat8
 from tests.callbacks.test_moe_balance import Experts
 from tests.conformance.settings import SETTINGS
-from tests.conformance.trick import Trick
+from tests.conformance.trick import Enrolment
 from tests.fuzz.hooks import FEATURES, act_of
 from tests.fuzz.modules import SEVERAL, Spec, suited
 from tests.fuzz.parts import DIFFERENTIATES
@@ -69,14 +69,14 @@ class Sweeps(Callback):
 # -- tricks -----------------------------------------------------------------------------------------------------------
 
 
-def limit(*callbacks: Callable[[], Callback]) -> Trick:
+def limit(*callbacks: Callable[[], Callback]) -> Enrolment:
     """Callbacks of which nothing comes."""
-    return Trick(callbacks={"off": lambda: [make() for make in callbacks]})
+    return Enrolment(callbacks={"off": lambda: [make() for make in callbacks]})
 
 
-def work(callback: Callable[[], Callback]) -> Trick:
+def work(callback: Callable[[], Callback]) -> Enrolment:
     """A callback of which something comes."""
-    return Trick(callbacks={"on": lambda: [callback()]})
+    return Enrolment(callbacks={"on": lambda: [callback()]})
 
 
 # At their no-op limits. Not here: what users write into a module, e.g. schedules; Compile, which takes seconds; masks.
@@ -110,7 +110,7 @@ AT_WORK = {
         if (trick.callbacks or trick.sam)
         and not (trick.neutral or trick.spoiled or trick.stops or trick.grows or trick.masks)
     },
-    "GradCacheMixin(chunk=2)": Trick(chunk={"on": 2}),
+    "GradCacheMixin(chunk=2)": Enrolment(chunk={"on": 2}),
     "LRSchedule(replace=True)": work(lambda: lt.LRSchedule("cosine", warmup=2, replace=True)),
     "ProgressiveResizing(0.5)": work(lambda: lt.ProgressiveResizing(0.5, stop=4, multiple_of=1)),
     "SequenceLengthWarmup(0.5)": work(lambda: lt.SequenceLengthWarmup(0.5, stop=4, multiple_of=2)),
@@ -163,11 +163,11 @@ TOLERANCES = {"ChannelsLast": 1e-4}
 MIXED_IN = ("sam", "chunk", "schedule")  # the parts of a trick that are not callbacks
 
 
-def together(*parts: tuple[Trick, str]) -> Trick:
+def together(*parts: tuple[Enrolment, str]) -> Enrolment:
     """Several tricks as one, each at work ("on") or at its limit ("off")."""
     found = {part: [(getattr(trick, part) or {}).get(state) for trick, state in parts] for part in MIXED_IN}
     first = {part: next((each for each in values if each is not None), None) for part, values in found.items()}
-    return Trick(
+    return Enrolment(
         callbacks={"off": lambda: [each for trick, state in parts for each in trick.make_callbacks(state)]},
         **{part: {"off": value} for part, value in first.items() if value is not None},
     )
