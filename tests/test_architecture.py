@@ -27,6 +27,7 @@ from tests.conformance.matrix import NO_ROW
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import public_name
 from tests.public import KINDS
+from tests.test_clients import left_out, tried
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_tricks"
@@ -194,14 +195,19 @@ def lacks(found: Any) -> Iterator[str]:
         yield "an Example: with >>> in its docstring, which runs as a doctest"
     if found.on_top and name not in words("CHANGELOG.md"):
         yield "a line in CHANGELOG.md"
-    if found.on_top and not any(name in words(str(file)) for file in (ROOT / "tests").rglob("test_*.py")):
+    folder = ROOT / "tests" / found.kind
+    if found.on_top and name not in NO_ROW and not any(name in words(str(file)) for file in folder.rglob("test_*.py")):
         yield f"a test in tests/{found.kind}/"
     if found.on_top and name not in every_name():
         yield "a row in lightning_tricks_cli/catalogue.py, and a card in lightning_tricks_cli/cards/"
-    if not needs_settings(name, thing):
-        return
-    if not any(public_name(entry) == name for entry in SETTINGS):
+    is_callback = inspect.isclass(thing) and issubclass(thing, Callback)
+    if found.on_top and (is_callback or found.kind == "modules") and name not in tried() | left_out():
+        yield "a test in tests/clients/of_*.py, or in its entry no_client=, why not (a function: in LEFT_OUT)"
+    enrolled = any(public_name(entry) == name for entry in SETTINGS)
+    if needs_settings(name, thing) and not enrolled:
         yield "an entry in SETTINGS of tests/conformance/settings.py, which enrols it in every regime"
+    if found.on_top and not needs_settings(name, thing) and not enrolled and name not in NO_ROW:
+        yield "a line in NO_ROW of tests/conformance/matrix.py, which says where it is tested"
     for entry in (entry for entry in SETTINGS if public_name(entry) == name):
         if SETTINGS[entry].naive is None and not SETTINGS[entry].neutral:
             yield "a naive form, naive=, in its entry in SETTINGS (or neutral=True, if it changes no weights)"

@@ -1,35 +1,26 @@
-"""docs/architecture.md and CONTRIBUTING.md: what they name exists, and the worked example is a correct trick."""
+"""docs/architecture.md and CONTRIBUTING.md: what they name exists, and is called in the order that they say."""
 
 from __future__ import annotations
 
 import ast
-import doctest
 import inspect
 import re
-import subprocess
 import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 
 import lightning_tricks as lt
 from lightning_tricks.core.trick import Trick
-from tests.conformance import test_naive, test_no_op
-from tests.conformance.settings import SETTINGS
-from tests.conformance.trick import Enrolment
 from tests.nets import PlainNet, build, fit
-from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_tricks"
 WALK, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
-SOURCE, TEST, ENTRY = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
 THEIRS = {
     "Strategy": pl.strategies.Strategy,
     "LightningModule": pl.LightningModule,
@@ -151,47 +142,6 @@ def test_a_weight_goes_into_the_checkpoint_by_the_written_way(tmp_path: Path) ->
 
 
 # -- CONTRIBUTING.md --------------------------------------------------------------------------------------------------
-
-
-def test_the_example_is_a_correct_trick() -> None:
-    """In a process of its own, since jsonargparse finds every subclass of Callback that was ever defined."""
-    run_alone(check_example)
-
-
-def check_example() -> None:
-    source = define("lightning_tricks.callbacks.jitter", SOURCE)
-    lt.Jitter = source.Jitter
-    test = define("tests.callbacks.test_jitter", TEST)
-    examples = [found for found in doctest.DocTestFinder().find(source) if found.examples]
-    assert len(examples) == 2
-    assert all(doctest.DocTestRunner().run(found).failed == 0 for found in examples)
-    tests = [thing for name, thing in vars(test).items() if name.startswith("test_")]
-    assert len(tests) == 2
-    for run in tests:
-        run()
-    names = {"Enrolment": Enrolment, "lt": lt, "NaiveJitter": test.NaiveJitter}
-    SETTINGS["Jitter"] = eval("{" + ENTRY + "}", names)["Jitter"]
-    for regime in ("fp32", "accumulate"):
-        test_naive.test_a_plain_loop_gives_the_same("Jitter", regime, lambda *_: None)
-    test_no_op.test_the_trick_does_something_unless_it_is_to_be_neutral("Jitter")
-    test_no_op.test_the_no_op_limit_is_bit_equal_to_a_run_without("Jitter", "fp32")
-
-
-def define(name: str, code: str) -> Any:
-    """A module of that name with the code."""
-    sys.modules[name] = module = ModuleType(name)
-    exec(compile(code, name, "exec"), vars(module))
-    return module
-
-
-@pytest.mark.parametrize(
-    ("file", "code"), [("lightning_tricks/callbacks/jitter.py", SOURCE), ("tests/callbacks/test_jitter.py", TEST)]
-)
-def test_the_code_of_the_example_has_the_style_of_the_house(file: str, code: str) -> None:
-    for command in (["check", "--ignore", "I001"], ["format", "--check"]):  # imports of a file that is not there
-        run = [sys.executable, "-m", "ruff", *command, "--stdin-filename", file, "-"]
-        done = subprocess.run(run, input=code, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_base_classes_are_where_the_guide_says() -> None:

@@ -52,6 +52,13 @@ SGD = {"momentum": 0.9, "weight_decay": 1e-3, "no_decay": False}  # of the tests
 PICTURES = str(Path(tempfile.gettempdir()) / "lightning_tricks_pictures")
 SNAPSHOTS = str(Path(tempfile.gettempdir()) / "lightning_tricks_snapshots")
 
+NO_LOGITS = "computes F.cross_entropy(logits (N, C), target) without the logits"
+WITHOUT_LOGITS = {  # what a lean loss does not go with
+    **dict.fromkeys(("CutMix", "GradCacheMixin", "HiddenMixup", "LabelErrors", "LogitAdjustment", "Mixup"), NO_LOGITS),
+    **dict.fromkeys(('HardExampleFilter(mode="loss")', "Mixup(per_sample=True)"), NO_LOGITS),
+    "QAT": "layers.3.forward is another one already",
+}
+
 SETTINGS: dict[str, Enrolment] = {
     "AdaptiveClip": Enrolment(
         naive=lambda batches, seen: naive.UnitClip(),
@@ -64,6 +71,7 @@ SETTINGS: dict[str, Enrolment] = {
         callbacks={"on": lambda: [lt.AutoClip(10)], "off": lambda: [lt.AutoClip(100)]},
         yaml={"trainer": {"callbacks": ["AutoClip"]}},
         refused=("DeepSpeed",),
+        ordered=("AdaptiveClip",),
     ),
     "ActivationCheckpointing": neutral(
         lambda: lt.ActivationCheckpointing("layers"),
@@ -72,6 +80,7 @@ SETTINGS: dict[str, Enrolment] = {
     "Compile": neutral(
         lambda: lt.Compile("layers", backend="aot_eager"),
         {"class_path": "Compile", "init_args": {"modules": "layers", "backend": "aot_eager"}},
+        no_client="compiling takes a minute for each model",
     ),
     "ChannelsLast": neutral(lt.ChannelsLast, "ChannelsLast", net="ConvNet", convolutions=True),
     "CutMix": Enrolment(
@@ -118,6 +127,7 @@ SETTINGS: dict[str, Enrolment] = {
             "model": {"class_path": "tests.conformance.yaml_nets.ImagesNet"},
         },
         twin="CutMix",
+        unseen=("CutMix", "HardExampleFilter", "Mixup", "Mixup(per_sample=True)"),
     ),
     "BatchTransform(ColOut())": Enrolment(
         naive=lambda batches, seen: naive.Dropped(seen),
@@ -169,11 +179,17 @@ SETTINGS: dict[str, Enrolment] = {
         chunk={"on": 4, "off": 8},
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.ChunkedNet", "init_args": {"chunk": 4}}},
         refused=("DeepSpeed", "manual"),
+        no_client="works in modules that are written for it, with embed() and contrast()",
+        refuses={
+            "LabelErrors": "a part of the loss is ambiguous",
+            "StepInBackward": "Net.backward may call backward more than once",
+        },
     ),
     "GradientStats": neutral(
         lambda: lt.GradientStats(every_n_steps=1),
         {"class_path": "GradientStats", "init_args": {"every_n_steps": 1}},
         "DeepSpeed",
+        no_client="reads the gradients and weights that InspectTraining reads",
     ),
     "GradualUnfreeze": Enrolment(
         naive=lambda batches, seen: naive.Unfrozen(),
@@ -220,7 +236,13 @@ SETTINGS: dict[str, Enrolment] = {
         {"class_path": "InspectTraining", "init_args": {"folder": PICTURES, "every_n_steps": 100, "steps": 2}},
         "DeepSpeed",
     ),
-    "LabelErrors": neutral(lt.LabelErrors, "LabelErrors", "iterable", by_numbers=True),
+    "LabelErrors": neutral(
+        lt.LabelErrors,
+        "LabelErrors",
+        "iterable",
+        by_numbers=True,
+        no_client="looks at losses as HardExampleFilter does, which is tried, and changes nothing",
+    ),
     "LayerFreezing": Enrolment(
         naive=lambda batches, seen: naive.Frozen(),
         callbacks={
@@ -304,7 +326,11 @@ SETTINGS: dict[str, Enrolment] = {
         twin="LRSchedule",
     ),
     "LeanLoss": neutral(
-        LeanLoss, {"class_path": "lightning_tricks.LeanLoss", "init_args": {"module": "layers.3"}}, "FSDP2", "DeepSpeed"
+        LeanLoss,
+        {"class_path": "lightning_tricks.LeanLoss", "init_args": {"module": "layers.3"}},
+        "FSDP2",
+        "DeepSpeed",
+        refuses=WITHOUT_LOGITS,
     ),
     "lean_loss": Enrolment(
         lean=True,
@@ -312,12 +338,14 @@ SETTINGS: dict[str, Enrolment] = {
         yaml={"model": {"class_path": "tests.conformance.yaml_nets.LeanNet"}},
         refused=("FSDP2", "DeepSpeed"),
         twin="LeanLoss",
+        refuses={**WITHOUT_LOGITS, "LeanLoss": "the head is a Linear, whose forward pass is another one"},
     ),
     "LogitAdjustment": Enrolment(
         naive=lambda batches, seen: naive.Adjusted(batches),
         callbacks={"on": lambda: [lt.LogitAdjustment()], "off": lambda: [lt.LogitAdjustment(tau=0.0)]},
         yaml={"trainer": {"callbacks": ["LogitAdjustment"]}},
         refused=("iterable",),
+        no_client="changes the losses of classifiers alone; tests/callbacks compares it with modules by hand",
     ),
     "MoEBalance": Enrolment(
         naive=lambda batches, seen: NaiveBalance(0.05),
@@ -327,12 +355,14 @@ SETTINGS: dict[str, Enrolment] = {
             "trainer": {"callbacks": [{"class_path": "MoEBalance", "init_args": {"rate": 0.05}}]},
             "model": {"class_path": "tests.conformance.yaml_nets.MixtureNet"},
         },
+        no_client="no model has experts",
     ),
     "Mixup": Enrolment(
         naive=lambda batches, seen: naive.Mixed(seen),
         callbacks={"on": lambda: [lt.Mixup()], "off": lambda: [lt.Mixup(alpha=0)]},
         by_batches=True,
         yaml={"trainer": {"callbacks": [{"class_path": "Mixup", "init_args": {"alpha": 0.2}}]}},
+        unseen=("Mixup(per_sample=True)",),
     ),
     "Mixup(per_sample=True)": Enrolment(
         naive=lambda batches, seen: naive.Mixed(seen),
@@ -352,6 +382,7 @@ SETTINGS: dict[str, Enrolment] = {
             "trainer": {"callbacks": ["NEFTune"]},
             "model": {"class_path": "tests.conformance.yaml_nets.TokensNet"},
         },
+        no_client="has random numbers that no oracle draws; tests/callbacks adds its noise in models of transformers",
     ),
     "ProgressiveResizing": Enrolment(
         naive=lambda batches, seen: naive.GrowingImages(),
@@ -375,21 +406,29 @@ SETTINGS: dict[str, Enrolment] = {
         lambda: lt.PostHocEMA(SNAPSHOTS, every_n_steps=100),
         {"class_path": "PostHocEMA", "init_args": {"folder": SNAPSHOTS, "every_n_steps": 100}},
         "DeepSpeed",
+        no_client="follows the weights as EMA does, which is tried, and puts nothing into the module",
     ),
     "Preemption": neutral(lambda: lt.Preemption("runs"), {"class_path": "Preemption", "init_args": {"folder": "runs"}}),
-    "ExactResume": neutral(lt.ExactResume, "ExactResume", "iterable"),
+    "ExactResume": neutral(
+        lt.ExactResume,
+        "ExactResume",
+        "iterable",
+        no_client="is a part of Preemption",
+    ),
     "RewindOnSpike": guard(
         lambda: lt.RewindOnSpike(every_n_steps=3),
         {"class_path": "RewindOnSpike", "init_args": {"every_n_steps": 3}},
         "DeepSpeed",
         "manual",
         naive=lambda batches, seen: naive.Rewinding(len(batches)),
+        ordered=("SkipNonFinite",),
     ),
     "QAT": Enrolment(
         naive=lambda batches, seen: NaiveQAT(first=1),
         callbacks={"on": lambda: [lt.QAT(modules=r"layers\.[1-9]")], "off": lambda: [lt.QAT(start=1.0)]},
         yaml={"trainer": {"callbacks": [{"class_path": "QAT", "init_args": {"modules": r"layers\.[1-9]"}}]}},
         refused=("LoRA", "fp64"),
+        rounded=("HiddenMixup", "NEFTune", "SAMCallback", "SAMMixin", "ScheduleFree"),
     ),
     "SAMCallback": Enrolment(
         callbacks={"on": lambda: [lt.SAMCallback(0.1)], "off": lambda: [lt.SAMCallback(0.0)]},
@@ -425,6 +464,7 @@ SETTINGS: dict[str, Enrolment] = {
             "model": {"class_path": "tests.conformance.yaml_nets.FreeNet"},
         },
         refused=("DeepSpeed",),
+        refuses=dict.fromkeys(("cosine", "swa_tail"), "takes no schedule"),
     ),
     "SequenceLengthWarmup": Enrolment(
         naive=lambda batches, seen: naive.GrowingSequences(),
@@ -486,6 +526,7 @@ SETTINGS: dict[str, Enrolment] = {
         naive=lambda batches, seen: naive.Lookahead(),
         schedule={"on": lookahead, "off": sgd},
         refused=("DeepSpeed",),
+        refuses={"StepInBackward": "tries an optimizer on small weights, which Lookahead does not allow"},
     ),
     "reduce_on_plateau": Enrolment(
         naive=lambda batches, seen: naive.WarmUp(),  # no second epoch ends before the last step
@@ -510,6 +551,7 @@ SETTINGS: dict[str, Enrolment] = {
         windows=True,
         yaml={"trainer": {"callbacks": ["TokenMean"]}},
         refused=("DeepSpeed", "manual"),
+        no_client="changes nothing without accumulation; tests/callbacks compares it with large batches of a Llama",
     ),
 }
 

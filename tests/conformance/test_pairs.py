@@ -47,34 +47,17 @@ QUICK = (
     *("QAT+SAMMixin", "SAMMixin+SequenceLengthWarmup", "ScheduleFree+Mixup", "ScheduleFree+SAMMixin"),
     *("CutMix+HardExampleFilter", "EMA+SkipNonFinite", "LRSchedule+SWA", "SWA+SkipNonFinite"),
 )
-NO_LOGITS, NO_SCHEDULE = "computes F.cross_entropy(logits (N, C), target) without the logits", "takes no schedule"
-REFUSED = {  # what is no conflict of two classes, and by which error it is refused
-    "CutMix+LeanLoss": NO_LOGITS,
-    "GradCacheMixin+LabelErrors": "a part of the loss is ambiguous",
-    "GradCacheMixin+LeanLoss": NO_LOGITS,
-    'HardExampleFilter(mode="loss")+LeanLoss': NO_LOGITS,
-    "HiddenMixup+LeanLoss": NO_LOGITS,
-    "LabelErrors+LeanLoss": NO_LOGITS,
-    "LeanLoss+LogitAdjustment": NO_LOGITS,
-    "LeanLoss+Mixup": NO_LOGITS,
-    "LeanLoss+Mixup(per_sample=True)": NO_LOGITS,
-    "GradCacheMixin+StepInBackward": "Net.backward may call backward more than once",
-    "LeanLoss+QAT": "layers.3.forward is another one already",
-    "ScheduleFree+cosine": NO_SCHEDULE,
-    "ScheduleFree+swa_tail": NO_SCHEDULE,
-}
-REFUSED |= {
-    **{pair.replace("LeanLoss", "lean_loss"): told for pair, told in REFUSED.items() if "LeanLoss" in pair},
-    "LeanLoss+lean_loss": "the head is a Linear, whose forward pass is another one",
-    'optimizer("lookahead_sgd")+StepInBackward': "tries an optimizer on small weights, which Lookahead does not allow",
-}
-UNSEEN = (  # what BatchTransform drew cannot be told from what the other one did, nor one Mixup's from the other's
-    *("CutMix+BatchTransform", "BatchTransform+Mixup", "BatchTransform+Mixup(per_sample=True)"),
-    *("BatchTransform+HardExampleFilter", "Mixup+Mixup(per_sample=True)"),
-)
-# The largest weight of a row lies between two levels: after some steps the last bit decides to which it is rounded.
-ROUNDED = ("HiddenMixup+QAT", "NEFTune+QAT", "QAT+SAMCallback", "QAT+SAMMixin", "ScheduleFree+QAT")
-ORDERED = ("AdaptiveClip+AutoClip", "RewindOnSpike+SkipNonFinite")  # docs/conflicts.md says so
+
+
+def said(of: str, pair: Pair) -> bool:
+    """Whether the entry of one of both names the other one in this field."""
+    one, other = pair
+    return other in getattr(SETTINGS[one], of) or one in getattr(SETTINGS[other], of)
+
+
+def refusals(pair: Pair) -> list[str]:
+    """What an error says, by the entry of one of both, that is no conflict of two classes."""
+    return [SETTINGS[one].refuses[other] for one, other in (pair, pair[::-1]) if other in SETTINGS[one].refuses]
 
 
 def rules(pair: Pair) -> list[str]:
@@ -86,7 +69,7 @@ def rules(pair: Pair) -> list[str]:
         for mine, other in (names, names[::-1])
         if mine & {*owners} and other & {*conflicts.others(conflict)}
     ]
-    return [*both, *([REFUSED["+".join(pair)]] if "+".join(pair) in REFUSED else [])]
+    return [*both, *refusals(pair)]
 
 
 @pytest.mark.filterwarnings("ignore:Doctor, frozen-parameters")  # of which adapters have some
@@ -96,11 +79,11 @@ def rules(pair: Pair) -> list[str]:
     ids="+".join,
 )
 def test_two_tricks_train_what_a_plain_loop_with_both_trains(pair: Pair, tmp_path: Any) -> None:
-    name, both, steps = "+".join(pair), together(*(SETTINGS[each] for each in pair)), Steps()
+    both, steps = together(*(SETTINGS[each] for each in pair)), Steps()
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False)
     settings, told = {"callbacks": [save, steps], "enable_checkpointing": True}, ""
     try:
-        if name in (*UNSEEN, *ROUNDED):
+        if said("unseen", pair) or said("rounded", pair):
             ended = run(both, train=resumable(both, data(44)), **settings)
         else:
             ended, expected, _ = beside_the_plain_loop(both, resumable(both, data(44)), {}, **settings)
@@ -111,17 +94,19 @@ def test_two_tricks_train_what_a_plain_loop_with_both_trains(pair: Pair, tmp_pat
         assert steps.made == 0, "refused too late"
         assert any(rule in told for rule in rules(pair)), told
         return
-    assert name not in REFUSED
-    if name in ROUNDED:
+    assert not refusals(pair)
+    if said("rounded", pair):
         assert_close(*beside_the_plain_loop(both, loader(24), {"epochs": 1}, max_epochs=1)[:2])
     assert_equal(run(both, train=resumable(both, data(44)), ckpt_path=tmp_path / "step=3.ckpt"), ended)
-    if name not in ORDERED:
+    if not said("ordered", pair):
         turned = replace(both, callbacks={"on": lambda: both.make_callbacks("on")[::-1]})
         assert_equal(run(turned, train=resumable(both, data(44))), ended)
 
 
 def test_what_is_said_of_pairs_is_said_of_some() -> None:
-    assert {*QUICK, *REFUSED, *UNSEEN, *ROUNDED, *ORDERED} <= {"+".join(pair) for pair in pairs()}
+    assert {*QUICK} <= {"+".join(pair) for pair in pairs()}
+    others = {name: {*entry.refuses, *entry.unseen, *entry.rounded, *entry.ordered} for name, entry in SETTINGS.items()}
+    assert {frozenset((name, other)) for name in others for other in others[name]} <= {*map(frozenset, pairs())}
 
 
 # -- two averages, and several tricks ---------------------------------------------------------------------------------

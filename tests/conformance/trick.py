@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,12 @@ class Enrolment:
             one that goes on from what the trick has left.
         refused: The regimes (of ``REGIMES``) in which it raises an error by name before the first optimizer step.
         twin: The entry that stands for it where a fit costs much; what is its own is tested where fits are cheap.
+        refuses: Names of entries with which it raises an error that is no conflict of two classes, and what that says.
+        unseen: Names of entries beside which it cannot be told who changed a batch, so that no plain loop has both.
+        rounded: Names of entries beside which the last bit decides to which level a weight is rounded after some steps,
+            so that only an epoch is compared with a plain loop.
+        ordered: Names of entries with which the order of the callbacks matters, as docs/conflicts.md says.
+        no_client: Why ``make test-clients`` does not try it in the models of other projects; empty if it does.
         naive: Its naive form for the plain loop, made by a function of the batches and of a ``Seen``, which has what
             the callback made of each batch. None for a trick that is ``neutral``, whose naive form is the plain loop.
     """
@@ -77,6 +83,11 @@ class Enrolment:
     stops: bool = False
     refused: tuple[str, ...] = ()
     twin: str | None = None
+    refuses: dict[str, str] = field(default_factory=dict, hash=False)
+    unseen: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
+    ordered: tuple[str, ...] = ()
+    no_client: str = ""
     naive: Callable[[Any, Any], Naive] | None = None
 
     def plain(self, base: type[Net]) -> type[Net]:
@@ -144,7 +155,7 @@ def together(one: Enrolment, other: Enrolment) -> Enrolment:
         callbacks={"on": lambda: [*one.make_callbacks("on"), *other.make_callbacks("on")]},
         schedule={"on": scheduled} if one.schedule or other.schedule else None,
         naive=lambda batches, seen: Both(one.form(batches, seen), other.form(batches, seen)),
-        **{field: getattr(one, field) or getattr(other, field) for field in either},
+        **{name: getattr(one, name) or getattr(other, name) for name in either},
     )
 
 
@@ -262,8 +273,7 @@ def neutral(
     yaml: Any,
     *refused: str,
     net: str | None = None,
-    convolutions: bool = False,
-    by_numbers: bool = False,
+    **others: Any,
 ) -> Enrolment:
     model = {"model": {"class_path": f"tests.conformance.yaml_nets.{net}"}} if net else {}
     return Enrolment(
@@ -271,16 +281,12 @@ def neutral(
         neutral=True,
         yaml={"trainer": {"callbacks": [yaml]}, **model},
         refused=refused,
-        convolutions=convolutions,
-        by_numbers=by_numbers,
+        **others,
     )
 
 
-def guard(
-    callback: Callable[[], Callback], yaml: Any, *refused: str, naive: Callable[[Any, Any], Naive] | None = None
-) -> Enrolment:
-    trick = neutral(callback, yaml, *refused, net="SpoiledNet")
-    return replace(trick, neutral=False, spoiled=True, naive=naive)
+def guard(callback: Callable[[], Callback], yaml: Any, *refused: str, **others: Any) -> Enrolment:
+    return replace(neutral(callback, yaml, *refused, net="SpoiledNet", **others), neutral=False, spoiled=True)
 
 
 def terminator(callback: Callable[[], Callback], yaml: Any) -> Enrolment:
