@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tables import placed
 
-from lightning_tricks.core.trick import Conflict
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.modules.grad_cache.mixin import GradCacheHooks
 from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
 

@@ -34,8 +34,7 @@ class Held(pl.Callback):
         self.ema = ema
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        averages = self.ema._averages
-        assert averages is not None, "the fit has made its steps"
+        (averages,) = self.ema.running().values()
         self.nbytes = sum(tensor.nbytes for tensor in averages.tensors.values())
 
 

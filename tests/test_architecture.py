@@ -43,7 +43,7 @@ HEAVY = {
 STANDARD_LIBRARY = ("core/checks.py", "schedules/curves.py")
 NO_TRAINER = re.compile(
     r"core/(selection|figures|adapters/\w+|mixed_targets/\w+|safe_load/\w+|batches/(cutting|form|paths)"
-    r"|weights/(tensors|local|fsdp2|zero)|averaging/(averages|exchange|offload|history))\.py"
+    r"|weights/(tensors|local|fsdp2|zero)|averaging/(averages|transfer))\.py"
 )
 ON_TOP = {"advisor", "examples"}  # may import every kind
 MAY_IMPORT = {  # the kinds that a kind may import besides itself and core

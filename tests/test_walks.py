@@ -23,6 +23,7 @@ from lightning_tricks.core.trick import Trick as BaseTrick
 from tests.conformance import test_naive, test_no_op
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import Trick
+from tests.nets import PlainNet, build, fit
 from tests.ranks import run_alone
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ THEIRS = {
     "Strategy": pl.strategies.Strategy,
     "LightningModule": pl.LightningModule,
     "Callback": pl.Callback,
+    "Trainer": pl.Trainer,
     "Optimizer": torch.optim.Optimizer,
     "torch": torch,
 }
@@ -72,7 +74,7 @@ def test_every_name_of_the_walk_is_there() -> None:
     prose = re.sub(r"```.*?```", "", WALK.read_text(), flags=re.S)
     for name in set(re.findall(r"`([\w.]+)`", prose)):
         known = name in everything() or (PACKAGE / "core" / name).is_dir()
-        assert known or name in (".grad", "lt.EMA") or is_theirs(name), name
+        assert known or name in (".grad", "state_dict") or is_theirs(name), name
 
 
 def is_theirs(name: str) -> bool:
@@ -87,7 +89,7 @@ def steps() -> list[tuple[str, list[str]]]:
 
 
 def test_the_table_has_real_names() -> None:
-    assert len(steps()) == 10
+    assert len(steps()) == 12
     for theirs, ours in steps():
         assert not theirs or is_theirs(theirs), theirs
         assert not {*ours} - {*everything()}
@@ -95,9 +97,57 @@ def test_the_table_has_real_names() -> None:
 
 def test_an_arrow_is_a_call() -> None:
     calls = [call for _, ours in steps() for call in pairwise(ours)]
-    assert len(calls) == 19
+    assert len(calls) == 24
     for caller, called in calls:
         assert called.rpartition(".")[2] in everything()[caller], f"{caller} does not call {called}"
+
+
+def test_a_loss_goes_through_sam_as_written() -> None:
+    """The names of the section are called in its order, all of them for each training step."""
+    section = re.search(r"## A loss through SAM\n(.*?)\n## ", WALK.read_text(), re.S)
+    assert section is not None
+    pairs = re.findall(r"`([^`]+)`\s+\(\[[^\]]+\]\(([^)]+)\)\)", section[1])
+    written = [name for name, link in pairs if name not in ("RecordedStep", "Start")]
+    assert len(written) == 8
+    starts = {}
+    for name, link in pairs:
+        file = (WALK.parent / link).resolve()
+        place = file.read_text().index(definitions(file)[name])
+        starts[str(file), file.read_text()[:place].count("\n") + 1] = name
+    called: list[str] = []
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        lines = (code.co_firstlineno, code.co_firstlineno + 1)  # the first line is that of a decorator, if there is one
+        name = next((starts[key] for line in lines if (key := (code.co_filename, line)) in starts), None)
+        if event == "call" and name is not None:
+            called.append(name)
+
+    sys.setprofile(watch)
+    try:
+        fit(build(WithSAM), max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    finally:
+        sys.setprofile(None)
+    assert [*dict.fromkeys(called)] == written
+    assert all(called.count(name) >= 2 for name in written)
+
+
+class WithSAM(lt.SAMMixin, PlainNet):
+    sam = lt.SAM(rho=0.05)
+
+
+def test_a_weight_goes_into_the_checkpoint_by_the_written_way(tmp_path: Path) -> None:
+    rows = dict(steps())
+    way = [rows["Callback.on_train_batch_end"], rows["Trainer.save_checkpoint"], rows["Callback.state_dict"]]
+    called: list[str] = []
+    module, before = build(PlainNet), sys.getprofile()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        fit(module, callbacks=[lt.EMA(at_end="raw")], max_steps=2).save_checkpoint(tmp_path / "x.ckpt")
+    finally:
+        sys.setprofile(before)
+    rest = iter(called)
+    assert all(name.rpartition(".")[2] in rest for names in way for name in names)
 
 
 # -- CONTRIBUTING.md --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
-from lightning_tricks.core.nonfinite.snapshot import Snapshot
+from lightning_tricks.callbacks.rewind_on_spike import Snapshot
 
 NAME = "guards"
 PEERS = ("timm",)

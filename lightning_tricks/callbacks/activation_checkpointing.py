@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
-from lightning_tricks.core.replay.offload import offload
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import check_patterns, select_blocks
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["ActivationCheckpointing"]
 
@@ -111,3 +113,45 @@ def _require_known_device(device: torch.device) -> None:
             "ActivationCheckpointing: torch recomputes and moves activations on cuda, mps, xpu and cpu, got a device"
             f" of type {device.type!r}: leave it out there, and call torch_xla.utils.checkpoint in the module instead."
         )
+
+
+@partial(torch.compiler.disable, recursive=False)  # code that is compiled inside the block stays compiled
+def offload(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``forward(*args, **kwargs)`` of a block; what it saves for the backward pass goes to host memory.
+
+    Weights stay where they are, and so does what is in host memory already. A saved tensor that is written before the
+    backward pass raises there, as without this function.
+
+    Args:
+        block: The module whose weights stay.
+        forward: The block's forward method.
+        args: Positional arguments of ``forward``.
+        kwargs: Keyword arguments of ``forward``.
+
+    Example:
+        >>> layer, x = nn.Linear(4, 4), torch.randn(8, 4)
+        >>> offload(layer, layer.forward, x).sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([4, 4])
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    stays = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
+
+    def pack(saved: Tensor) -> Callable[[], Tensor]:
+        if saved.device.type == "cpu" or saved.untyped_storage().data_ptr() in stays:
+            return partial(_unchanged, saved, saved._version)
+        ordered = saved.is_cuda  # which makes copies in pinned memory, amid its other work, so that the host goes on
+        return partial(saved.detach().to("cpu", non_blocking=ordered).to, saved.device, non_blocking=ordered)
+
+    with saved_tensors_hooks(pack, lambda packed: packed()):
+        return forward(*args, **kwargs)
+
+
+def _unchanged(saved: Tensor, version: int) -> Tensor:
+    if saved._version != version:  # torch does not look once there are hooks
+        raise RuntimeError(
+            f"A tensor {tuple(saved.shape)} that the backward pass needs has been written by an in-place operation: it"
+            f" is at version {saved._version}, and was saved at version {version}."
+        )
+    return saved

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.selection import check_patterns, select_parameters
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.gradients import GradientCallback
 from lightning_tricks.core.weights.local import LocalWeights
 

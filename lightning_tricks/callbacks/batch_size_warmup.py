@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice, check_count
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.loaders import ResizableBatches, require_batches, resizable, resize_batches
 from lightning_tricks.core.lightning.steps import EpochPlan
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.report import Row
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.schedules.scaling import scaled_lrs
 
 __all__ = ["BatchSizeWarmup"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, final
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_choice
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.random_numbers import random_state, set_random_state
-from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.rerun import tensors_in
+from lightning_tricks.core.replay.own_batch import tensors_in
+from lightning_tricks.core.replay.rerun import Start
 from lightning_tricks.core.selection import check_patterns, is_called, select_blocks
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.fsdp2 import is_split
 
 __all__ = ["Compile"]
@@ -71,6 +71,7 @@ class Compile(Trick):
         Compilation".
     """
 
+    compiles = True
     conflicts = (
         Conflict(
             ("Compile",),
@@ -215,23 +216,18 @@ class _Compiled:
         from torch._dynamo.exc import TorchDynamoException  # it has no public name
 
         key = _signature(self.module, args, kwargs)
-        undo: list[Callable[[], None]] = []
-        watching: AbstractContextManager[None] = nullcontext()
-        if key not in self.seen:
-            device = next((weight.device for weight in self.module.parameters()), torch.device("cpu"))
-            state, numbers = ModuleState(self.module, deep=True), random_state(device)
-            undo = [state.refuse_writes, state.restore, partial(set_random_state, numbers, device)]
-            watching = state.watching()
+        start = None if key in self.seen else Start.here(self.module, deep=True)
         try:
-            with watching:
+            with nullcontext() if start is None else start.state.watching():
                 result = self._compiled(forward, *args, **kwargs)
         except Exception as error:
             # After a successful call of this kind only an error of the compiler counts, which may compile again if an
             # attribute has another value.
-            if not undo and not isinstance(error, TorchDynamoException):
+            if start is None and not isinstance(error, TorchDynamoException):
                 raise
-            for restore in undo:
-                restore()
+            if start is not None:
+                start.state.refuse_writes()
+                start.set_back()
             result = forward(*args, **kwargs)  # raises the module's own error again
             self.owner._give_up(self.name, self.module, error)
         self.seen.add(key)

@@ -19,11 +19,11 @@ from lightning_tricks.core.batches.paths import Names, other_samples, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.batches.scoring import per_sample_losses, shrunk
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_range
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import data_parallel, is_fitting, later_extremes, log_every_n_steps
 from lightning_tricks.core.mixed_targets.loss_plan import Choose
 from lightning_tricks.core.replay.rerun import is_replaying, run_number
 from lightning_tricks.core.replay.trial import WithoutGradients
-from lightning_tricks.core.trick import Conflict
 
 __all__ = ["HardExampleFilter", "ohem_loss"]
 
@@ -243,7 +243,8 @@ class HardExampleFilter(BatchCallback):
         return self._scoring(trainer.lightning_module, score, lambda: None)
 
     def _selected(self, batch: Any, kept: Samples, size: int) -> Any:
-        return select_samples(batch, kept, size, type(self).__name__, len(self.targets_in(batch)))
+        targets, remedy = len(self.targets_in(batch)), 'use mode="loss", or name another target='
+        return select_samples(batch, kept, size, type(self).__name__, targets=targets, remedy=remedy)
 
     def _keep(self, losses: Tensor, smallest: int) -> Tensor:
         """The samples to keep, of which there are as many as of the smallest batch of a rank."""

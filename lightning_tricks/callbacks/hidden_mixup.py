@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_tricks.core.batches.mixing import Drawn, MixingCallback, permutation
 from lightning_tricks.core.batches.paths import Names, get
 from lightning_tricks.core.batches.pipeline import BatchContext
-from lightning_tricks.core.trick import Conflict
+from lightning_tricks.core.conflicts import Conflict
 
 __all__ = ["HiddenMixup"]
 

@@ -12,9 +12,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, check_duration, check_range
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.fit import plan_step, steps_of
 from lightning_tricks.core.selection import check_patterns
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.stages import StagedCallback, Stages, groups_by_pattern
 from lightning_tricks.core.weights.tensors import trainable
 from lightning_tricks.schedules.param_groups import known_layers, numbered_layers

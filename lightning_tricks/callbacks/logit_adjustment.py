@@ -15,11 +15,11 @@ from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.paths import Names, get, spelled
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.loaders import batches_before_training
 from lightning_tricks.core.lightning.trainer import extremes
 from lightning_tricks.core.mixed_targets.divisors import Loss
 from lightning_tricks.core.replay.trial import trial_steps
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.losses.logit_adjustment import adjusted_logits
 
 __all__ = ["LogitAdjustment"]

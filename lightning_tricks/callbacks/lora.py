@@ -35,6 +35,7 @@ from lightning_tricks.core.adapters.inject import (
 )
 from lightning_tricks.core.adapters.record import Record, found_in, record_in, without_parametrization
 from lightning_tricks.core.checks import check_choice, check_count, check_range, check_type, some
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, engine_of, require_engine
 from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
@@ -42,7 +43,7 @@ from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, launches_processes, saves_folder
 from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.core.weights.tensors import local_part
 

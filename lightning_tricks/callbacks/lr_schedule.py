@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_choice
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.optimizer_groups import Made, recorded_groups, restore_groups
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import is_fitting
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.schedules import (
     PlateauLR,
     constant,

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range, some
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.ranks import sample_group
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["MoEBalance", "balance_experts_"]
 

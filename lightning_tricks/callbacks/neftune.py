@@ -17,9 +17,9 @@ from typing_extensions import override
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_range, some
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.random_numbers import random_numbers_from
 from lightning_tricks.core.selection import check_patterns, outermost, select_modules
-from lightning_tricks.core.trick import Conflict
 
 __all__ = ["NEFTune"]
 

@@ -6,10 +6,8 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, ClassVar, final
@@ -24,19 +22,17 @@ from typing_extensions import override
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.checkpoints.post_hoc import check_length, power_of, snapshot_name, snapshots_in
 from lightning_tricks.core.averaging.averages import Averages
-from lightning_tricks.core.averaging.callback import Averaging, raw_weights
-from lightning_tricks.core.averaging.state import callback_state, local_state, saving_shards
+from lightning_tricks.core.averaging.coordinator import Averaging, coordinator_of
+from lightning_tricks.core.averaging.state import callback_state, local_state
 from lightning_tricks.core.checks import check_count, check_type, some
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import TORCH, require_engine
 from lightning_tricks.core.lightning.fit import fit_of
-from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.step_watch import StepObserver
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.report import Row, readable
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import mark, remove_file, require_own
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.by_engine import local_weights
 
 __all__ = ["PostHocEMA", "power_decay"]
@@ -129,9 +125,7 @@ class PostHocEMA(Averaging):
         self.sigma_rels = tuple(sigma_rels)
         self.every_n_steps = every_n_steps
         super().__init__()
-        self._last_trainer: pl.Trainer | None = None
         self._averages: dict[float, Averages] = {}
-        self._observer = StepObserver()
         self._every = 1  # optimizer steps between snapshots
         self._run = ""  # the name of the folder of this run
         self._saved = 0  # the step of the last snapshot, or that at which the fit began
@@ -142,16 +136,8 @@ class PostHocEMA(Averaging):
         if not is_fitting(trainer):
             return
         require_engine(trainer, type(self).__name__, *TORCH)
-        self._undo.callback(self._observer.stop)
-        if trainer is not self._last_trainer:
-            # Stays after the fit, as that of EMA: a checkpoint of trainer.save_checkpoint has the averages, too.
-            wrap_method(trainer, "save_checkpoint", partial(self._save, trainer))
-        first = next(iter(self._averages.values()), None)
-        with raw_weights(trainer, pl_module):
-            same = trainer is self._last_trainer and first is not None and first.module is pl_module
-            if first is None or not same or not first.unchanged():
-                self._begin(trainer, pl_module)
-        self._last_trainer = trainer
+        if not coordinator_of(trainer).join(self):
+            self._begin(trainer, pl_module)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin new averages, of a new run."""
@@ -200,7 +186,6 @@ class PostHocEMA(Averaging):
             require_own(folder, "fit")
             folder.mkdir(parents=True, exist_ok=True)
             mark(folder, "fit")
-        self._observer.start(trainer)
 
     def _steps_between(self, trainer: pl.Trainer) -> int:
         if self.every_n_steps is not None:
@@ -228,17 +213,17 @@ class PostHocEMA(Averaging):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if batch_idx == 0:
             for averages in self._averages.values():
                 if averages.tracks:
                     self._track(averages)
-        self._observer.follow(trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._catch_up()
+        self.catch_up(trainer)
         step, due = self._steps_so_far, self._steps_so_far % self._every == 0
         if step < self._saved:  # a rewind has taken steps back
             self._saved = step if due else step - 1
@@ -250,34 +235,19 @@ class PostHocEMA(Averaging):
         self._snapshot(trainer)
 
     @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._remember(trainer)
-
-    @override
-    def _on_failure(self, trainer: pl.Trainer) -> None:
-        super()._on_failure(trainer)
-        self._catch_up()  # the exception may have come before on_train_batch_end
-        self._remember(trainer)
-
-    def _remember(self, trainer: pl.Trainer) -> None:
-        """Remember the raw weights: a fit whose weights are still these goes on with the averages."""
-        for averages in self._averages.values():
-            with raw_weights(trainer, averages.module):
-                averages.remember_weights()
-
-    def _catch_up(self) -> None:
-        """Update the averages by the optimizer step of this batch, if there was one."""
+    def catch_up(self, trainer: pl.Trainer) -> bool:
         if not self._observer.stepped():
-            return
+            return False
         for length, averages in self._averages.items():
             if not averages.tracks:
                 self._track(averages)
             averages.steps += 1
             averages.lerp(1 - power_decay(averages.steps, length))
+        return True
 
     @override
-    def running(self) -> list[Averages]:
-        return [*self._averages.values()]
+    def running(self) -> dict[str, Averages]:
+        return {self._key(length): averages for length, averages in self._averages.items()}
 
     @property
     def _steps_so_far(self) -> int:
@@ -303,33 +273,12 @@ class PostHocEMA(Averaging):
     def _key(self, length: float) -> str:
         return f"{self.state_key}({length})"
 
-    def _save(
-        self,
-        trainer: pl.Trainer,
-        original: Callable[..., None],
-        filepath: str | Path,
-        weights_only: bool | None = None,
-        storage_options: Any = None,
-    ) -> None:
-        """Save a checkpoint with the averages after the last step, which may have come just before."""
-        self._catch_up()
-        averages = {self._key(length): averages for length, averages in self._owned(trainer).items()}
-        with nullcontext() if weights_only else saving_shards(trainer, averages, filepath):
-            original(filepath, weights_only, storage_options)
-
-    def _owned(self, trainer: pl.Trainer) -> dict[float, Averages]:
-        """The averages, if they are of the Trainer's module."""
-        if trainer is not self._last_trainer:
-            return {}
-        module = trainer.lightning_module
-        return {length: averages for length, averages in self._averages.items() if averages.module is module}
-
     @override
     def state_dict(self) -> dict[str, Any]:
-        trainer = self._last_trainer
-        if trainer is None or not (owned := self._owned(trainer)):
+        shared = self.coordinator
+        if shared is None or not self._averages or self.is_foreign:
             return {}
-        states = {length: callback_state(trainer, averages) for length, averages in owned.items()}
+        states = {length: callback_state(shared.trainer, averages) for length, averages in self._averages.items()}
         return {"run": self._run, "averages": states}
 
 

@@ -23,10 +23,11 @@ from typing_extensions import override
 
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.checkpoints.newest import newest_checkpoint
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.exact.reading import follow_reading
 from lightning_tricks.core.lightning.trainer import extremes, later_extremes, will_step
 from lightning_tricks.core.safe_load.own_folder import unused
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["Preemption"]
 

@@ -20,10 +20,11 @@ from lightning_tricks.core.adapters.quantization import (
     rounded_layers,
 )
 from lightning_tricks.core.checks import check_duration
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.selection import Patterns, check_patterns
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["QAT"]
 

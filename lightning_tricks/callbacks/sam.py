@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.replay.rerun import is_replaying
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.modules.sam.engine import SAMEngine
 from lightning_tricks.modules.sam.rules import SAM
 from lightning_tricks.modules.sam.trainer_hooks import SAMHooks
@@ -92,7 +92,7 @@ class SAMCallback(SAMHooks):
 
 def _backward(engine: SAMEngine, original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
     """The module's own backward pass, with the loss at the perturbed weights."""
-    engine.backward(loss, lambda again: original(again, *args, **kwargs))
+    engine.descend(loss, lambda uphill: original(uphill, *args, **kwargs))
 
 
 def _log_once(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages
-from lightning_tricks.core.averaging.batchnorm import recalibrate, require_recalibration
+from lightning_tricks.core.averaging.batchnorm import recalibrate_averages, require_recalibration
 from lightning_tricks.core.averaging.callback import AveragingCallback
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.optimizer_groups import is_schedule_free
-from lightning_tricks.core.trick import Conflict
 
 __all__ = ["ScheduleFree"]
 
@@ -108,9 +108,7 @@ class ScheduleFree(AveragingCallback):
 
     @override
     def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
-        with averages.marked_busy(), averages.showing("averaged"):
-            statistics = recalibrate(trainer, trainer.lightning_module)
-        averages.put(statistics)
+        recalibrate_averages(trainer, averages)
 
 
 def _ends(optimizer: Optimizer) -> dict[Tensor, tuple[Tensor, float]]:

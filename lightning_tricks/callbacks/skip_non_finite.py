@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count, some
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import grad_scaler, is_fitting, log_every_n_steps, optimizer_number
 from lightning_tricks.core.nonfinite.finite import FiniteCheck
 from lightning_tricks.core.nonfinite.step_guard import (
@@ -22,7 +23,7 @@ from lightning_tricks.core.nonfinite.step_guard import (
     require_skippable_steps,
     starts_window,
 )
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["SkipNonFinite"]
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages
-from lightning_tricks.core.averaging.batchnorm import recalibrate, require_recalibration
+from lightning_tricks.core.averaging.batchnorm import recalibrate_averages, require_recalibration
 from lightning_tricks.core.averaging.callback import AveragingCallback
 from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration
 
@@ -125,9 +125,7 @@ class SWA(AveragingCallback):
             self._snapshot(averages)
         if self.recalibrate_batchnorm and averages.updates:
             try:
-                with averages.marked_busy(), averages.showing("averaged"):
-                    statistics = recalibrate(trainer, trainer.lightning_module)
-                averages.put(statistics)
+                recalibrate_averages(trainer, averages)
             except Exception as error:
                 self._failure = error  # raised after the last validation and the last checkpoint
 

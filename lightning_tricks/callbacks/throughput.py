@@ -21,9 +21,8 @@ from typing_extensions import override
 from lightning_tricks.core.batches.paths import INPUTS, Names, check_names, described, find, get, locate
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import log_every_n_steps, takes_dataloader_iter, will_step
-from lightning_tricks.core.random_numbers import random_state, set_random_state
-from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.recorder import with_own_batch
+from lightning_tricks.core.replay.own_batch import with_own_batch
+from lightning_tricks.core.replay.rerun import Start
 from lightning_tricks.core.replay.trial import LogsOnce
 from lightning_tricks.core.trick import Trick
 
@@ -115,19 +114,18 @@ class Throughput(Trick):
         """Run a training step, and once more if it fails, which may be because its operations are counted."""
         logs, again = LogsOnce(), with_own_batch(partial(original, *args, **kwargs))
         try:
-            state, numbers = ModuleState(module), random_state(module.device)
+            start = Start.here(module, module.device)
         except MisconfigurationException:  # it could not be run once more
             return original(*args, **kwargs)
         try:
-            with logs.of(module), state.watching():
+            with logs.of(module), start.state.watching():
                 return original(*args, **kwargs)
         except Exception as error:  # whatever the code of the step raises
             self._counting.close()
             self._counter = FlopCounterMode(display=False)  # which has counted nothing
             with suppress(MisconfigurationException):
-                state.refuse_writes()
-                state.restore()
-                set_random_state(numbers, module.device)
+                start.state.refuse_writes()
+                start.set_back()
                 with logs.of(module):
                     return again()
             raise error

@@ -18,10 +18,10 @@ from typing_extensions import override
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.paths import Path, described
 from lightning_tricks.core.batches.pipeline import BatchContext
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.trainer import data_parallel, has_comm_state, is_fitting
 from lightning_tricks.core.mixed_targets.divisors import Divisors
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.by_engine import local_gradients
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights

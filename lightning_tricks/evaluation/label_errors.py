@@ -20,13 +20,13 @@ from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.paths import Names
 from lightning_tricks.core.batches.pipeline import BatchContext
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.exact.reading import Reading, follow_reading
 from lightning_tricks.core.figures import pyplot
 from lightning_tricks.core.lightning.trainer import data_parallel, extremes, is_fitting
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import unused
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.evaluation.label_report import LabelReport, label_margins
 
 __all__ = ["LabelErrors"]

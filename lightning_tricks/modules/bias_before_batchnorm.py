@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, fx, nn
 
-from lightning_tricks.core.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.rerun import Start, undone
 
 __all__ = ["drop_bias_before_batchnorm"]
 
@@ -94,15 +93,14 @@ def _pairs(module: nn.Module, path: str, in_parts: bool) -> Iterator[Pair]:
 def _in_both_modes(module: nn.Module) -> list[tuple[str, str]]:
     """The names of layers and norms that are pairs in training and in eval mode."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    state, cpu = ModuleState(module, deep=True), torch.device("cpu")
-    if not state.can_restore():
+    start = Start.here(module, torch.device("cpu"), deep=True)  # tracing runs the forward pass
+    if not start.state.can_restore():
         raise MisconfigurationException("it holds a file, a closure or other state that cannot be restored")
-    try:
-        with random_numbers_of(random_state(cpu), cpu):  # tracing runs the forward pass
+    with undone(start):
+        try:
             trained, evaluated = (_named(fx.symbolic_trace(module.train(mode)), module) for mode in (True, False))
-    finally:
-        _put_back(modes)
-        state.restore()
+        finally:
+            _put_back(modes)
     return [pair for pair in trained if pair in evaluated]
 
 

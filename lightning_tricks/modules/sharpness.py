@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.lightning.loaders import generators_of
-from lightning_tricks.core.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.rerun import find_graph_node, tensors_in
+from lightning_tricks.core.replay.graph import find_graph_node
+from lightning_tricks.core.replay.own_batch import tensors_in
+from lightning_tricks.core.replay.rerun import Start, undone
 from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd, trainable
 
 if TYPE_CHECKING:
@@ -173,12 +173,12 @@ def _mean(
     model: nn.Module, loader: Iterable[Any], loss: Callable[[Any], Tensor], part: Callable[[Tensor], Tensor]
 ) -> tuple[float, Tensor]:
     """The means over all samples of the loss, and of ``part(loss)``; the state of the model is restored."""
-    device, state = next(model.parameters()).device, ModuleState(model, deep=True)
-    total, parts, samples = 0.0, torch.zeros((), device=device), 0
+    start = Start.here(model, deep=True)
+    total, parts, samples = 0.0, torch.zeros((), device=start.device), 0
     generators = [(generator, generator.get_state()) for generator in generators_of(loader)]
     torch.clear_autocast_cache()  # it may hold casts that a caller made without gradients
     try:
-        with random_numbers_of(random_state(device), device):
+        with undone(start):
             for batch in loader:
                 sizes = [len(tensor) for tensor in tensors_in(batch)[:1] if tensor.dim()]
                 if not sizes:
@@ -190,7 +190,6 @@ def _mean(
                 total += sizes[0] * value.item()
                 samples += sizes[0]
     finally:
-        state.restore()
         for generator, before in generators:
             generator.set_state(before)
         torch.clear_autocast_cache()  # it holds casts of weights that will change

@@ -31,11 +31,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 
+from lightning_tricks.core.fit_start import announce
 from lightning_tricks.core.lightning.fit import Place
 from lightning_tricks.core.lightning.optimizer_groups import is_schedule_free
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import trainer_of
-from lightning_tricks.core.trick import announce
 from lightning_tricks.schedules import curves
 from lightning_tricks.schedules.arguments import (
     ROUNDING,

@@ -13,9 +13,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_range
+from lightning_tricks.core.conflicts import Participant
 from lightning_tricks.core.lightning.fit import Place
 from lightning_tricks.core.lightning.loaders import train_batches_of_sizes
 from lightning_tricks.core.lightning.trainer import trainer_of
+from lightning_tricks.core.report import Row, curve_row
 from lightning_tricks.schedules.arguments import Duration, check_arguments, check_settings, count_steps, whole_steps
 from lightning_tricks.schedules.factories import Schedule, announce_schedule
 from lightning_tricks.schedules.scheduler import (
@@ -34,7 +36,7 @@ _SETTINGS = ("mode", "factor", "patience", "threshold", "threshold_mode", "coold
 
 
 @final
-class PlateauLR(ReduceLROnPlateau):
+class PlateauLR(Participant, ReduceLROnPlateau):
     """torch's ReduceLROnPlateau with a warm-up in optimizer steps: ``lr = base (t+1)/W`` while ``t < W``.
 
     ``base`` is as in CurveLR. The warm-up follows the optimizer by itself, in manual optimization too, and metrics that
@@ -80,6 +82,10 @@ class PlateauLR(ReduceLROnPlateau):
         return {"curve": "reduce_on_plateau"} | {
             name: vars(self)[name] for name in ("factor", "patience", "warmup", "floor")
         }
+
+    @override
+    def row(self, trainer: pl.Trainer) -> Row:
+        return curve_row(self.settings)
 
     @override
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]

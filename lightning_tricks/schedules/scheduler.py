@@ -9,14 +9,16 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, final
 
+import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_type
+from lightning_tricks.core.conflicts import Conflict, Participant
 from lightning_tricks.core.lightning.fit import Place
-from lightning_tricks.core.trick import Conflict
+from lightning_tricks.core.report import Row, curve_row
 
 __all__ = ["CurveLR"]
 
@@ -33,7 +35,7 @@ CONFLICTS = (
 
 
 @final
-class CurveLR(LRScheduler):
+class CurveLR(Participant, LRScheduler):
     """Set each group's learning rate to a closed-form curve: ``lr = base * f(t)`` after t steps.
 
     ``base`` is the group's ``max_lr`` if it has one, otherwise its ``initial_lr``, times its ``lr_scale`` (of timm's
@@ -143,6 +145,10 @@ class CurveLR(LRScheduler):
         self.last_epoch, self._step_count = step - 1, 0
         self.step()  # sets the groups' learning rates; at count 0 torch does not ask for an optimizer step before it
         self._step_count = self.last_epoch + 1
+
+    @override
+    def row(self, trainer: pl.Trainer) -> Row:
+        return curve_row(self.settings)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the first parameter group after so many steps."""

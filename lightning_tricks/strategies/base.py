@@ -16,15 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_choice
+from lightning_tricks.core.conflicts import Participant
+from lightning_tricks.core.fit_start import announce
 from lightning_tricks.core.lightning.resume import begin_epoch
 from lightning_tricks.core.lightning.trainer import requested_precision, saves_folder
+from lightning_tricks.core.report import Row, settings
 from lightning_tricks.core.safe_load.damage import refuse_program
-from lightning_tricks.core.trick import announce
 
 PresetPrecision = Literal["bf16-mixed", "16-mixed", "32-true"]
 
 
-class PresetStrategy(Strategy):
+class PresetStrategy(Participant, Strategy):
     """Base of the strategies that take their precision as an argument.
 
     Lightning passes every strategy the precision plugin made from ``Trainer(precision=...)``, fp32 by default. The
@@ -49,6 +51,15 @@ class PresetStrategy(Strategy):
         # A Trainer of the other Lightning shows it in its error for what is no strategy of its own.
         where = "for lightning.pytorch; for pytorch_lightning `import pytorch_lightning_tricks as lt`"
         return f"<{self.strategy_name} of lightning_tricks, {where}>"
+
+    @override
+    def row(self, trainer: pl.Trainer) -> Row:
+        given = {name: value for name, value in settings(self).items() if name != "config"}  # too long
+        return self.strategy_name, given
+
+    @override
+    def written(self) -> str:
+        return f"strategy={self.strategy_name!r}"
 
     @property
     @override

@@ -119,7 +119,7 @@ def test_a_run_resumes_exactly_from_either(name: str, tmp_path: Path) -> None:
     fit(whole, callbacks=[first, checkpoint], enable_checkpointing=True, max_epochs=4)
     fit(rest, callbacks=[second], max_epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt")
     assert_equal(weights(whole), weights(rest))
-    assert first._history.state_dict() == second._history.state_dict()
+    assert first._raw_metrics.state_dict() == second._raw_metrics.state_dict()
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -235,7 +235,7 @@ def test_so_it_does_with_workers(name: str, tmp_path: Path) -> None:
     check(lambda: LOADERS[name](num_workers=2), tmp_path, "on_train_batch_end", every=8)
 
 
-@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 1), (1, 0)])
+@pytest.mark.parametrize(("before", "now"), few([(0, 2), (2, 1), (1, 0)], 1))
 @pytest.mark.parametrize("name", ["eager", "lazy"])
 def test_the_samples_are_the_same_with_other_workers(name: str, before: int, now: int, tmp_path: Path) -> None:
     whole = fit(LOADERS[name](num_workers=before), lt.ExactResume(), Save(tmp_path, "on_train_batch_end"))
@@ -351,7 +351,7 @@ def test_so_it_does_where_steps_end_training_or_the_epoch(limit: dict[str, Any],
     check(LOADERS["lazy"], tmp_path, *hooks, every=2, **{"max_epochs": -1 if "max_steps" in limit else 3, **limit})
 
 
-@pytest.mark.parametrize("name", few(LOADERS, 4))
+@pytest.mark.parametrize("name", few(LOADERS, 2))
 def test_a_loader_that_was_read_before_goes_on_as_a_new_one(name: str, tmp_path: Path) -> None:
     loader, save = LOADERS[name](), Save(tmp_path, "on_train_batch_end")
     whole = fit(loader, lt.ExactResume(), save)
@@ -378,7 +378,7 @@ BESIDE: dict[str, tuple[Callable[[], list[Callback]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", BESIDE)
+@pytest.mark.parametrize("case", few(BESIDE, 3))
 @pytest.mark.filterwarnings("ignore:Training waits for data", "ignore:You requested to overfit")
 def test_it_works_beside_what_looks_at_the_loaders(case: str, tmp_path: Path) -> None:
     callbacks, settings = BESIDE[case]
@@ -412,7 +412,7 @@ def short() -> DataLoader[Any]:
     return DataLoader(Numbered(19), 8, sampler=Lazy(19))
 
 
-@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+@pytest.mark.parametrize("mode", few(["max_size_cycle", "max_size", "min_size"], 1))
 @pytest.mark.parametrize("names", [("shuffled", "short"), ("short", "without a length")], ids=str)
 def test_several_loaders_go_on_together(names: tuple[str, ...], mode: str, tmp_path: Path) -> None:
     whole = check(lambda: several(mode, *names), tmp_path, "on_train_batch_end", every=3)

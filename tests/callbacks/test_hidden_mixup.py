@@ -21,6 +21,7 @@ import lightning_tricks as lt
 from tests.callbacks.test_swa import Resumable, save_at
 from tests.core.batches.test_mixing import DEVICES, Steps
 from tests.device.devices import device
+from tests.few import few
 from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, trainer, weights
 
 SHAPE = {"vocab_size": 60, "num_labels": 3, "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 16}
@@ -464,7 +465,7 @@ def test_tokens_and_masks_do_not_interrupt_compiled_code(kind: Any, mask: torch.
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
-@pytest.mark.parametrize("kind", [dict, tuple])
+@pytest.mark.parametrize("kind", few([dict, tuple], 1))
 def test_a_second_label_behind_compiled_code_is_refused(kind: Any) -> None:
     torch._dynamo.reset()
     batch = {**texts("bert"), "second": torch.arange(6) % 3}

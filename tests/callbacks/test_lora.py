@@ -32,6 +32,7 @@ from lightning_tricks.strategies.zero.preset import ZeROPreset
 from lightning_tricks_cli.main import main as command
 from tests.conformance.runs import Steps
 from tests.device.devices import CUDA, device
+from tests.few import few
 from tests.nets import (
     Net,
     NormNet,
@@ -797,7 +798,7 @@ def test_a_quantized_base_trains_resumes_and_merges(base: Any, variant: Any, tmp
 
 
 @pytest.mark.parametrize("on", CUDA)
-@pytest.mark.parametrize("base", ["nf4", "int8"])
+@pytest.mark.parametrize("base", few(["nf4", "int8"], 1))
 def test_a_quantized_base_trains_on_a_device_as_on_the_cpu(base: Any, on: str, tmp_path: Path) -> None:
     whole, there_too, resumed = build(Deep), build(Deep), build(Deep)
     fit(whole, callbacks=[lora(base=base)])
@@ -885,7 +886,7 @@ def test_quantized_weights_are_not_saved() -> None:
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
-@pytest.mark.parametrize("base", ["keep", "nf4", "int8"])
+@pytest.mark.parametrize("base", few(["keep", "nf4", "int8"], 1))
 def test_the_memory_is_what_was_estimated(base: Any, variant: Any) -> None:
     module, callback = build(Deep), lora(train=r"layers\.5", base=base, variant=variant)
     before = weights(module)

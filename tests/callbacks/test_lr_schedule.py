@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_tricks
 from lightning_tricks import LRSchedule, schedules
 from lightning_tricks.callbacks import lr_schedule
+from tests.few import few
 from tests.nets import Net, PlainNet, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
 from tests.schedules.recording import SaveEveryStep, Tiny, assert_refused, ones
@@ -472,7 +473,7 @@ BRANCHES: dict[str, tuple[type[PlainNet], dict[str, Any]]] = {  # the module of 
 
 @pytest.mark.filterwarnings("ignore:The schedule of the checkpoint, .* 'constant'")  # of the branch
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", few(BRANCHES, 1))
 def test_a_cooldown_branches_from_a_checkpoint_as_if_it_had_been_planned(
     name: str, accumulate: int, tmp_path: Any
 ) -> None:

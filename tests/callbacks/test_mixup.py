@@ -20,6 +20,7 @@ import lightning_tricks as lt
 from lightning_tricks import Mixup
 from lightning_tricks.functional import mixup
 from tests.core.batches.test_mixing import Watch, naive_mixup, train_by_hand
+from tests.few import few
 from tests.nets import Net, NormNet, PlainNet, assert_close, assert_equal, build, fit, loader, weights
 from tests.reference.sam import naive_perturb
 
@@ -242,7 +243,7 @@ def test_manual_optimization(per_sample: bool) -> None:
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", few(["eager", "aot_eager"], 1))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module_trains_alike(backend: str, per_sample: bool) -> None:
     torch._dynamo.reset()

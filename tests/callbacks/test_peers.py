@@ -111,9 +111,9 @@ def test_a_checkpoint_saved_in_either_pass_of_validation_resumes_exactly(tmp_pat
 def test_a_save_asked_for_while_weights_change_places_waits_until_they_have(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_tricks.core.averaging import exchange
+    from lightning_tricks.core.averaging import transfer
 
-    real, calls, module, first = exchange.copy_, 0, build(PlainNet), lt.EMA(0.9, at_end="raw")
+    real, calls, module, first = transfer.copy_, 0, build(PlainNet), lt.EMA(0.9, at_end="raw")
     run = trainer(callbacks=[first], max_epochs=4)
 
     def interrupted(targets: Any, sources: Any) -> None:
@@ -125,9 +125,9 @@ def test_a_save_asked_for_while_weights_change_places_waits_until_they_have(
             assert not (tmp_path / "x.ckpt").exists()
         real(targets, sources)
 
-    monkeypatch.setattr(exchange, "copy_", interrupted)
+    monkeypatch.setattr(transfer, "copy_", interrupted)
     run.fit(module, loader(), loader(24))
-    monkeypatch.setattr(exchange, "copy_", real)
+    monkeypatch.setattr(transfer, "copy_", real)
     rest, second = build(PlainNet), lt.EMA(0.9, at_end="raw")
     fit(rest, callbacks=[second], max_epochs=4, ckpt_path=tmp_path / "x.ckpt")
     assert_equal(weights(rest), weights(module))

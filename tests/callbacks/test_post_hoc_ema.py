@@ -215,7 +215,7 @@ def test_a_fit_that_raises_behind_a_step_has_averaged_it(tmp_path: Path) -> None
     run = trainer(callbacks=[Fails(5), callback], max_epochs=2)
     with pytest.raises(RuntimeError, match="stop"):
         run.fit(module, loader(), loader(24))
-    assert [averages.steps for averages in callback.running()] == [5, 5]
+    assert [averages.steps for averages in callback.running().values()] == [5, 5]
     run.save_checkpoint(tmp_path / "a.ckpt")
     (state,) = torch.load(tmp_path / "a.ckpt")["callbacks"].values()
     assert [averages["steps"] for averages in state["averages"].values()] == [5, 5]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_tricks as lt
+from lightning_tricks.callbacks.step_in_backward import require_weight_by_weight
 from lightning_tricks.core.random_numbers import random_state, set_random_state
-from lightning_tricks.core.weights.one_by_one import require_weight_by_weight
 from lightning_tricks.optimizers.table import optimizers
 from tests.conformance.runs import fp16
 from tests.device.devices import CUDA, EVERY, device

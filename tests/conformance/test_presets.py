@@ -18,6 +18,7 @@ from torch import Tensor
 import lightning_tricks as lt
 from tests.conformance.preset_runs import PRECISIONS, settings_of, whole
 from tests.conformance.runs import Compiled
+from tests.few import few
 from tests.nets import PlainNet, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import Cases, run_cases, run_ranks
 
@@ -121,7 +122,7 @@ FORMS = [  # in fp32 one preset stands for the other, as the test before this on
 ]
 
 
-@pytest.mark.parametrize(("form", "name"), FORMS)
+@pytest.mark.parametrize(("form", "name"), few(FORMS, 3))
 def test_two_ranks_train_what_one_process_trains_on_their_batches(
     name: str, form: str, tmp_path: Path, told: Callable[..., Cases]
 ) -> None:

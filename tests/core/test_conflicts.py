@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
-from lightning_tricks.core.trick import Conflict
+from lightning_tricks.core.conflicts import Conflict
 from tests.callbacks.test_float8 import Wide
 from tests.callbacks.test_moe_balance import with_experts
 from tests.conformance.settings import SNAPSHOTS
@@ -343,8 +343,12 @@ CASES: dict[str, tuple[list[Run], list[Run]]] = {
 }
 
 DECLARED = conflicts.declared()
-# Rows about tensor_parallel need two processes: tests/strategies/fsdp2/test_tensor_parallel.py has them.
-ROWS = {f"{names[0]}-{row.others[0]}": row for row, names in DECLARED.items() if row.others != ("tensor_parallel",)}
+# Rows about tensor_parallel and those of DDPPreset need two processes: tests/strategies has them.
+ROWS = {
+    f"{names[0]}-{row.others[0]}": row
+    for row, names in DECLARED.items()
+    if row.others != ("tensor_parallel",) and names != ["DDPPreset"]
+}
 
 
 def test_every_row_has_its_cases() -> None:

@@ -26,6 +26,7 @@ from tests.device.runs import Fit, Watch
 from tests.evaluation.recipes import Scored, make_trainer
 from tests.evaluation.recipes import run as cross_validated
 from tests.faults.runs import Resumable
+from tests.few import few
 from tests.nets import PlainNet, build, data, loader, rank_loader, trainer, weights
 from tests.ranks import Cases, run_cases, run_ranks
 from tests.strategies.ddp.test_compression import trained as compressed
@@ -187,7 +188,7 @@ NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 @pytest.mark.parametrize("on", CUDA)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, 3))
 def test_devices_do_together_what_cpus_do(name: str, on: str, found: Callable[[str], Cases]) -> None:
     if on == "real cuda":
         require_devices(2)

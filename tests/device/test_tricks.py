@@ -27,10 +27,10 @@ OTHER_MATHS = ("Float8",)  # torchao computes scales in float64, which not all d
 
 
 def cases() -> list[Any]:
-    """All pairs of a precision and a trick; quick are every second one in fp32, and every ninth in each other."""
+    """All pairs of a precision and a trick; quick are every third one in fp32, and every ninth in each other."""
 
     def pair(precision: str, name: str, number: int) -> Any:
-        quick = not SETTINGS[name].twin and number % (2 if precision == "fp32" else 9) == 0
+        quick = not SETTINGS[name].twin and number % (3 if precision == "fp32" else 9) == 0
         return pytest.param(precision, name, marks=[] if quick else [pytest.mark.slow])
 
     shifts = {"fp32": 0, "bf16": 1, "fp16": 3}

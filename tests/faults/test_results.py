@@ -132,6 +132,7 @@ def test_a_flipped_bit_of_an_adapter_is_named_by_a_trainer(tmp_path: Path) -> No
         trained(tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_changed_digit_of_a_run_is_refused_before_any_other_run(tmp_path: Path) -> None:
     make_runs(tmp_path)
     path = tmp_path / "EMA" / "seed1.json"

@@ -215,8 +215,8 @@ def lived(life: Life, folder: Path) -> list[Lived]:
             if "You restored a checkpoint with current_epoch" not in str(error):
                 raise
             return found
-        running = [averages for trick in tricks if isinstance(trick, lt.PostHocEMA) for averages in trick.running()]
-        averages = [tensor.clone() for each in running for tensor in each.tensors.values()]
+        running = [trick.running().values() for trick in tricks if isinstance(trick, lt.PostHocEMA)]
+        averages = [tensor.clone() for each in running for one in each for tensor in one.tensors.values()]
         found.append(Lived(module.rates[begun:], [p.detach().clone() for p in module.parameters()], averages))
     return found
 

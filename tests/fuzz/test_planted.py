@@ -11,6 +11,7 @@ import pytest
 
 from lightning_tricks.core.averaging import batchnorm
 from lightning_tricks.core.averaging.callback import AveragingCallback
+from lightning_tricks.core.averaging.coordinator import Coordinator
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.mixed_targets import unmixed
 from lightning_tricks.core.mixed_targets.scores import SampleScores
@@ -92,7 +93,7 @@ FAULTS = {
         Spec(second=Second("gather", named="first")),
     ),
     "raw weights are those of the file": Fault(
-        [(AveragingCallback, "_note_file", lambda self, module, hook, checkpoint: hook(checkpoint))],
+        [(Coordinator, "_note_file", lambda self, module, hook, checkpoint: hook(checkpoint))],
         partial(twins, name="EMA", twin="a class that has not changed"),
         Spec(migration="reshaped", trainer="resumes"),
     ),

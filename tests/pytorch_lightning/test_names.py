@@ -107,6 +107,7 @@ for name in [name for name in sys.modules if name.split(".")[0] in ours]:
 """
 
 
+@pytest.mark.slow
 def test_each_package_loads_its_own_lightning_only() -> None:
     """In a process of which all others are forgotten; in new interpreters with ``-m slow``."""
     loaded = {name: json.loads(run_alone(printed, FORGET + LOADED.format(name))) for name in EXPECTED}

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_tricks as lt
 from lightning_tricks.strategies.presets import register
+from tests.few import few
 from tests.nets import assert_equal, build, fit, loader, trainer
 from tests.ranks import run_ranks
 from tests.strategies.spy import Spy, facts
@@ -51,7 +52,7 @@ def fit_each_way(name: str, devices: int, config: str) -> dict[str, dict[str, An
     return {**results, "yaml": fit_from_yaml(config)}
 
 
-@pytest.mark.parametrize(("name", "devices"), [("single_bf16", 1), ("ddp_bf16", 2)])
+@pytest.mark.parametrize(("name", "devices"), few([("single_bf16", 1), ("ddp_bf16", 2)], 1))
 def test_the_string_preset_and_yaml_train_the_same(name: str, devices: int, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"trainer:{QUIET}  strategy: {name}\n  devices: {devices}\n")

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import sqrt
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_tricks.core.averaging.exchange import Exchange
-from lightning_tricks.core.averaging.offload import Offload
+from lightning_tricks.core.averaging.transfer import Exchange, Offload
 from lightning_tricks.core.weights.local import LocalWeights
-from lightning_tricks.core.weights.tensors import checksum, copies, copy_, lerp_, lerp_same_dtype_
+from lightning_tricks.core.weights.tensors import (
+    buckets,
+    checksum,
+    copies,
+    copy_,
+    global_norm,
+    lerp_,
+    lerp_same_dtype_,
+)
 
 Which = Literal["averaged", "raw"]
 Place = tuple[dict[str, Any], str]  # the dictionary in which a parameter or buffer is registered, and its key
@@ -175,7 +184,19 @@ class Averages:
         other rank, since that may have failed.
         """
         with self.marked_busy():
-            self._change_places(which)
+            if which == "averaged" and self._shown is None and self.updates:
+                exchanged, copied = self._split()
+                exchange = Exchange(list(exchanged), list(exchanged.values()))
+                self._shown = exchange, [tensor.detach().clone() for tensor in self._without_average(copied)]
+                exchange.run(list(exchanged.values()), self.tensors)
+                copy_(list(copied.values()), [self.tensors[name] for name in copied])
+                self.weights.update_model()
+            elif which == "raw" and self._shown is not None:
+                (exchange, saved), (exchanged, copied) = self._shown, self._split()
+                exchange.run(list(exchanged.values()), self.tensors, back=True)
+                copy_(self._without_average(copied), saved)
+                self.weights.release()
+                self._shown = None
 
     @contextmanager
     def marked_busy(self) -> Iterator[None]:
@@ -185,21 +206,6 @@ class Averages:
             yield
         finally:
             self.busy = before
-
-    def _change_places(self, which: Which) -> None:
-        if which == "averaged" and self._shown is None and self.updates:
-            exchanged, copied = self._split()
-            exchange = Exchange(list(exchanged), list(exchanged.values()))
-            self._shown = exchange, [tensor.detach().clone() for tensor in self._without_average(copied)]
-            exchange.run(list(exchanged.values()), self.tensors)
-            copy_(list(copied.values()), [self.tensors[name] for name in copied])
-            self.weights.update_model()
-        elif which == "raw" and self._shown is not None:
-            (exchange, saved), (exchanged, copied) = self._shown, self._split()
-            exchange.run(list(exchanged.values()), self.tensors, back=True)
-            copy_(self._without_average(copied), saved)
-            self.weights.release()
-            self._shown = None
 
     def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The local weights of the same dtype as their averages, which can be exchanged, and the others."""
@@ -220,6 +226,22 @@ class Averages:
             yield
         finally:
             self.show(before)
+
+    def distance(self, device: torch.device) -> float:
+        """``||weights - averages|| / ||weights||`` over the shards of all ranks; all ranks take part.
+
+        Args:
+            device: The device on which the ranks add up their shares.
+        """
+        parts, averages = self.parts(), list(self.tensors.values())
+        owners = self.weights.copies(list(self.tensors))
+        squares = torch.zeros(2, device=device)
+        for bucket in buckets(averages):
+            squares = squares + _squares(parts[bucket], averages[bucket], owners[bucket]).to(device)
+        if self.weights.sharded:
+            dist.all_reduce(squares)
+        between, size = squares.sqrt().tolist()
+        return between / size if size else 0.0
 
     def remember_weights(self) -> None:
         """Remember the values of the parameters, for ``unchanged``."""
@@ -273,6 +295,15 @@ class Averages:
         """Take tensors for the averages; the module has its raw weights, which may just have been written."""
         self._tensors, self.steps, self.updates, self.tracks = tensors, steps, updates, bool(tensors)
         self.weights.update_model()
+
+
+@torch.no_grad()
+def _squares(parts: list[Tensor], averages: list[Tensor], owners: list[int]) -> Tensor:
+    """This rank's share of the squared norms of ``weights - averages`` and of the weights, of shape (2,)."""
+    near = [part.to(average.device, average.dtype) for part, average in zip(parts, averages, strict=True)]
+    roots = [sqrt(number) for number in owners]
+    between = torch._foreach_div(torch._foreach_sub(near, averages), roots)
+    return torch.stack([global_norm(between), global_norm(torch._foreach_div(near, roots))]) ** 2
 
 
 def _is_replaced(known: Tensor | None, place: Place) -> bool:

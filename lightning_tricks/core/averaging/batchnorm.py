@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.device import fetched
 from lightning_tricks.core.lightning.loaders import loaders_untouched, train_loader, training_steps
@@ -117,6 +118,13 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
             " ScheduleFree, use a norm without statistics, as GroupNorm."
         )
     return _means({name: trainer.strategy.reduce(total, reduce_op="mean") for name, total in sums.items()})
+
+
+def recalibrate_averages(trainer: pl.Trainer, averages: Averages) -> None:
+    """Give averages the BatchNorm statistics of a module that holds them; no checkpoint is saved meanwhile."""
+    with averages.marked_busy(), averages.showing("averaged"):
+        statistics = recalibrate(trainer, trainer.lightning_module)
+    averages.put(statistics)
 
 
 def _sums(

@@ -1,11 +1,10 @@
-"""The base class of callbacks that average weights: start, steps, validation, exceptions and the end of a fit."""
+"""The base class of callbacks that average weights and show them: start, steps, validation and the end of a fit."""
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from abc import abstractmethod
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,43 +17,21 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages, Which
-from lightning_tricks.core.averaging.foreign import for_lightning, has_swalr
-from lightning_tricks.core.averaging.history import History
-from lightning_tricks.core.averaging.migration import AsSaved
-from lightning_tricks.core.averaging.ranks import agree_on_buffers, relative_distance
-from lightning_tricks.core.averaging.resume import copies_in, find_state, load
-from lightning_tricks.core.averaging.state import callback_state, saving_shards
+from lightning_tricks.core.averaging.coordinator import Averaging, Coordinator, agree_on_buffers, coordinator_of
+from lightning_tricks.core.averaging.resume import find_state, has_swalr, load
+from lightning_tricks.core.averaging.state import callback_state, for_lightning
+from lightning_tricks.core.averaging.validation import RawMetrics
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.next_step import around_next_step
-from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.step_watch import StepObserver
-from lightning_tricks.core.lightning.trainer import (
-    callbacks_of,
-    is_fitting,
-    is_last_step,
-    log_every_n_steps,
-    monitors,
-    validate_again,
-)
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, is_last_step, log_every_n_steps
 from lightning_tricks.core.weights.by_engine import local_weights
-from lightning_tricks.core.weights.tensors import float_buffers, hidden_from_autograd
+from lightning_tricks.core.weights.local import LocalWeights
+from lightning_tricks.core.weights.tensors import float_buffers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-RAW = "_raw"  # The suffix of the raw weights' metrics with ``validate="both"``.
-_FORKS = re.compile(r"(_epoch|_step)?(/dataloader_idx_\d+)?$")  # Suffixes of metrics by Lightning.
-
-
-class Averaging(Trick, ABC):
-    """A callback with averages of the weights, which need equal weights on all ranks, and which a rewind restores."""
-
-    @abstractmethod
-    def running(self) -> list[Averages]:
-        """The averages of the present fit."""
 
 
 class AveragingCallback(Averaging):
@@ -66,7 +43,6 @@ class AveragingCallback(Averaging):
     start: int | float
     buffers: str
     validate: str
-    at_end: Which
     device: str | None
     kinds: tuple[str, ...] = ()  # callbacks of Lightning whose averages go on in this one
     label: str = ""  # tells several callbacks of one class apart in the names of their metrics
@@ -88,20 +64,12 @@ class AveragingCallback(Averaging):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last_trainer: pl.Trainer | None = None
         self._averages: Averages | None = None
-        self._history = History()
-        self._observer = StepObserver()
-        self._fits = False  # whether a fit runs that this callback was set up for
-        self._goes_on = False  # whether that fit continues the averages of the last one
-        self._foreign = False  # whether the checkpoint that is being saved is of another module
+        self._raw_metrics = RawMetrics()
         self._first_step = 0  # the number of optimizer steps before the fit
         self._awaits_weights = False  # whether lazy layers had no weights when averaging began
         self._finished = False  # whether the averages are complete, with no optimizer step since
-        self._file: AsSaved | None = None  # the checkpoint that is being loaded, as the module's hook got it
         self._has_swalr = False  # whether the checkpoint has the schedule of Lightning's SWA
-        self._raw_names: set[str] = set()  # the names of the raw weights' metrics
-        self._postponed: list[Callable[[], None]] = []
 
     @abstractmethod
     def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
@@ -122,26 +90,17 @@ class AveragingCallback(Averaging):
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
-        self._undo.callback(self._observer.stop)
         weights = local_weights(trainer, pl_module, type(self).__name__)
-        callbacks = averaging_callbacks(trainer)
         self._require_before_pruning(trainer)
-        if all(callback._last_trainer is not trainer for callback in callbacks):
-            # Stays after the fit: trainer.save_checkpoint then saves the averaged weights, too.
-            wrap_method(trainer, "save_checkpoint", partial(save, trainer))
-        if self is callbacks[0]:  # before any weights are exchanged
-            for callback in callbacks:
-                callback._goes_on = callback._owns(trainer)
-        if self._averages is not None and self._goes_on:
-            self._averages.show("raw")
-        else:
-            self._averages, self._history = Averages(weights, self.device), History()
-        if self is callbacks[0]:
-            self._wrap(pl_module, "on_load_checkpoint", partial(self._note_file, pl_module))
+        if not coordinator_of(trainer).join(self):
+            self._begin_anew(weights)
         if self.validate == "both":
             loop = trainer.fit_loop.epoch_loop.val_loop
-            self._wrap(loop, "run", partial(self._validate_both, trainer))
-        self._last_trainer, self._fits = trainer, True
+            self._wrap(loop, "run", partial(self._raw_metrics.validate, trainer))
+
+    def _begin_anew(self, weights: LocalWeights) -> None:
+        self._averages = Averages(weights, self.device)
+        self._raw_metrics.load_state_dict({})
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,17 +115,17 @@ class AveragingCallback(Averaging):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._finished, self._first_step, self._file = False, trainer.global_step, None
+        self._finished, self._first_step, self._shared.file = False, trainer.global_step, None
         if self._running.tracks:
             self._track(joined=self._running.tensors)  # no other weights join in the middle of an epoch
             self._running.remember_weights()
             around_next_step(trainer, self._undo, partial(self._forget_replaced, trainer))
-        self._observer.start(trainer)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         # Not in on_train_epoch_start, where a later callback (BackboneFinetuning) may still unfreeze weights.
         if batch_idx == 0 and self._running.tracks:
             self._track()
@@ -174,7 +133,6 @@ class AveragingCallback(Averaging):
         first = self._first_step == trainer.global_step and plan_step(trainer) >= self._steps["start"]
         if first and not self._running.tracks:
             around_next_step(trainer, self._undo, partial(self._begins, trainer))
-        self._observer.follow(trainer)
 
     @contextmanager
     def _begins(self, trainer: pl.Trainer) -> Iterator[None]:
@@ -213,17 +171,17 @@ class AveragingCallback(Averaging):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stepped = self._catch_up(trainer)
+        stepped = self.catch_up(trainer)
         if not self._running.tracks:
             if stepped and trainer.global_step == self._first_step:
                 self._require_counted_steps(trainer)
             return
         if is_last_step(trainer):  # before the last validation and the last checkpoint
-            self._finish_once(trainer)
+            self.finish(trainer)
         log_every_n_steps(trainer, partial(self._logged, trainer))
 
     def _logged(self, trainer: pl.Trainer) -> dict[str, float]:
-        values = {"distance": relative_distance(trainer, self._running), **self._metrics(self._running)}
+        values = {"distance": self._running.distance(trainer.strategy.root_device), **self._metrics(self._running)}
         suffix = f"/{self.label}" if len(callbacks_of(trainer, type(self))) > 1 else ""
         return {f"tricks/{type(self).__name__.lower()}_{name}{suffix}": value for name, value in values.items()}
 
@@ -231,46 +189,21 @@ class AveragingCallback(Averaging):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if is_fitting(trainer):
             agree_on_buffers(trainer, self._running)
-            self._show("raw" if self.validate == "raw" else "averaged")
+            self._shared.show(self._running, "raw" if self.validate == "raw" else "averaged")
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not is_fitting(trainer):
             return
-        self._show("raw")
+        self._shared.show(self._running, "raw")
         if self.validate == "both" and not trainer.sanity_checking:
-            self._history.record(trainer.global_step, trainer.callback_metrics, RAW)
+            self._raw_metrics.record(trainer.global_step, trainer.callback_metrics)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for callback in averaging_callbacks(trainer):  # before any weights are exchanged
-            callback._finish_once(trainer)
+        self._shared.finish()
         agree_on_buffers(trainer, self._running)
-        self._show(self.at_end)
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._leave(self.at_end)  # a resumed fit with no step left has no on_train_end
-
-    @override
-    def _on_failure(self, trainer: pl.Trainer) -> None:
-        super()._on_failure(trainer)
-        if not self._fits:
-            return
-        try:
-            self._catch_up(trainer)  # the exception may have come before on_train_batch_end
-        finally:
-            for callback in averaging_callbacks(trainer):
-                if callback._averages is not None:
-                    callback._averages.show("raw")
-            self._leave("raw")
-            self._save_postponed()
-
-    def _validate_both(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
-        """Validate the raw weights first, so that their metrics are there when the main validation ends."""
-        if not trainer.sanity_checking:
-            self._raw_names = validate_again(trainer, run, RAW)
-        return run()
+        self._shared.show(self._running, self.at_end)
 
     def _require_before_pruning(self, trainer: pl.Trainer) -> None:
         """Raise if ModelPruning would make its masks permanent in the raw weights only."""
@@ -280,11 +213,6 @@ class AveragingCallback(Averaging):
                 f"{type(self).__name__} puts the averaged weights into the module at the end, after ModelPruning has"
                 f" removed its masks there: put {type(self).__name__} before ModelPruning in callbacks=."
             )
-
-    def _leave(self, which: Which) -> None:
-        self._fits = False
-        self._running.show(which)
-        self._running.remember_weights()
 
     def _require_counted_steps(self, trainer: pl.Trainer) -> None:
         """Raise if ``start`` will not come, since the steps so far are not counted by Lightning."""
@@ -298,8 +226,8 @@ class AveragingCallback(Averaging):
                 " start=0."
             )
 
-    def _catch_up(self, trainer: pl.Trainer) -> bool:
-        """Update the averages by the optimizer step of this batch; returns whether there was one."""
+    @override
+    def catch_up(self, trainer: pl.Trainer) -> bool:
         if not self._observer.stepped():
             return False
         self._finished = False
@@ -312,12 +240,12 @@ class AveragingCallback(Averaging):
             self._begin(trainer, self._running)
         return True
 
-    def _finish_once(self, trainer: pl.Trainer) -> None:
-        """Complete the averages when training has ended; the module holds its raw weights."""
+    @override
+    def finish(self, trainer: pl.Trainer) -> None:
         if self._running.tracks and not self._finished:
             self._finish(trainer, self._running)
             self._finished = True
-            self._save_postponed()
+            self._shared.save_postponed()
 
     def _track(self, joined: Collection[str] | None = None) -> None:
         parameters = self._running.module.parameters()
@@ -344,8 +272,7 @@ class AveragingCallback(Averaging):
             raise ValueError(
                 f"This {type(self).__name__} has no average of that {type(pl_module).__name__}: fit it first."
             )
-        assert self._last_trainer is not None, "averages are of a fit"
-        with raw_weights(self._last_trainer, pl_module), self._averages.showing("averaged"):
+        with self._shared.showing_only(self._averages):
             yield
 
     def averaged_state_dict(self) -> dict[str, Any]:
@@ -375,7 +302,7 @@ class AveragingCallback(Averaging):
         Raises:
             ValueError: If there is no such metric; only ``validate="both"`` records any.
         """
-        return self._history.plot(metric, ax)
+        return self._raw_metrics.plot(metric, ax)
 
     @override
     def on_load_checkpoint(
@@ -386,9 +313,9 @@ class AveragingCallback(Averaging):
             self._averages = None  # the module now holds the weights of that checkpoint
             return
         weights = local_weights(trainer, pl_module, type(self).__name__)
-        self._averages, self._history = Averages(weights, self.device), History()
+        self._begin_anew(weights)
         self._has_swalr = has_swalr(checkpoint)
-        file = averaging_callbacks(trainer)[0]._file
+        file = self._shared.file
         saved = checkpoint if file is None else file.checkpoint
         if found := find_state(trainer, self, saved, weights.trainable()):
             if not found.goes_on:
@@ -397,23 +324,15 @@ class AveragingCallback(Averaging):
                     " train on."
                 )
             elif not found.whole:
-                self._history.load_state_dict(found.state["history"])
-            load(trainer, self._averages, found, self._chosen(), checkpoint, file)
-
-    def _note_file(
-        self, module: pl.LightningModule, hook: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
-    ) -> None:
-        """Keep the checkpoint as it is before the module's own ``on_load_checkpoint`` changes it."""
-        if "state_dict" in checkpoint and not self._running.weights.sharded and any(copies_in(checkpoint)):
-            self._file = AsSaved(checkpoint, module, hook, copies_in)
-            self._undo.callback(setattr, self, "_file", None)
-        hook(checkpoint)
+                self._raw_metrics.load_state_dict(found.state["history"])
+            load(trainer, self._running, found, self._chosen(), checkpoint, file)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._foreign or self._averages is None or self._last_trainer is None:
+        shared = self.coordinator
+        if shared is None or self._averages is None or self.is_foreign:
             return {}
-        return {**callback_state(self._last_trainer, self._averages), "history": self._history.state_dict()}
+        return {**callback_state(shared.trainer, self._averages), "history": self._raw_metrics.state_dict()}
 
     @override
     def on_save_checkpoint(
@@ -424,29 +343,18 @@ class AveragingCallback(Averaging):
         if state.get("raw"):
             checkpoint |= for_lightning(checkpoint["state_dict"], state)
 
-    def _scored(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
-        """The weights that the monitored metric of a checkpoint file was measured with."""
-        monitor = _FORKS.sub("", monitors(trainer, str(filepath)) or "")
-        return "raw" if self.validate == "raw" or monitor in self._raw_names else "averaged"
-
-    def _show(self, which: Which) -> None:
-        self._running.show(which)
-        self._save_postponed()
-
-    def _save_postponed(self) -> None:
-        while self._postponed:
-            self._postponed.pop(0)()
-
-    def _owns(self, trainer: pl.Trainer) -> bool:
-        """Whether the averages belong to the Trainer's module, whose weights have not changed since the fit."""
-        averages = self._averages
-        if averages is None or trainer is not self._last_trainer or trainer.lightning_module is not averages.module:
-            return False
-        return self._fits or averages.unchanged()
+    @override
+    def measured(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
+        return "raw" if self.validate == "raw" or self._raw_metrics.chose(trainer, filepath) else "averaged"
 
     @override
-    def running(self) -> list[Averages]:
-        return [self._running]
+    def running(self) -> dict[str, Averages]:
+        return {} if self._averages is None else {self.state_key: self._averages}
+
+    @property
+    def _shared(self) -> Coordinator:
+        assert self.coordinator is not None, "setup comes first"
+        return self.coordinator
 
     @property
     def _running(self) -> Averages:
@@ -458,55 +366,3 @@ def _both_shown(one: AveragingCallback, other: AveragingCallback) -> bool:
     """Whether two averages would both be validated or left in the module; other classes may refuse more."""
     pairs = (one.validate, other.validate), (one.at_end, other.at_end)
     return one.conflicts is other.conflicts and any("raw" not in pair for pair in pairs)
-
-
-def averaging_callbacks(trainer: pl.Trainer) -> list[AveragingCallback]:
-    """The Trainer's averaging callbacks, in their order."""
-    return callbacks_of(trainer, AveragingCallback)  # type: ignore[type-abstract]
-
-
-@contextmanager
-def raw_weights(trainer: pl.Trainer, module: nn.Module) -> Iterator[None]:
-    """Put the raw weights into a module inside the block, in which an average of the Trainer's may be."""
-    with ExitStack() as stack:
-        for averages in (callback._averages for callback in averaging_callbacks(trainer)):
-            if averages is not None and averages.module is module:
-                stack.enter_context(averages.showing("raw"))
-        yield
-
-
-def save(
-    trainer: pl.Trainer,
-    original: Callable[..., None],
-    filepath: str | Path,
-    weights_only: bool | None = None,
-    storage_options: Any = None,
-) -> None:
-    """Save a checkpoint while the module holds the weights that are validated; called for every save of the Trainer."""
-    again = partial(save, trainer, original, filepath, weights_only, storage_options)
-    callbacks = averaging_callbacks(trainer)
-    for callback in callbacks:
-        if callback._averages is not None and callback._averages.busy:
-            callback._postponed.append(again)  # a signal handler saves while weights are exchanged
-            return
-    for callback in callbacks:
-        if callback._fits:
-            callback._catch_up(trainer)  # the save may come between a step and on_train_batch_end
-            agree_on_buffers(trainer, callback._running)
-    # Before any weights are exchanged: to another average, exchanged weights look changed by the user.
-    owners = [callback for callback in callbacks if callback._owns(trainer)]
-    with ExitStack() as stack:
-        for callback in callbacks:
-            callback._foreign = callback not in owners
-            stack.callback(setattr, callback, "_foreign", False)
-        for callback in owners:
-            stack.enter_context(
-                hidden_from_autograd([*callback._running.parts(), *callback._running.weights.model_copies()])
-            )
-            stack.enter_context(callback._running.showing(callback._scored(trainer, filepath)))
-        if not weights_only and owners:
-            averages = {callback.state_key: callback._running for callback in owners}
-            stack.enter_context(saving_shards(trainer, averages, filepath))
-        original(filepath, weights_only, storage_options)
-    for callback in callbacks:
-        callback._save_postponed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -9,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.trainer import FolderParts, saves_folder
 from lightning_tricks.core.safe_load.damage import folder_error
 from lightning_tricks.core.weights.local import LocalWeights
-from lightning_tricks.core.weights.tensors import float_buffers
+from lightning_tricks.core.weights.tensors import float_buffers, identity
 
 KINDS = ("raw", "averaged")
+STAMP = "stamp"  # the name of the step among the tensors of a folder
 
 
 def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
@@ -50,21 +54,37 @@ def saving_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], filepat
 
 
 def _write_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], folder: Path) -> None:
-    from lightning_tricks.core.averaging.shards import write
+    """Write this rank's shards by kind and name, and the step; all ranks take part."""
+    import torch.distributed.checkpoint as dcp
 
+    stamp = torch.tensor(trainer.global_step, device="cpu")
     for key, running in averages.items():
-        state = running.state_dict()
-        kinds = {kind: state[kind] for kind in KINDS}
-        write(_folder(trainer, key, folder), running.weights, kinds, stamp=trainer.global_step)
+        state, tensors = running.state_dict(), {STAMP: stamp}
+        for kind in KINDS:
+            parts = running.weights.checkpoint_tensors(state[kind])
+            tensors |= {f"{kind}/{name}": part for name, part in parts.items()}
+        dcp.save(tensors, checkpoint_id=_folder(trainer, key, folder))
+
+
+def for_lightning(shown: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning's WeightAveraging has in a checkpoint beside the averaged ``state_dict``.
+
+    Args:
+        shown: The ``state_dict``.
+        state: A state of averages with raw weights.
+    """
+    raw = {identity(shown[name]): value for name, value in state["raw"].items() if name in shown}
+    return {
+        "current_model_state": {name: raw.get(identity(value), value) for name, value in shown.items()},
+        "averaging_state": {"n_averaged": torch.tensor(state["updates"], device="cpu")},
+    }
 
 
 def has_raw(trainer: pl.Trainer, key: str, state: Mapping[str, Any]) -> bool:
     """Whether a state has the raw weights, since the ``state_dict`` has the averages; all ranks take part."""
     if "raw" in state or not saves_folder(trainer):
         return bool(state.get("raw"))
-    from lightning_tricks.core.averaging.shards import kinds_in
-
-    return "raw" in kinds_in(_folder(trainer, key, trainer.ckpt_path or ""))
+    return "raw" in _names_in(_folder(trainer, key, trainer.ckpt_path or ""))
 
 
 def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mapping[str, Any], step: int) -> Any:
@@ -82,11 +102,9 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
         return {**state, **{kind: weights.shard(known[kind]) for kind in KINDS}}
     folder = _folder(trainer, key, trainer.ckpt_path or "")
     try:
-        from lightning_tricks.core.averaging.shards import kinds_in, read
-
-        saved = {name for kind in kinds_in(folder).values() for name in kind}
+        saved = {name for kind in _names_in(folder).values() for name in kind}
         _require_known(trainer, weights, saved, names)
-        return {**state, **read(folder, weights, averages.local_parts(saved & {*names}), stamp=step)}
+        return {**state, **_read_shards(folder, weights, averages.local_parts(saved & {*names}), stamp=step)}
     except (OSError, ValueError, RuntimeError, folder_error()) as error:
         raise MisconfigurationException(
             f"The averages of this checkpoint are in shards in {folder}, which cannot be read: {error}. Resume from the"
@@ -107,3 +125,42 @@ def _require_known(trainer: pl.Trainer, weights: LocalWeights, saved: Collection
 def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
     """The folder of the shards, the same on all ranks."""
     return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
+
+
+def _names_in(folder: Path) -> dict[str, set[str]]:
+    """The names of the weights in a folder of shards, by kind; a key of DeepSpeed's ends in the rank of the part."""
+    from lightning_tricks.core.safe_load.reader import SafeReader  # takes a tenth of a second to import
+
+    kinds: dict[str, set[str]] = {}
+    for key in SafeReader(folder).metadata.state_dict_metadata:
+        kind, _, name = key.partition("/")
+        if name:
+            kinds.setdefault(kind, set()).add(re.sub(r"@\d+$", "", name))
+    return kinds
+
+
+def _read_shards(
+    folder: Path, weights: LocalWeights, parts: Mapping[str, Tensor], *, stamp: int
+) -> dict[str, dict[str, Tensor]]:
+    """Read the parts of these names that the folder has, by kind and name.
+
+    DTensors can be read by another number of ranks than wrote them.
+
+    Raises:
+        ValueError: If the folder's stamp is not ``stamp``, so that it belongs to another checkpoint.
+    """
+    from lightning_tricks.core.safe_load.reader import SafeReader, load_safely
+
+    reader = SafeReader(folder)
+    found: dict[str, Any] = reader.metadata.state_dict_metadata
+    keys = dict(zip(parts, weights.checkpoint_tensors(parts), strict=True))
+    kinds: dict[str, dict[str, Tensor]] = {"raw": {}, "averaged": {}}
+    tensors = {STAMP: torch.tensor(-1, device="cpu")}
+    for kind, values in kinds.items():
+        entries = {name: found[f"{kind}/{keys[name]}"] for name in parts if f"{kind}/{keys[name]}" in found}
+        values.update({name: torch.empty_like(parts[name], dtype=m.properties.dtype) for name, m in entries.items()})
+        tensors.update({f"{kind}/{key}": tensor for key, tensor in weights.checkpoint_tensors(values).items()})
+    load_safely(tensors, reader)
+    if tensors[STAMP].item() != stamp:
+        raise ValueError(f"it is from step {tensors[STAMP].item()}, the checkpoint from step {stamp}")
+    return kinds

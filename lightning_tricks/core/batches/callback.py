@@ -29,7 +29,7 @@ from lightning_tricks.core.batches.pipeline import BatchContext, BatchPipeline
 from lightning_tricks.core.checks import check_duration
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting, takes_dataloader_iter
-from lightning_tricks.core.replay.recorder import has_graph
+from lightning_tricks.core.replay.graph import has_graph
 from lightning_tricks.core.trick import Trick
 
 

@@ -27,7 +27,15 @@ Samples = Tensor | slice  # the positions of samples (n,), or a range
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, torch.Size)
 
 
-def select_samples(batch: Any, samples: Samples, size: int, trick: str, targets: int = 1) -> Any:
+def select_samples(
+    batch: Any,
+    samples: Samples,
+    size: int,
+    trick: str,
+    *,
+    targets: int = 1,
+    remedy: str = "give it one entry per sample",
+) -> Any:
     """The batch with some of its samples; containers that change are copied.
 
     Args:
@@ -36,6 +44,7 @@ def select_samples(batch: Any, samples: Samples, size: int, trick: str, targets:
         size: The number of samples in the batch.
         trick: The trick that cuts the batch, for the error message.
         targets: The number of target tensors; something besides them must be cut as well.
+        remedy: The remedy for a part that cannot be cut, for the error message.
 
     Raises:
         MisconfigurationException: If a part may depend on samples and cannot be cut.
@@ -45,7 +54,7 @@ def select_samples(batch: Any, samples: Samples, size: int, trick: str, targets:
         >>> select_samples(batch, torch.tensor([0, 2]), 3, "Doctest")
         {'x': tensor([0, 2]), 'names': ['a', 'c'], 'scale': 2.0}
     """
-    cut = _Cut(samples, size, trick)
+    cut = _Cut(samples, size, trick, remedy)
     selected = cut.part(batch, "batch")
     if cut.other and cut.count <= targets:
         raise cut.refusal(*cut.other)
@@ -125,8 +134,8 @@ def naming_single_samples(rule: str, remedy: str) -> Iterator[None]:
 class _Cut:
     """Cuts the parts of one batch, and counts them."""
 
-    def __init__(self, samples: Samples, size: int, trick: str) -> None:
-        self.samples, self.size, self.trick = samples, size, trick
+    def __init__(self, samples: Samples, size: int, trick: str, remedy: str) -> None:
+        self.samples, self.size, self.trick, self.remedy = samples, size, trick, remedy
         self.count = 0  # number of parts that were cut
         self.other: tuple[Any, str] | None = None  # the last array of another length and its path
 
@@ -188,14 +197,9 @@ class _Cut:
         """The error for a part that may depend on samples and cannot be cut."""
         nested = isinstance(part, Tensor) and part.is_nested
         found = f"a tensor {tuple(part.shape)}" if not nested and hasattr(part, "shape") else f"a {type(part).__name__}"
-        other = 'use mode="loss", or name another target='
-        if "micro" in self.trick:
-            other = "leave micro_batch_size out"
-        elif "chunk" in self.trick:
-            other = "give it one entry per sample, or embed the whole batch at once"
         return MisconfigurationException(
             f"{self.trick} cuts a batch of {self.size} samples, and cannot know how samples are stored in {path},"
-            f" {found}: {other}. What is the same for all samples belongs in the module (register_buffer)."
+            f" {found}: {self.remedy}. What is the same for all samples belongs in the module (register_buffer)."
         )
 
 

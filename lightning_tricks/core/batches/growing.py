@@ -15,9 +15,10 @@ from typing_extensions import override
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.batches.pipeline import BatchContext
 from lightning_tricks.core.checks import check_count, check_range
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.fit import plan_step, steps_of
 from lightning_tricks.core.lightning.trainer import callbacks_of
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 
 __all__ = ["growing_size"]
 
@@ -98,7 +99,7 @@ class GrowingInputs(BatchCallback):
 
     def _size(self, trainer: pl.Trainer, full: int) -> int:
         step, start, stop = float(plan_step(trainer)), self._steps.get("start", 0), self._steps["stop"]
-        compiles = any(type(trick).__name__ == "Compile" for trick in callbacks_of(trainer, Trick))
+        compiles = any(trick.compiles for trick in callbacks_of(trainer, Trick))
         if compiles and step > start:
             stages = _COMPILED_SIZES - 1  # and the full size
             step = start + math.floor(stages * (step - start) / (stop - start)) / stages * (stop - start)

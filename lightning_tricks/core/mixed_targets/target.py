@@ -223,8 +223,10 @@ def _differentiated(call: _Call) -> Any:
 
 def _loss(call: _Call) -> Any:
     """A loss of torch: mixed as the plan says, or the losses of all entries as a target."""
-    plan, func = call.plan, call.func
-    calls = [arguments(func, *given) for given in call.in_branches()]
+    plan, func, unnamed = call.plan, call.func, call.in_branches()
+    if not (plan.by_samples or plan.needs_torch_loss):  # Binding the arguments to names would take as long as the loss.
+        return _joined(call, unnamed, [func(*args, **kwargs) for args, kwargs in unnamed])
+    calls = [arguments(func, *given) for given in unnamed]
     if plan.mix_predictions is not None:
         calls = [_with_mixed_predictions(given, plan, *plan.mix_predictions) for given in calls]
     if plan.change_arguments is not None:

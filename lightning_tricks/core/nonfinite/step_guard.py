@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import grad_scaler, has_comm_state, subtract_steps
 from lightning_tricks.core.replay.data_watch import data_of, restore_data, watching_data
-from lightning_tricks.core.trick import Conflict
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.tensors import bits, local_part
 

@@ -11,12 +11,14 @@ import re
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet, Sequence
+from dataclasses import dataclass
 from datetime import date, time, timedelta
 from enum import Enum
 from functools import cache, partial
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -24,8 +26,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, range)
-_BUILTIN = (OrderedDict, defaultdict, dict, list, deque, set, tuple, frozenset)  # OrderedDict before dict
-_ARRAYS = (bytearray, array.array)
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 _VALUES = (Enum, PurePath, re.Pattern, date, time, timedelta, torch.dtype, torch.device)
 _IMMUTABLE = (*SIMPLE, *_CODE, *_VALUES, logging.Logger)  # a loggers' handlers are shared by all of the program
@@ -34,36 +34,126 @@ _LIBRARIES = {"torch", "torchmetrics", "lightning_fabric", pl.__name__.split("."
 Contents = tuple[str, Sequence[Any], list[Any]]  # the form of a path, keys or names, and the items at them
 
 
-def generator_restorer(value: Any) -> Callable[[], Any] | None:
+# -- the kinds of objects that hold something -------------------------------------------------------------------------
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    generator.set_state(state)
+
+
+def _write_array(held: Any, entries: Any) -> None:
+    held[:] = entries
+
+
+def _write_ordered(mapping: OrderedDict[Any, Any], items: list[tuple[Any, Any]]) -> None:
+    OrderedDict.clear(mapping)
+    for key, item in items:  # dict.update would leave out the order, which is kept apart from the dictionary
+        OrderedDict.__setitem__(mapping, key, item)
+
+
+def write_dict(mapping: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
+    """Give a dictionary these items and no others, by the methods of ``dict``: ``Counter.update`` would add counts."""
+    dict.clear(mapping)
+    dict.update(mapping, items)
+
+
+def _write_deque(sequence: deque[Any], items: list[Any]) -> None:
+    deque.clear(sequence)
+    deque.extend(sequence, items)
+
+
+def _write_set(members: set[Any], items: list[Any]) -> None:
+    set.clear(members)
+    set.update(members, items)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How to keep the objects of a class: random generators, arrays and containers.
+
+    Args:
+        base: The class. Of containers its own methods are called, since those of a subclass may do something else.
+        role: What its objects are.
+        read: Copies what an object holds: the state of a generator, the entries of an array, the items of a container.
+        write: Gives an object what was read from it.
+        as_bytes: Turns what was read from a generator or an array into bytes.
+        form: The form of a path to an item of a container.
+    """
+
+    base: type
+    role: Literal["generator", "array", "container"]
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+    as_bytes: Callable[[Any], bytes] = pickle.dumps
+    form: str = "[{}]"
+
+
+def _nothing(immutable: Any, items: list[Any]) -> None:
+    """Write nothing: only the attributes of an immutable container can have changed."""
+
+
+_KINDS = (  # a class comes before its base class
+    _Kind(torch.Generator, "generator", methodcaller("get_state"), _set_state, lambda s: s.numpy().tobytes()),
+    _Kind(random.Random, "generator", methodcaller("getstate"), lambda held, state: held.setstate(state)),
+    _Kind(bytearray, "array", itemgetter(slice(None)), _write_array, bytes),
+    _Kind(array.array, "array", itemgetter(slice(None)), _write_array, bytes),
+    _Kind(OrderedDict, "container", OrderedDict.items, _write_ordered, form="[{!r}]"),
+    _Kind(defaultdict, "container", dict.items, write_dict, form="[{!r}]"),
+    _Kind(dict, "container", dict.items, write_dict, form="[{!r}]"),
+    _Kind(list, "container", list.__iter__, lambda held, items: list.__setitem__(held, slice(None), items)),
+    _Kind(deque, "container", deque.__iter__, _write_deque),
+    _Kind(set, "container", set.__iter__, _write_set),
+    _Kind(tuple, "container", tuple.__iter__, _nothing),
+    _Kind(frozenset, "container", frozenset.__iter__, _nothing),
+)
+
+
+def _numpy_kinds() -> tuple[_Kind, ...]:
+    """The kinds of NumPy; none if the program has not imported it, and so has no objects of it."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return ()
+    return (
+        _Kind(numpy.ndarray, "array", methodcaller("copy"), numpy.copyto, methodcaller("tobytes")),
+        _Kind(
+            numpy.random.Generator,
+            "generator",
+            attrgetter("bit_generator.state"),
+            lambda held, state: setattr(held.bit_generator, "state", state),
+        ),
+        _Kind(numpy.random.RandomState, "generator", methodcaller("get_state"), _set_state),
+    )
+
+
+def _kind_of(value: Any) -> _Kind | None:
+    """The row of an object's class."""
+    kind: Any = type(value)
+    return _row_of(kind)
+
+
+@cache
+def _row_of(kind: Any) -> _Kind | None:
+    """The row of a class; None for one whose objects are restored by their attributes, or not at all."""
+    if issubclass(kind, random.SystemRandom):  # the operating system draws its numbers
+        return None
+    return next((row for row in (*_KINDS, *_numpy_kinds()) if issubclass(kind, row.base)), None)
+
+
+def generator_restorer(value: Any) -> Callable[[], object] | None:
     """A function that restores the state of a random generator; None for other objects."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return partial(value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    return None
+    kind = _kind_of(value)
+    return partial(kind.write, value, kind.read(value)) if kind is not None and kind.role == "generator" else None
 
 
 def bytes_in(value: Any) -> bytes | None:
     """The numbers of an array, or the state of a random generator, in bytes; None for other objects."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return pickle.dumps(value.getstate())
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return pickle.dumps(value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return pickle.dumps(value.get_state())
-    is_array = isinstance(value, array.array) or (numpy is not None and isinstance(value, numpy.ndarray))
-    return value.tobytes() if is_array else bytes(value) if isinstance(value, bytearray) else None
+    kind = _kind_of(value)
+    return None if kind is None or kind.role == "container" else kind.as_bytes(kind.read(value))
 
 
-def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None] | None:
+# -- restoring --------------------------------------------------------------------------------------------------------
+
+
+def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], object] | None:
     """A function that restores a value's present contents, order and attributes; None for what it cannot restore.
 
     Args:
@@ -83,20 +173,15 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None
         >>> list(links.items())
         [('a', 1), ('b', 2)]
     """
-    if (generator := generator_restorer(value)) is not None:
-        return generator
-    if isinstance(value, _ARRAYS):
-        return partial(value.__setitem__, slice(None), value[:])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return partial(numpy.copyto, value, value.copy()) if value.flags.writeable else None
-    base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
+    kind = _kind_of(value)
+    if kind is not None and kind.role != "container":
+        return partial(kind.write, value, kind.read(value)) if _is_writeable(value) else None
     abstract = isinstance(value, MutableMapping | MutableSequence | MutableSet)
     record = isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-    if base is None and not abstract and not record:
+    if kind is None and not abstract and not record:
         return partial(_restore, value, None, [], list(_attributes(value))) if _is_self_contained(value) else None
-    kind: Any = type(value)
-    if _hides_state(kind, base or object):
+    own: Any = type(value)
+    if _hides_state(own, object if kind is None else kind.base):
         if not strict:
             return None
         raise MisconfigurationException(
@@ -104,8 +189,7 @@ def restorer(value: Any, path: str, *, strict: bool = True) -> Callable[[], None
             " and cannot be restored exactly for a second run of the step: use a list or a dictionary, or keep it"
             " outside of the module."
         )
-    attributes = list(_attributes(value))
-    return partial(_restore, value, base, _contents(value, base), attributes)
+    return partial(_restore, value, kind, [] if kind is None else list(kind.read(value)), list(_attributes(value)))
 
 
 def run_all(functions: Iterable[Callable[[], object]]) -> None:
@@ -127,8 +211,14 @@ def run_all(functions: Iterable[Callable[[], object]]) -> None:
         raise errors[0]
 
 
-def _restore(value: Any, base: type | None, contents: list[Any], attributes: list[tuple[str, Any]]) -> None:
-    refill(value, base, contents)
+def _is_writeable(held: Any) -> bool:
+    """Whether a generator or an array can be written to; an array of NumPy may be a view that cannot."""
+    return bool(getattr(getattr(held, "flags", None), "writeable", True))
+
+
+def _restore(value: Any, kind: _Kind | None, contents: list[Any], attributes: list[tuple[str, Any]]) -> None:
+    if kind is not None:
+        kind.write(value, contents)
     kept = dict(attributes)
     if hasattr(value, "__dict__"):
         for name in [name for name in vars(value) if name not in kept]:
@@ -138,38 +228,6 @@ def _restore(value: Any, base: type | None, contents: list[Any], attributes: lis
             vars(value)[name] = attribute
         else:
             object.__setattr__(value, name, attribute)  # a slot, also of a frozen dataclass
-
-
-def refill(container: Any, base: type | None, contents: list[Any]) -> None:
-    """Restore the contents of a container by the methods of its built-in class, also for a subclass.
-
-    Args:
-        container: The container.
-        base: The built-in class.
-        contents: The items, as ``_contents`` returned them.
-    """
-    if base is OrderedDict:  # it keeps its order apart from the dictionary
-        OrderedDict.clear(container)
-        for key, item in contents:
-            OrderedDict.__setitem__(container, key, item)
-    elif base in (dict, defaultdict):
-        dict.clear(container)
-        dict.update(container, contents)  # Counter.update would add counts
-    elif base is list:
-        list.__setitem__(container, slice(None), contents)
-    elif base is deque:
-        deque.clear(container)
-        deque.extend(container, contents)
-    elif base is set:
-        set.clear(container)
-        set.update(container, contents)
-
-
-def _contents(value: Any, base: type | None) -> list[Any]:
-    if base is None:
-        return []
-    kind: Any = OrderedDict if base is OrderedDict else dict if issubclass(base, dict) else base
-    return list(kind.items(value) if issubclass(kind, dict) else kind.__iter__(value))
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -185,23 +243,22 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         yield "default_factory", value.default_factory
 
 
+# -- what is inside ---------------------------------------------------------------------------------------------------
+
+
 def contents_of(value: Any) -> Iterator[Contents]:
     """The items and the attributes of a container or an object."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        if value.dtype == object:
+    kind = _kind_of(value)
+    if kind is not None and kind.role == "array":
+        if hasattr(value, "dtype") and value.dtype == object:  # an array of NumPy whose entries are references
             yield ".flat[{}]", range(value.size), list(value.flat)
         return
-    if isinstance(value, _ARRAYS):
-        return
-    base = next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
-    if base is not None:
-        if issubclass(base, dict):
-            kind: Any = OrderedDict if base is OrderedDict else dict
-            yield "[{!r}]", list(kind.keys(value)), list(kind.values(value))
+    if kind is not None and kind.role == "container":
+        items = list(kind.read(value))
+        if issubclass(kind.base, dict):
+            yield kind.form, [key for key, _ in items], [item for _, item in items]
         else:
-            items = _contents(value, base)
-            yield "[{}]", range(len(items)), items
+            yield kind.form, range(len(items)), items
     attributes = dict(_attributes(value))
     yield ".{}", list(attributes), list(attributes.values())
 
@@ -224,13 +281,10 @@ def _is_self_contained(value: Any) -> bool:
 
 def _is_known(value: Any) -> bool:
     kind: Any = type(value)
-    numpy = sys.modules.get("numpy")
-    known = (*_IMMUTABLE, *_BUILTIN, *_ARRAYS, Tensor, nn.Module, torch.Generator, random.Random)
+    known = (*_IMMUTABLE, *(row.base for row in _KINDS), Tensor, nn.Module)
     if isinstance(value, known) or any(map(is_of_library, kind.__mro__)):
         return True
-    if numpy is not None and kind.__module__.partition(".")[0] == "numpy":
-        return True
-    return not _hides_state(kind, object)
+    return kind.__module__.partition(".")[0] == "numpy" or not _hides_state(kind, object)
 
 
 @cache

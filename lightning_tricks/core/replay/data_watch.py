@@ -49,6 +49,12 @@ def watching_data(watched: Mapping[int, Any], touch: Callable[[Tensor], None]) -
             del torch.Tensor.data  # the attribute of its base class is found again
 
 
+def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Pairs of numbers that change when a tensor is written to or its ``.data`` is set."""
+    # A sparse tensor has no memory of its own to point to.
+    return [(0 if t.is_inference() else t._version, t.data_ptr() if t.layout == torch.strided else 0) for t in tensors]
+
+
 def data_of(tensor: Tensor) -> Tensor:
     """The ``.data`` of a tensor, unseen by watches."""
     return _DATA.__get__(tensor)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_tricks.core.replay.containers import generator_restorer, refill, restorer, run_all
+from lightning_tricks.core.replay.containers import generator_restorer, restorer, run_all, write_dict
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.tensors import bits
@@ -55,7 +55,7 @@ class ObjectState:
                 self.note(item, deep=deep, any_class=any_class)
         if _has_state(value) or (any_class and hasattr(value, "__dict__") and not isinstance(value, _SKIPPED)):
             space = vars(value)
-            self._restore.append(partial(refill, space, dict, list(space.items())))
+            self._restore.append(partial(write_dict, space, list(space.items())))
             for attribute in list(space.values()):
                 self.note(attribute, deep=isinstance(value, _WITH_TENSORS))
 

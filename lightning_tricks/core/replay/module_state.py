@@ -27,8 +27,14 @@ from lightning_tricks.core.replay.containers import (
     restorer,
     run_all,
 )
-from lightning_tricks.core.replay.data_watch import data_of, give_memory, is_freed, restore_data, watching_data
-from lightning_tricks.core.replay.rerun import versions
+from lightning_tricks.core.replay.data_watch import (
+    data_of,
+    give_memory,
+    is_freed,
+    restore_data,
+    versions,
+    watching_data,
+)
 from lightning_tricks.core.weights.tensors import bits, same_values
 
 _STRUCTURE = frozenset(nn.Module().__dict__)  # submodules, parameters, hooks

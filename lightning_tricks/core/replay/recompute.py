@@ -14,8 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_tricks.core.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.rerun import Start, run_again
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -119,41 +118,35 @@ def _copied(value: Any) -> Any:
     return made
 
 
-class _Start:
-    """The state and random numbers that a block started from; a context in which the block runs again from them."""
+class _Recomputed:
+    """A context in which a block runs again from the state and random numbers that its first run started from."""
 
     @torch.compiler.disable
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
-        self.block, self.inner = block, inner
-        self.device = next((weight.device for weight in block.parameters()), torch.device("cpu"))
+        self.inner = inner
         with _naming():
-            self.state = ModuleState(block)
-        self.numbers = random_state(self.device)
+            self.start = Start.here(block)
 
     @contextmanager
     def first_run(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
         """The context of the first run, after which the block must be as a second one finds it."""
-        with self.state.watching(), inner:
+        with self.start.state.watching(), inner:
             yield
 
     def __enter__(self) -> None:  # called more than once with retain_graph
-        with _naming():
-            self.state.refuse_writes()
-        after = self.state.now()
-        with ExitStack() as stack:
-            stack.callback(after.restore)
-            self.state.restore()
-            stack.enter_context(after.watching())
-            stack.enter_context(random_numbers_of(self.numbers, self.device))
+        with _naming(), ExitStack() as stack:
+            # Other modules have run since, which may share a file or a closure with this one.
+            again = stack.enter_context(run_again(self.start, at_once=False))
+            stack.enter_context(again.running())
             stack.enter_context(self.inner)
-            self._leave, self._after = stack.pop_all(), after
+            self._leave = stack.pop_all()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._leave.__exit__(kind, error, trace)
-        # torch may end a recomputation by an exception of its own; that of a user must not be hidden by ours.
-        if error is None or type(error).__module__ == checkpoint.__module__:
-            with _naming():
-                self._after.refuse_counts()
+        # torch may end a recomputation by an exception of its own, which is no error of the block.
+        if error is not None and type(error).__module__ == checkpoint.__module__:
+            kind = error = trace = None
+        with _naming():
+            self._leave.__exit__(kind, error, trace)
 
 
 @contextmanager
@@ -168,8 +161,8 @@ def _naming() -> Iterator[None]:
 
 def _contexts(block: nn.Module, contexts: Callable[[], Contexts]) -> Contexts:
     first, second = contexts()
-    start = _Start(block, second)
-    return start.first_run(first), start
+    recomputed = _Recomputed(block, second)
+    return recomputed.first_run(first), recomputed
 
 
 def _no_contexts() -> Contexts:

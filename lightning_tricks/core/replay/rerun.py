@@ -1,22 +1,18 @@
-"""Running a step again, from the same batch, random numbers and module state."""
+"""Running a step again, from the same random numbers and module state."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_tricks.core.replay.data_watch import watching_data
-from lightning_tricks.core.weights.tensors import bits, same_values
+from lightning_tricks.core.random_numbers import RandomState, random_numbers_of, random_state, set_random_state
+from lightning_tricks.core.replay.module_state import ModuleState
 
 _again = ContextVar("_again", default=False)
 _runs = count()
@@ -48,146 +44,85 @@ def run_number() -> int:
     return _run.get()
 
 
-def copy_containers(batch: Any) -> Any:
-    """A batch of the same tensors in copied containers of the same classes and attributes.
+@dataclass(frozen=True)
+class Start:
+    """What a run of a module starts from, so that it can be repeated or undone.
 
-    Removing items from one batch does not change the other. Objects that are not containers are shared.
-
-    Example:
-        >>> batch = {"x": [1, 2]}
-        >>> copy_containers(batch)["x"].pop(), batch
-        (2, {'x': [1, 2]})
+    Args:
+        state: The state of the module.
+        random: The state of the random generators.
+        device: The device whose generator is among them.
     """
-    if isinstance(batch, tuple):
-        items = [copy_containers(item) for item in batch]
-        same = all(new is old for new, old in zip(items, batch, strict=True))
-        return batch if same else type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    new: Any
-    if isinstance(batch, list | deque):
-        new = copy.copy(batch)
-        for place, item in enumerate(batch):
-            new[place] = copy_containers(item)
-        return new
-    if isinstance(batch, MutableMapping):
-        new = copy.copy(batch)
-        if not isinstance(batch, dict) and all(new.__dict__.get(name) is held for name, held in vars(batch).items()):
-            vars(new).update({name: copy_containers(held) for name, held in vars(batch).items()})
-        for key, item in batch.items():
-            if (inner := copy_containers(item)) is not item:
-                new[key] = inner
-        return new
-    if isinstance(batch, set):
-        return copy.copy(batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        new = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(new, field.name, copy_containers(getattr(batch, field.name)))  # also of a frozen one
-        return new
-    return batch
 
+    state: ModuleState
+    random: RandomState
+    device: torch.device
 
-def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, including attributes of objects in it."""
-    return [value for value in _collected(batch) if isinstance(value, Tensor)]
+    @classmethod
+    def here(cls, module: nn.Module, device: torch.device | None = None, *, deep: bool = False) -> Start:
+        """The start of a run that begins now.
 
+        Args:
+            module: The module.
+            device: The device that it runs on; None for that of its first weight.
+            deep: Whether the run may write into tensors inside containers, as in a ``ModuleState``.
 
-def _collected(batch: Any) -> list[Any]:
-    """The tensors of a batch, and its objects that are no containers, whose attributes every run of a step shares."""
-    found: list[Any] = []
-    _collect(batch, found, set())
-    return found
+        Raises:
+            MisconfigurationException: For a module or a device whose state cannot be restored.
+        """
+        if device is None:
+            device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
+        return cls(ModuleState(module, deep=deep), random_state(device), device)
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Draw these random numbers inside the block, and keep what is written to; the generators are then as before.
 
-def _collect(value: Any, found: list[Any], seen: set[int]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-        return
-    if id(value) in seen or isinstance(value, str | bytes | int | float | type(None) | type | nn.Module):
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        inner: list[Any] = list(value.values())
-    elif isinstance(value, list | tuple | set | deque):
-        inner = list(value)
-    elif dataclasses.is_dataclass(value):
-        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
-        inner = list(getattr(value, "__dict__", {}).values())
-        if inner:
-            found.append(value)
-    for item in inner:
-        _collect(item, found, seen)
+        The module must be in this state when the block begins.
+        """
+        with random_numbers_of(self.random, self.device), self.state.watching():
+            yield
 
-
-def versions(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Pairs of numbers that change when a tensor is written to or its ``.data`` is set."""
-    # A sparse tensor has no memory of its own to point to.
-    return [(0 if t.is_inference() else t._version, t.data_ptr() if t.layout == torch.strided else 0) for t in tensors]
+    def set_back(self) -> None:
+        """Set the module and the random generators back, for another attempt at a run that has failed."""
+        self.state.restore()
+        set_random_state(self.random, self.device)
 
 
 @contextmanager
-def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
-    """Raise if a step of a module inside the block writes into its batch, which a second run of it would read.
-
-    Raises:
-        MisconfigurationException: If it does.
-    """
-    found = _collected(batch)
-    tensors = {id(value): value for value in found if isinstance(value, Tensor)}
-    objects = [(value, dict(vars(value))) for value in found if not isinstance(value, Tensor)]
-    before, copies = versions(list(tensors.values())), dict[int, Tensor]()
-
-    def keep(tensor: Tensor) -> None:
-        copies.setdefault(id(tensor), bits(tensor).clone())
-
-    with watching_data(tensors, keep):
-        yield
-    changed = [held for held, attributes in objects if any(vars(held).get(n) is not a for n, a in attributes.items())]
-    if changed:
-        raise MisconfigurationException(
-            f"{type(module).__name__}.training_step sets an attribute of a {type(changed[0]).__name__} in its batch,"
-            " which a second run of it would see: use a new object, for example copy.copy of it."
-        )
-    written = versions(list(tensors.values())) != before
-    if written or not all(same_values(bits(tensors[key]), copy) for key, copy in copies.items()):
-        raise MisconfigurationException(
-            f"{type(module).__name__}.training_step writes into its batch, which a second run of it would see: make a"
-            " new tensor, for example x = x * 2 in place of x.mul_(2)."
-        )
-
-
-@contextmanager
-def naming_reentrant_checkpoints(loss: Tensor, trick: str) -> Iterator[None]:
-    """Name a trick that takes the gradients of a loss by themselves, which torch's reentrant checkpoints do not allow.
-
-    Raises:
-        MisconfigurationException: In place of torch's error.
-    """
+def undone(start: Start) -> Iterator[None]:
+    """Run a module from ``start``, which is now, inside the block; it leaves no trace in module and generators."""
     try:
-        yield
-    except RuntimeError as error:
-        if find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
-            raise reentrant_checkpoint(trick) from error
-        raise
+        with start.running():
+            yield
+    finally:
+        start.state.restore()
 
 
-def reentrant_checkpoint(trick: str) -> MisconfigurationException:
-    """The error of a trick that needs gradients from inside of a reentrant checkpoint."""
-    return MisconfigurationException(
-        f"{trick} sees no gradient in a reentrant checkpoint: pass use_reentrant=False to torch.utils.checkpoint, or to"
-        ' transformers as gradient_checkpointing_enable({"use_reentrant": False}).'
-    )
+@contextmanager
+def run_again(start: Start, *, at_once: bool = True) -> Iterator[Start]:
+    """Set a module back to the start of its last run inside the block; it ends as that run has left it.
 
+    ``with run_again(start) as again, again.running():`` repeats the run: the state, the random numbers and thereby the
+    result are the same. A run in the block that is not under ``again.running()`` goes on with the random numbers.
 
-def find_graph_node(loss: Tensor, wanted: Callable[[str], bool]) -> str | None:
-    """The name of a ``wanted`` node in the graph of the loss; None if there is none."""
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if wanted(node.name()):
-            return node.name()
-        seen.add(node)
-        todo.extend(following for following, _ in node.next_functions)
-    return None
+    Args:
+        start: What the last run has started from.
+        at_once: Whether nothing else has run since.
+
+    Yields:
+        The start of the second run.
+
+    Raises:
+        MisconfigurationException: If one of the runs does what cannot be undone.
+    """
+    start.state.refuse_writes()
+    if at_once:
+        start.state.refuse_counts()
+    again = replace(start, state=start.state.now())
+    try:
+        start.state.restore()
+        yield again
+        again.state.refuse_counts()
+    finally:
+        again.state.restore()

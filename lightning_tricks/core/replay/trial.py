@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.rerun import Start, undone
 
 T = TypeVar("T")
 
@@ -96,29 +95,24 @@ def trial_steps(
             the caller restores.
         gradients: Whether ``training_step`` differentiates inside.
     """
-    device, loggers, state = pl_module.device, trainer.loggers, ModuleState(pl_module, deep=deep)
+    loggers, start = trainer.loggers, Start.here(pl_module, pl_module.device, deep=deep)
     ddp: Any = trainer.strategy.model
     exchanges = getattr(ddp, "require_forward_param_sync", None)  # DDP stops it after a forward pass without gradients
     kept = [(weight, weight.grad) for weight in pl_module.parameters()] if gradients else []
-    try:
-        for weight, _ in kept:
-            weight.grad = None  # a step may call backward()
-        wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, which state.restore() removes
-        trainer.loggers = [DummyLogger() for _ in loggers]
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(random_numbers_of(random_state(device), device))
-            stack.enter_context(state.watching())
-            if gradients:
-                stack.enter_context(gradients_inside(pl_module))
-            yield
-        if not deep:
-            state.refuse_writes()
-        state.refuse_counts()
-    finally:
-        trainer.loggers = loggers
-        for weight, gradient in kept:
-            weight.grad = gradient
-        if exchanges is not None:
-            ddp.require_forward_param_sync = exchanges
-        state.restore()
+    with undone(start):
+        try:
+            for weight, _ in kept:
+                weight.grad = None  # a step may call backward()
+            wrap_method(pl_module, "log", lambda *_, **__: None)  # an attribute, which is removed with the state
+            trainer.loggers = [DummyLogger() for _ in loggers]
+            with torch.no_grad(), gradients_inside(pl_module) if gradients else nullcontext():
+                yield
+            if not deep:
+                start.state.refuse_writes()
+            start.state.refuse_counts()
+        finally:
+            trainer.loggers = loggers
+            for weight, gradient in kept:
+                weight.grad = gradient
+            if exchanges is not None:
+                ddp.require_forward_param_sync = exchanges

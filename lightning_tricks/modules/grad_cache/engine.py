@@ -21,14 +21,9 @@ from lightning_tricks.core.checks import some
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import extremes, scaled, unsynced
-from lightning_tricks.core.random_numbers import RandomState, random_numbers_of, random_state, set_random_state
-from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.rerun import (
-    copy_containers,
-    forbid_writes,
-    naming_reentrant_checkpoints,
-    replaying,
-)
+from lightning_tricks.core.replay.graph import naming_reentrant_checkpoints, nodes_of
+from lightning_tricks.core.replay.own_batch import copy_containers, forbid_writes
+from lightning_tricks.core.replay.rerun import Start, replaying, run_again
 from lightning_tricks.core.replay.trial import WithoutGradients
 from lightning_tricks.core.weights.gradients import require_dense
 
@@ -38,8 +33,7 @@ class _CachedStep:
     """The first pass of a step: its chunks, what they started from, and the loss of their embeddings."""
 
     chunks: list[tuple[Any, slice]]  # batches, and their places among the samples
-    random: RandomState
-    state: ModuleState
+    start: Start
     embeddings: list[Tensor]  # (N, d) of the whole batch; floating-point ones are leaves of the loss
     loss: Tensor
     returned: Tensor  # what ``training_step`` returns
@@ -106,21 +100,18 @@ class GradCache:
         samples = self.samples(batch)
         number = max(1, math.ceil(samples / self.module.chunk))
         places = [slice(samples * n // number, samples * (n + 1) // number) for n in range(number)]  # of similar sizes
-        chunks = [(select_samples(batch, place, samples, self.name), place) for place in places]
-        random, state = random_state(self.module.device), ModuleState(self.module)
+        remedy = "give it one entry per sample, or embed the whole batch at once"
+        chunks = [(select_samples(batch, place, samples, self.name, remedy=remedy), place) for place in places]
+        start = Start.here(self.module, self.module.device)
         before = _attributes(self.module)
 
         def embed(gradients: bool) -> list[tuple[Tensor, ...]]:
             with torch.set_grad_enabled(gradients):
                 return [tuple(x.detach() for x in self._embed(chunk, place)) for chunk, place in chunks]
 
-        def again() -> None:
-            state.restore()
-            set_random_state(random, self.module.device)
-
-        self._watching.enter_context(state.watching())  # also contrast, and what training_step does after it
-        parts = self._without_gradients(self.module, embed, again)
-        if (path := state.written()) is not None:
+        self._watching.enter_context(start.state.watching())  # also contrast, and what training_step does after it
+        parts = self._without_gradients(self.module, embed, start.set_back)
+        if (path := start.state.written()) is not None:
             raise MisconfigurationException(
                 f"{type(self.module).__name__}.embed writes into {path}, and {self.name} runs it once for every chunk:"
                 " write into it before or after super().training_step(batch, batch_idx), or in on_train_batch_end."
@@ -135,7 +126,7 @@ class GradCache:
             self.check_loss(loss, embeddings)
         # A leaf, which DDP hands on as it is; it requires gradients, since others ask a loss whether it has some.
         returned = loss if self._shards else loss.detach().requires_grad_()
-        self._step = _CachedStep(chunks, random, state, embeddings, loss, returned)
+        self._step = _CachedStep(chunks, start, embeddings, loss, returned)
         return returned
 
     def _embed(self, chunk: Any, place: slice) -> tuple[Tensor, ...]:
@@ -210,20 +201,12 @@ class GradCache:
             descend(loss)  # a step that was not cut
             return
         gradients, of_contrast = self._gradients(step, descend)
-        step.state.refuse_writes()
-        step.state.refuse_counts()
-        after = step.state.now()
-        try:
-            step.state.restore()
-            with replaying(), random_numbers_of(step.random, self.module.device), after.watching():
-                for chunk, place in step.chunks:
-                    last = place is step.chunks[-1][1]
-                    with nullcontext() if last else unsynced(self.trainer):
-                        part = partial(self._surrogate, step, gradients, place, of_contrast if last else {})
-                        self._descend(part, chunk, descend)
-            after.refuse_counts()
-        finally:
-            after.restore()
+        with run_again(step.start) as again, again.running(), replaying():
+            for chunk, place in step.chunks:
+                last = place is step.chunks[-1][1]
+                with nullcontext() if last else unsynced(self.trainer):
+                    part = partial(self._surrogate, step, gradients, place, of_contrast if last else {})
+                    self._descend(part, chunk, descend)
         self._checked.add("replay")
 
     def _gradients(
@@ -319,16 +302,10 @@ def _depends(loss: Tensor, embeddings: list[Tensor]) -> bool:
     """Whether a loss depends on an embedding, if any embedding is trained."""
     trained = [embedding for embedding in embeddings if embedding.requires_grad]
     nodes = {embedding.grad_fn for embedding in trained} - {None}
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node in nodes or any(getattr(node, "variable", None) is embedding for embedding in trained):
-            return True
-        seen.add(node)
-        todo.extend(following for following, _ in node.next_functions)
-    return not trained
+    return not trained or any(
+        node in nodes or any(getattr(node, "variable", None) is embedding for embedding in trained)
+        for node in nodes_of(loss)
+    )
 
 
 def _has_gradient(x: Tensor) -> bool:

@@ -11,12 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import TORCH, require_engine
 from lightning_tricks.core.lightning.trainer import is_fitting, takes_dataloader_iter
 from lightning_tricks.core.replay.rerun import is_replaying
 from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.report import Row
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.modules.grad_cache.engine import GradCache, check_embeddings
 
 if TYPE_CHECKING:

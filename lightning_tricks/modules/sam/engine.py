@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,12 @@ from torch.optim import LBFGS, Optimizer
 from lightning_tricks.core.batches.cutting import count_samples, naming_single_samples, select_samples
 from lightning_tricks.core.checks import check_count, check_range
 from lightning_tricks.core.lightning.trainer import scaled, step_schedules, unsynced
-from lightning_tricks.core.random_numbers import random_numbers_of, random_state
+from lightning_tricks.core.random_numbers import random_state
 from lightning_tricks.core.replay.containers import run_all
+from lightning_tricks.core.replay.graph import find_graph_node, naming_reentrant_checkpoints, reentrant_checkpoint
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
-from lightning_tricks.core.replay.rerun import (
-    begin_run,
-    find_graph_node,
-    naming_reentrant_checkpoints,
-    reentrant_checkpoint,
-    replaying,
-)
+from lightning_tricks.core.replay.own_batch import with_own_batch
+from lightning_tricks.core.replay.rerun import Start, begin_run, replaying, run_again
 from lightning_tricks.core.weights.gradients import require_dense
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
@@ -39,6 +35,7 @@ from lightning_tricks.modules.sam.misuse import (
     misuse,
     weights_of,
 )
+from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
 
 
@@ -63,60 +60,62 @@ class SAMEngine:
         self._has_descended = False
         self.closures, self.schedules, self.steps = ClosureGuard(module), ScheduleWatch(module), StepWatch(module)
 
-    def backward(self, loss: Tensor, descend: Callable[[Tensor], None]) -> None:
-        """The backward pass of automatic optimization.
+    def descend(self, loss: Tensor, backward: Callable[[Tensor], None]) -> None:
+        """Accumulate SAM's gradient in ``.grad``, in automatic optimization.
 
         Args:
             loss: The loss of the step that was recorded, divided and scaled by Lightning.
-            descend: Accumulates the gradient of a loss in ``.grad``.
+            backward: The module's own backward pass, of a loss.
         """
-        first = self.recorder.take()
-        if first is None:
+        step = self.recorder.take()
+        if step is None:
             self.norm = None
-            descend(loss)  # a step without a perturbation
+            backward(loss)  # a step without a perturbation
             return
         self.weights.reshard()  # so that the module's parameters are the optimizer's
-        weights = self._perturbed([self.module.optimizers()])
-        if self.sam.micro_batch_size is None:
-            self._run_twice(loss, first, weights, lambda again: descend(scaled(self.module.trainer, again)))
-        else:
-            self._backward_of_micro_batches(first, weights, descend, self.sam.micro_batch_size)
+        weights = self._perturbed_weights([self.module.optimizers()])
+        if self.sam.micro_batch_size is not None:
+            self._descend_in_micro_batches(step, weights, backward, self.sam.micro_batch_size)
+            return
+        with self._loss_uphill(loss, step, weights) as uphill:
+            backward(scaled(self.module.trainer, uphill))
 
-    def _backward_of_micro_batches(
-        self, first: RecordedStep, weights: dict[Tensor, str], descend: Callable[[Tensor], None], size: int
+    def _descend_in_micro_batches(
+        self, full: RecordedStep, weights: dict[Tensor, str], backward: Callable[[Tensor], None], size: int
     ) -> None:
-        """Perturb for each micro-batch by itself; the first run, of the full batch, has logged and moved statistics."""
-        first.state.refuse_writes()
-        first.state.refuse_counts()
-        after, random, norms = first.state.now(), first.random, []
-        parts = micro_batches(first.run, size)
-        try:
-            for number, (share, run) in enumerate(parts, 1):
-                with nullcontext() if number == len(parts) else unsynced(self.module.trainer):
-                    step = RecordedStep(with_own_batch(run), random, first.state)
-                    first.state.restore()
-                    with random_numbers_of(random, self.module.device), self._naming(size), first.state.watching():
-                        loss = scaled(self.module.trainer, self._loss_again(run) * share)
-                        random = random_state(self.module.device)
-                    if not loss.requires_grad:
-                        raise MisconfigurationException(
-                            f"The loss of {type(self.module).__name__} depends on no weight that trains now, so that"
-                            " SAM has nothing to perturb: return None from training_step while everything is frozen."
-                        )
-                    norms.append(self._run_twice(loss, step, weights, partial(self._descend_by, share, descend)))
-        finally:
-            first.state.restore()  # also what only a part of the batch has led to
-            after.restore()
+        """Perturb for each micro-batch by itself; the run of the full batch has logged and moved statistics."""
+        trainer, norms, random = self.module.trainer, list[Tensor](), full.start.random
+        with run_again(full.start):
+            try:
+                parts = micro_batches(full.run, size)
+                for number, (share, run) in enumerate(parts, 1):
+                    step = RecordedStep(with_own_batch(run), replace(full.start, random=random))
+                    step.start.state.restore()
+                    with nullcontext() if number == len(parts) else unsynced(trainer):
+                        with step.start.running(), self._naming(size):
+                            loss = scaled(trainer, self._loss_again(run) * share)
+                            random = random_state(self.module.device)
+                        self._require_graph(loss)
+                        with self._loss_uphill(loss, step, weights) as uphill:
+                            backward(scaled(trainer, uphill * share if share < 1 else uphill))
+                    assert self.norm is not None, "just measured"
+                    norms.append(self.norm)
+            finally:
+                full.start.state.restore()  # also what only a part of the batch has led to
         self.norm = torch.stack(norms).sum()
+
+    def _require_graph(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise MisconfigurationException(
+                f"The loss of {type(self.module).__name__} depends on no weight that trains now, so that SAM has"
+                " nothing to perturb: return None from training_step while everything is frozen."
+            )
 
     def _naming(self, size: int) -> AbstractContextManager[None]:
         rule = f"SAM(micro_batch_size={size}) gives {type(self.module).__name__} a micro-batch of one sample"
         return naming_single_samples(rule, "choose a size above 1 that divides the size of the batch")
 
-    def _descend_by(self, share: float, descend: Callable[[Tensor], None], loss: Tensor) -> None:
-        descend(scaled(self.module.trainer, loss * share if share < 1 else loss))
-
-    def backward_by_hand(
+    def descend_by_hand(
         self, closure: Callable[[], Tensor], optimizer: Any = None, method: str = "sam_backward"
     ) -> Tensor:
         """Run ``SAMMixin.sam_backward``."""
@@ -125,13 +124,14 @@ class SAMEngine:
         self.called = True
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
-        step = RecordedStep(partial(closure), random_state(self.module.device), ModuleState(self.module))
-        with self.closures.watching(method), step.state.watching():
+        step = RecordedStep(partial(closure), Start.here(self.module, self.module.device))
+        with self.closures.watching(method), step.start.state.watching():
             loss = loss_of(closure())
-        weights = self._perturbed(own if isinstance(own, list) else [own])
+        weights = self._perturbed_weights(own if isinstance(own, list) else [own])
+        first = scaled(self.module.trainer, loss)
         try:
-            with self.steps.adding(method):
-                self._run_twice(scaled(self.module.trainer, loss), step, weights, self.module.manual_backward)
+            with self.steps.adding(method), self._loss_uphill(first, step, weights) as uphill:
+                self.module.manual_backward(uphill)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 rule = f"the closure of {method} uses tensors of a forward pass outside of it"
@@ -169,7 +169,7 @@ class SAMEngine:
             return loss
 
         with nullcontext() if ends else unsynced(self.module.trainer), gradients_kept(self._weights_of_others(inner)):
-            loss = self.backward_by_hand(share, own, "sam_step") * accumulate
+            loss = self.descend_by_hand(share, own, "sam_step") * accumulate
         assert self.norm is not None, "just measured"
         self.norm *= accumulate
         watch.calls[inner] = 0 if ends else calls
@@ -189,10 +189,12 @@ class SAMEngine:
         own = set(weights_of(optimizer))
         return [w for other in self.module.trainer.optimizers for w in weights_of(other) if w not in own]
 
-    def _run_twice(
-        self, loss: Tensor, step: RecordedStep, weights: dict[Tensor, str], descend: Callable[[Tensor], None]
-    ) -> Tensor:
-        """Perturb by the gradient of the loss, run the step again and descend from its loss; returns the norm."""
+    @contextmanager
+    def _loss_uphill(self, loss: Tensor, step: RecordedStep, weights: dict[Tensor, str]) -> Iterator[Tensor]:
+        """The loss of a step at weights that are perturbed inside the block, by the gradient of its first loss.
+
+        At the end of the block the weights are themselves again, and the module is as the first run has left it.
+        """
         moved, gradients = self._gradients(loss, list(weights))
         if not moved and self.sam.parameters is None and not self.module.automatic_optimization:
             raise MisconfigurationException(
@@ -202,41 +204,36 @@ class SAMEngine:
         parts = self._parts(moved)
         with torch.no_grad():
             before = [part.clone() for part in parts]
-        step.state.refuse_writes()
-        step.state.refuse_counts()
-        after = step.state.now()
         with hidden_from_autograd(parts):
             try:
-                step.state.restore()
-                self.weights.reshard()
-                parts = self._parts(moved)  # the step may have given a weight another .data
-                self.perturbed = parts, before
-                names = [weights[weight] for weight in moved]
-                norm = self.sam.perturb_(parts, gradients, names, partial(self.weights.norm, of=moved))
-                del gradients  # Frees as much memory as the weights take.
-                with random_numbers_of(step.random, self.module.device), after.watching():
-                    again = self._loss_again(step.run)
-                self._descend(descend, again)
-                after.refuse_counts()
+                with run_again(step.start) as again:
+                    self.weights.reshard()
+                    parts = self._parts(moved)  # the step may have given a weight another .data
+                    self.perturbed = parts, before
+                    names = [weights[weight] for weight in moved]
+                    norm = self.sam.perturb_(parts, gradients, names, partial(self.weights.norm, of=moved))
+                    del gradients  # Frees as much memory as the weights take.
+                    with again.running():
+                        uphill = self._loss_again(step.run)
+                    # What hooks of gradients draw or log is no part of the second run.
+                    with self._refusing_changes():
+                        yield uphill
             finally:
-                self._undo(parts, before, after)
+                # Last, since run_again restores weights that the second run wrote to, as they were when perturbed.
+                run_all([self.weights.reshard, partial(copy_, parts, before)])
+                self.perturbed = None
         self.norm = norm / scaled(self.module.trainer, torch.ones_like(norm))
-        return self.norm
 
     def _parts(self, weights: list[Tensor]) -> list[Tensor]:
         """This rank's parts of weights."""
         return [part for part in map(self.weights.local, weights) if part is not None]
 
-    def _undo(self, parts: list[Tensor], before: list[Tensor], after: ModuleState) -> None:
-        """Put the module into its state after the first run of a step, also if some of it cannot be restored."""
-        run_all([after.restore, self.weights.reshard, partial(copy_, parts, before)])
-        self.perturbed = None
-
-    def _descend(self, descend: Callable[[Tensor], None], loss: Tensor) -> None:
-        """Run the backward pass at the perturbed weights; what it changes besides gradients would be undone."""
+    @contextmanager
+    def _refusing_changes(self) -> Iterator[None]:
+        """Refuse what the backward pass in the block changes besides gradients, since it would be undone."""
         looks = not self._has_descended and _acts_in_backward(self.module)  # looking once is enough, and costs time
         state = ModuleState(self.module, compared=True) if looks else None
-        descend(loss)
+        yield
         if state is not None and (path := state.changed()) is not None:
             raise MisconfigurationException(
                 f"SAM restores what a training step has changed, and {path} is changed in the backward pass, by"
@@ -245,7 +242,7 @@ class SAMEngine:
             )
         self._has_descended = True
 
-    def _perturbed(self, optimizers: list[Any]) -> dict[Tensor, str]:
+    def _perturbed_weights(self, optimizers: list[Any]) -> dict[Tensor, str]:
         """The weights that are perturbed, of those that optimizers train."""
         if any(weight.requires_grad for optimizer in optimizers for weight in weights_of(optimizer)):
             return perturbed_weights(self.module, self.sam, optimizers)
@@ -293,7 +290,8 @@ def micro_batches(run: partial[Any], size: int) -> list[tuple[float, partial[Any
     parts: list[tuple[float, partial[Any]]] = []
     for start in range(0, samples, size):
         stop = min(start + size, samples)
-        part = select_samples(batch, slice(start, stop), samples, f"SAM(micro_batch_size={size})")
+        name, remedy = f"SAM(micro_batch_size={size})", "leave micro_batch_size out"
+        part = select_samples(batch, slice(start, stop), samples, name, remedy=remedy)
         parts.append(((stop - start) / samples, partial(run.func, part, *rest, **run.keywords)))
     return parts
 

@@ -92,7 +92,7 @@ class SAMMixin(_Module):
             MisconfigurationException: Outside of a fit with manual optimization, for a closure that calls backward or
                 steps an optimizer, and if the gradient would be added to that of ``sam_step``.
         """
-        return self._sam_by_hand("sam_backward").backward_by_hand(closure, optimizer)
+        return self._sam_by_hand("sam_backward").descend_by_hand(closure, optimizer)
 
     def sam_step(
         self,
@@ -138,7 +138,7 @@ class SAMMixin(_Module):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         inherited = super().backward
         if self.automatic_optimization and self._sam is not None:
-            self._sam.backward(loss, lambda again: inherited(again, *args, **kwargs))
+            self._sam.descend(loss, lambda uphill: inherited(uphill, *args, **kwargs))
         elif self.automatic_optimization and not is_trial(self.trainer):
             raise MisconfigurationException(
                 f"SAM works in a Trainer's fit, in which {type(self).__name__}.configure_callbacks must include that of"

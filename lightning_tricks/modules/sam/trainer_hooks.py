@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
+from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import TORCH, Engine, require_engine
 from lightning_tricks.core.lightning.step_watch import holds_parameters
 from lightning_tricks.core.lightning.trainer import is_fitting, log_every_n_steps, takes_dataloader_iter
 from lightning_tricks.core.report import Row, settings
-from lightning_tricks.core.trick import Conflict, Trick
+from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.by_engine import local_weights
 from lightning_tricks.core.weights.tensors import copy_, hidden_from_autograd
 from lightning_tricks.modules.sam.engine import SAMEngine

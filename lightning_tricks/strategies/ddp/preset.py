@@ -8,7 +8,6 @@ from inspect import signature
 from typing import Any, final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -16,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks.core.averaging.callback import Averaging
 from lightning_tricks.core.checks import check_bool, some
-from lightning_tricks.core.lightning.trainer import callbacks_of, grad_scaler, keep_user_samplers
+from lightning_tricks.core.conflicts import Conflict
+from lightning_tricks.core.lightning.trainer import grad_scaler, keep_user_samplers
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.ddp.compression import Compression, Compressor, LocalSGD, make_compressor
 
@@ -81,6 +80,16 @@ class DDPPreset(PresetStrategy, DDPStrategy):
     References:
         PowerSGD: https://arxiv.org/abs/1905.13727, local SGD: https://arxiv.org/abs/1808.07217
     """
+
+    conflicts = (
+        Conflict(
+            ("Averaging", "WeightAveraging", "StochasticWeightAveraging"),
+            "with compression='local_sgd' each node has other weights between averages, and an average over steps needs"
+            " equal ones",
+            "Remove the callback, or choose compression='bf16' or 'powersgd'",
+            lambda preset, other: preset.compression == "local_sgd" and not preset.is_single_process,
+        ),
+    )
 
     def __init__(
         self,
@@ -198,11 +207,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
             self._active.average_weights()
 
     def _check_local_sgd(self, trainer: pl.Trainer) -> None:
-        """Raise for callbacks and optimizers that are only correct if all ranks always have the same weights."""
-        incompatible: list[Any] = []
-        for kind in (Averaging, WeightAveraging, StochasticWeightAveraging):
-            incompatible += callbacks_of(trainer, kind)
-        incompatible += [optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "consolidate_state_dict")]
+        """Raise for optimizers whose states are not those of one process, or have no mean."""
         for optimizer in trainer.optimizers:
             if _OWN_STATES.search(name := type(optimizer).__name__):
                 raise MisconfigurationException(
@@ -210,12 +215,12 @@ class DDPPreset(PresetStrategy, DDPStrategy):
                     f" and {name} keeps states in few bits, or in numbers and bases of each rank's own, which have no"
                     " mean. Take another optimizer, such as AdamW, or choose compression='bf16' or 'powersgd'."
                 )
-        if incompatible:
-            raise MisconfigurationException(
-                f"strategy={self.strategy_name!r} with compression='local_sgd' has different weights on each node"
-                f" between averages, got {type(incompatible[0]).__name__}, which needs equal ones. Leave it out, or"
-                " choose compression='bf16' or 'powersgd'."
-            )
+            if hasattr(optimizer, "consolidate_state_dict"):
+                raise MisconfigurationException(
+                    f"strategy={self.strategy_name!r} with compression='local_sgd' has different weights on each node"
+                    f" between averages, got {name}, which shards its states among all nodes. Take another optimizer,"
+                    " or choose compression='bf16' or 'powersgd'."
+                )
 
     @override
     def on_exception(self, exception: BaseException) -> None:

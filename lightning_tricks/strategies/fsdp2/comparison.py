@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.linalg import vector_norm
 
-from lightning_tricks.core.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.module_state import ModuleState
+from lightning_tricks.core.replay.rerun import Start, undone
 from lightning_tricks.core.selection import is_called
 
 TOLERANCE = 2e-3  # Relative, in fp32; TensorFloat32 rounds by less.
@@ -89,23 +88,20 @@ class _Comparison:
 
 @torch.no_grad()
 def _require_same(name: str, owner: nn.Module, places: Places, args: Any, kwargs: Any, device: torch.device) -> None:
-    state, numbers, forward = ModuleState(owner, deep=True), random_state(device), type(owner).forward
+    start, forward = Start.here(owner, device, deep=True), type(owner).forward
     unsplit = [(parent, key, _unsplit(parent.get_submodule(key))) for parent, key in places]
     dtype = next(unsplit[0][2].parameters()).dtype
     args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)
     error: Exception | None = None
-    with random_numbers_of(numbers, device), state.watching():
+    with undone(start):
+        owner.eval()
+        ours = forward(owner, *args, **kwargs)
+        for parent, key, layer in unsplit:
+            setattr(parent, key, layer)
         try:
-            owner.eval()
-            ours = forward(owner, *args, **kwargs)
-            for parent, key, layer in unsplit:
-                setattr(parent, key, layer)
-            try:
-                differs = _differ(ours, forward(owner, *args, **kwargs), max(TOLERANCE, 8 * torch.finfo(dtype).eps))
-            except Exception as raised:  # It only runs with parts.
-                differs, error = True, raised
-        finally:
-            state.restore()
+            differs = _differ(ours, forward(owner, *args, **kwargs), max(TOLERANCE, 8 * torch.finfo(dtype).eps))
+        except Exception as raised:  # It only runs with parts.
+            differs, error = True, raised
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, differs)
     if any(found):

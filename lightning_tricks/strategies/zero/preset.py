@@ -26,12 +26,12 @@ from torch.torch_version import TorchVersion
 from typing_extensions import override
 
 from lightning_tricks.core.checks import check_bool, check_type
+from lightning_tricks.core.fit_start import announce
 from lightning_tricks.core.lightning.compiler import prepare_to_compile, remove_stale_locks
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import is_fitting, will_step
 from lightning_tricks.core.safe_load.damage import zero_tag
 from lightning_tricks.core.safe_load.files import load_zero_file
-from lightning_tricks.core.trick import announce
 from lightning_tricks.core.weights.zero import load_full_weights
 from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy

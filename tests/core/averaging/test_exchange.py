@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_tricks.core.averaging import exchange
-from lightning_tricks.core.averaging.exchange import Exchange
+from lightning_tricks.core.averaging import transfer
+from lightning_tricks.core.averaging.transfer import Exchange
 
 Lists = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -55,7 +55,7 @@ def test_only_one_bucket_is_held_besides_the_lists(monkeypatch: pytest.MonkeyPat
     def held() -> int:
         return sum(t.nbytes for t in gc.get_objects() if type(t) is Tensor)
 
-    both, most, real = lists(), 0, exchange.copy_
+    both, most, real = lists(), 0, transfer.copy_
     before = held()
 
     def measured(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -63,7 +63,7 @@ def test_only_one_bucket_is_held_besides_the_lists(monkeypatch: pytest.MonkeyPat
         most = max(most, held() - before)
         real(targets, sources)
 
-    monkeypatch.setattr(exchange, "copy_", measured)
+    monkeypatch.setattr(transfer, "copy_", measured)
     Exchange(list(both[1]), both[0]).run(*both)
     assert 0 < most <= 2**21  # the largest tensor
 
@@ -76,7 +76,7 @@ def test_an_interrupt_anywhere_leaves_both_ways_open(
 ) -> None:
     for then_back in (False, True):
         both = lists()
-        before, swap, copies, real = copied(both), Exchange(list(both[1]), both[0]), 0, exchange.copy_
+        before, swap, copies, real = copied(both), Exchange(list(both[1]), both[0]), 0, transfer.copy_
         if back:
             swap.run(*both)
 
@@ -88,12 +88,12 @@ def test_an_interrupt_anywhere_leaves_both_ways_open(
                 raise KeyboardInterrupt
             real(targets, sources)
 
-        monkeypatch.setattr(exchange, "copy_", interrupted)
+        monkeypatch.setattr(transfer, "copy_", interrupted)
         try:
             swap.run(*both, back=back)
         except KeyboardInterrupt:
             copies = -100
-        monkeypatch.setattr(exchange, "copy_", real)
+        monkeypatch.setattr(transfer, "copy_", real)
         swap.run(*both, back=then_back)
         assert_same(both, before if then_back else turned(before))
 

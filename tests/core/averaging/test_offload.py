@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lightning_tricks as lt
 from lightning_tricks.core.averaging.averages import Averages
-from lightning_tricks.core.averaging.offload import Offload
+from lightning_tricks.core.averaging.transfer import Offload
 from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.tensors import trainable
 from tests.device.devices import CUDA, device

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
-from lightning_tricks.core.averaging.ranks import relative_distance
 from lightning_tricks.core.lightning.trainer import extremes
 from tests.core.weights.test_local import train
 from tests.nets import NormNet, build, fit, rank_loader
@@ -61,7 +60,7 @@ def distances(engine: str) -> tuple[float, float]:
 
     class Distance(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            logged.append(relative_distance(trainer, ema._running))
+            logged.append(ema._running.distance(trainer.strategy.root_device))
 
     train(engine, ema, callbacks=[Distance()], max_epochs=1)
     averages = ema._running

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lightning_tricks as lt
-from lightning_tricks.core.averaging import exchange
+from lightning_tricks.core.averaging import transfer
 from tests.nets import PlainNet, assert_equal, build, fit, loader, trainer, weights
 
 
@@ -17,7 +17,7 @@ from tests.nets import PlainNet, assert_equal, build, fit, loader, trainer, weig
 def test_a_save_that_waited_is_made_after_an_interrupt_and_never_again(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls, path = exchange.copy_, 0, tmp_path / "x.ckpt"
+    real, calls, path = transfer.copy_, 0, tmp_path / "x.ckpt"
     module, ema = build(PlainNet), lt.EMA(0.9)
     run = trainer(callbacks=[ema], max_epochs=4)
 
@@ -31,10 +31,10 @@ def test_a_save_that_waited_is_made_after_an_interrupt_and_never_again(
             raise KeyboardInterrupt
         real(targets, sources)
 
-    monkeypatch.setattr(exchange, "copy_", interrupted)
+    monkeypatch.setattr(transfer, "copy_", interrupted)
     with pytest.raises(SystemExit):
         run.fit(module, loader(), loader(24))
-    monkeypatch.setattr(exchange, "copy_", real)
+    monkeypatch.setattr(transfer, "copy_", real)
     raw = weights(module)
     saved = torch.load(path, weights_only=True)
     assert_equal({**saved["state_dict"], **saved["callbacks"]["EMA(decay=0.9)"]["raw"]}, raw)

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from lightning_tricks.callbacks.activation_checkpointing import offload
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.replay.offload import offload
 from lightning_tricks.core.replay.recompute import recompute, require_python
 from lightning_tricks.core.selection import select_blocks
 from tests.nets import assert_equal, weights

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,25 +16,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
-from lightning_tricks.core.random_numbers import (
-    random_numbers_from,
-    random_numbers_of,
-    random_state,
-    set_random_state,
-)
 from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.rerun import (
-    begin_run,
-    copy_containers,
-    find_graph_node,
-    forbid_writes,
-    is_replaying,
-    replaying,
-    run_number,
-    tensors_in,
-    versions,
-)
-from tests.device.devices import EVERY, device
+from lightning_tricks.core.replay.rerun import Start, begin_run, is_replaying, replaying, run_again, run_number, undone
 
 CPU = torch.device("cpu")
 
@@ -192,67 +173,6 @@ def test_a_deep_copy_taken_before_equals_the_module_after() -> None:
         assert torch.equal(mine, theirs), name
 
 
-def draw() -> tuple[float, float, float]:
-    return torch.rand(()).item(), random.random(), float(np.random.rand())
-
-
-def test_the_same_numbers_are_drawn_again_and_the_generators_go_on() -> None:
-    state = random_state(CPU)
-    first = draw()
-    with random_numbers_of(state, CPU):
-        assert draw() == first
-        draw()
-    second = draw()
-    with random_numbers_of(state, CPU):
-        assert (draw(), draw()) == (first, second)
-
-
-def test_the_generators_go_on_after_an_exception() -> None:
-    state = random_state(CPU)
-    draw()
-    at = random_state(CPU)
-    expected = draw()
-    with random_numbers_of(at, CPU):
-        pass
-    with random_numbers_of(state, CPU), pytest.raises(KeyboardInterrupt), random_numbers_of(at, CPU):
-        raise KeyboardInterrupt
-    with random_numbers_of(at, CPU):
-        assert draw() == expected
-
-
-def test_a_state_drawn_from_stays_what_it_was() -> None:
-    state = random_state(CPU)
-    for _ in range(2):
-        with random_numbers_of(state, CPU):
-            values = draw()
-    with random_numbers_of(state, CPU):
-        assert draw() == values
-
-
-@pytest.mark.parametrize("on", EVERY)
-def test_the_devices_generator_is_among_them(on: str) -> None:
-    with device(on) as there:
-        at = torch.device(there.name, 0)
-        state = random_state(at)
-        first = torch.rand(3, device=at)
-        with random_numbers_of(state, at):
-            assert torch.equal(torch.rand(3, device=at), first)
-        with random_numbers_from(5, at):
-            seeded = torch.rand(3, device=at)
-        second = torch.rand(3, device=at)
-        with random_numbers_from(5, at):
-            assert torch.equal(torch.rand(3, device=at), seeded)
-        set_random_state(state, at)
-        assert torch.equal(torch.rand(3, device=at), first)
-        assert torch.equal(torch.rand(3, device=at), second)
-
-
-def test_a_device_without_a_generator_that_can_be_set_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"torch cannot set for a device of type 'hpu': train on cuda"):
-        random_state(torch.device("hpu", 0))
-    random_state(torch.device("meta"))  # which draws nothing
-
-
 class Carrier(nn.Module):
     """Plain attributes of every sort that a step may change."""
 
@@ -300,87 +220,6 @@ def test_parameters_are_left_alone() -> None:
     assert module.weight.eq(7).all()
 
 
-class Pair(NamedTuple):
-    first: Tensor
-    rest: list[Any]
-
-
-def test_a_batch_is_rebuilt_around_the_same_tensors() -> None:
-    x, y = torch.zeros(2), torch.ones(2)
-    batch = {"pair": Pair(x, [y, "text"]), "more": (x, None)}
-    again = copy_containers(batch)
-    batch["pair"].rest.pop()
-    batch.clear()
-    assert type(again["pair"]) is Pair
-    assert again["pair"].first is again["more"][0] is x
-    assert again["pair"].rest == [y, "text"]
-
-
-def test_a_write_into_a_tensor_of_the_batch_is_seen() -> None:
-    with torch.inference_mode():
-        fixed = torch.zeros(2)
-    batch = {"x": [torch.zeros(2), "text"], "y": (torch.ones(2), fixed)}
-    tensors = tensors_in(batch)
-    before = versions(tensors)
-    assert len(before) == 3
-    _ = batch["x"][0] + 1
-    assert versions(tensors) == before
-    batch["x"][0].mul_(2)
-    assert versions(tensors) != before
-
-
-def test_a_write_into_a_sparse_tensor_is_seen() -> None:
-    sparse = torch.eye(2).to_sparse()
-    before = versions([sparse])
-    assert versions([sparse]) == before
-    sparse.mul_(2)
-    assert versions([sparse]) != before
-
-
-def swap(tensor: Tensor) -> None:
-    tensor.data = tensor.data + 1
-
-
-WRITES: list[Callable[[Tensor], Any]] = [
-    lambda t: t.mul_(2),
-    lambda t: t[:1].zero_(),
-    swap,
-    lambda t: t.data.resize_(100),
-    lambda t: t.data.mul_(2),
-    lambda t: torch._foreach_add_([t.data], 1),
-]
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_writes_into_the_batch_raise(write: Callable[[Tensor], Any]) -> None:
-    module, batch = nn.Linear(2, 2), {"deep": [(torch.ones(2), "text")], "none": None}
-    refused = pytest.raises(MisconfigurationException, match=r"training_step writes into its batch.*x = x \* 2")
-    with refused, forbid_writes(module, batch):
-        write(batch["deep"][0][0])
-    with forbid_writes(module, batch):  # what was written before does not count
-        pass
-
-
-def test_reading_and_writing_elsewhere_is_no_write() -> None:
-    with torch.inference_mode():
-        fixed = torch.ones(2)
-    module, batch = nn.Linear(2, 2), {"x": torch.ones(2), "fixed": fixed}
-    with forbid_writes(module, batch):
-        (module(batch["x"]) - module(batch["x"] * batch["fixed"])).sum().backward()
-        batch["x"].clone().mul_(2)
-        batch["x"].data.sum()
-        with torch.no_grad():
-            module.weight.mul_(2)
-        batch.pop("fixed")
-
-
-def test_an_exception_in_a_step_that_writes_is_the_one_that_is_seen() -> None:
-    batch = torch.ones(2)
-    with pytest.raises(KeyError), forbid_writes(nn.Linear(2, 2), batch):
-        batch.zero_()
-        raise KeyError
-
-
 def test_runs_have_numbers_which_stay_when_they_are_run_again() -> None:
     begin_run()
     first = run_number()
@@ -388,13 +227,6 @@ def test_runs_have_numbers_which_stay_when_they_are_run_again() -> None:
         assert run_number() == first
     begin_run()
     assert run_number() != first
-
-
-def test_a_node_of_the_graph_is_found_by_name() -> None:
-    x = torch.ones(2, requires_grad=True)
-    loss = (x.exp() * x).sum()
-    assert find_graph_node(loss, "ExpBackward0".__eq__) == "ExpBackward0"
-    assert find_graph_node(loss, "LogBackward0".__eq__) is None
 
 
 def test_a_step_knows_that_it_runs_again_until_the_end_of_an_exception() -> None:
@@ -406,3 +238,79 @@ def test_a_step_knows_that_it_runs_again_until_the_end_of_an_exception() -> None
         assert is_replaying()
         raise KeyError
     assert not is_replaying()
+
+
+class Counts(nn.Module):
+    """Counts its runs in a buffer, and in a closure, which nothing can set back, if it is told to."""
+
+    def __init__(self, closure: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+        self.teacher = nn.Parameter(torch.zeros(()), requires_grad=False)
+        calls = 0
+
+        def count() -> None:
+            nonlocal calls
+            calls += closure
+
+        self.count = count
+
+    def forward(self) -> float:
+        self.runs.add_(1)
+        self.teacher.data.add_(1)
+        self.count()
+        return torch.rand(()).item()
+
+
+def test_a_run_again_gives_the_same_and_changes_nothing_more() -> None:
+    module = Counts()
+    start = Start.here(module)
+    with start.state.watching():
+        first = module()
+    following = torch.rand(()).item()
+    torch.set_rng_state(start.random["torch"])
+    torch.rand(())
+    with run_again(start) as again:
+        assert module.runs == module.teacher == 0
+        with again.running():
+            assert module() == first
+        assert module.runs == module.teacher == 1
+    assert module.runs == module.teacher == 1
+    assert torch.rand(()).item() == following
+
+
+def test_a_run_again_is_undone_after_an_exception() -> None:
+    module = Counts()
+    start = Start.here(module)
+    with start.state.watching():
+        module()
+    with pytest.raises(KeyError), run_again(start) as again, again.running():
+        module(), module()
+        raise KeyError
+    assert module.runs == module.teacher == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_cannot_be_undone_is_refused_before_the_second_run_or_after_it(at_once: bool) -> None:
+    module, entered = Counts(closure=True), []
+    start = Start.here(module)
+    with start.state.watching():
+        module()
+    with pytest.raises(MisconfigurationException, match=r"Counts\.count"), run_again(start, at_once=at_once):
+        entered.append(True)
+        module()
+    assert bool(entered) is not at_once
+    assert module.runs == 1
+
+
+def test_an_undone_run_leaves_no_trace_and_one_that_has_failed_is_set_back() -> None:
+    module = Counts()
+    start = Start.here(module)
+    with undone(start):
+        first = module()
+    assert module.runs == module.teacher == 0
+    with start.state.watching():
+        assert module() == first
+    start.set_back()
+    assert module.runs == module.teacher == 0
+    assert module() == first

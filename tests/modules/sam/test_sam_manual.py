@@ -590,6 +590,7 @@ def test_sam_backward_by_hand_equals_sam_step_on_two_ranks(case: Case) -> None:
     assert_close(of_both(f"SharpPlain {case}")[0], of_both(f"ByHandPlain {case}")[0], tolerance(case))
 
 
+@pytest.mark.slow
 def test_a_gan_on_two_ranks_equals_a_naive_loop() -> None:
     theirs, batches = build(GAN), [x for x, _ in loader(48)]
     naive_gan(theirs, [batches[i : i + 2] for i in (0, 2, 4)] * 2, (theirs.loss_d, theirs.loss_g), rho=0.1)

@@ -339,7 +339,7 @@ def local_sgd(folder: str) -> dict[str, Any]:
     for callback in (lt.EMA(), WeightAveraging()):
         with pytest.raises(
             MisconfigurationException,
-            match=f"'ddp_compressed_bf16' with compression='local_sgd' .*{type(callback).__name__}",
+            match=f"'ddp_compressed_bf16' and {type(callback).__name__}.*: with compression='local_sgd'",
         ):
             run(arguments=every["2"], callbacks=[callback])
     with pytest.raises(

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
-from lightning_tricks.core.averaging.ranks import relative_distance
 from lightning_tricks.core.ranks import sample_group
 from lightning_tricks.core.weights.fsdp2 import local_part
 from tests.nets import assert_close, assert_equal, build, fit, loader, trainer, weights
@@ -51,7 +50,7 @@ class Distance(Callback):
         averages = self.ema._running
         states = averages.weights.state(), self.ema.averaged_state_dict()
         raw, averaged = (torch.cat([state[name].flatten() for name in averages.tensors]) for state in states)
-        self.found = relative_distance(trainer, averages), float((raw - averaged).norm() / raw.norm())
+        self.found = averages.distance(trainer.strategy.root_device), float((raw - averaged).norm() / raw.norm())
 
 
 def resumed(folder: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_tricks as lt
 from lightning_tricks.checkpoints.consolidate import consolidate
+from tests.few import few
 from tests.nets import PlainNet, assert_close, assert_equal, build, data, loader, trainer, weights
 from tests.ranks import Cases, run_cases, run_ranks
 from tests.strategies.fsdp2.split_nets import (
@@ -358,7 +359,7 @@ def four() -> Cases:
     return run_cases(ended, FOUR, nprocs=4, timeout=900)
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", few(QUICK, 1))
 def test_two_processes_train_what_one_does(two: list[dict[str, Any]], case: str) -> None:
     kind, _, settings = CASES[case]
     module, _ = alone(kind, **settings())

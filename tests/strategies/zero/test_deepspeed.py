@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Subset
 import lightning_tricks as lt
 from lightning_tricks.strategies.zero.preset import ZeROPreset
 from tests.conformance.runs import Gather
+from tests.few import few
 from tests.nets import (
     NormNet,
     PlainNet,
@@ -418,7 +419,7 @@ def test_stage_3_accumulates_by_hand() -> None:
     assert_close(run_ranks(accumulate_by_hand, 3)[0], weights(module), 1e-6)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", few([2, 3], 1))
 @pytest.mark.parametrize(("case", "kind"), [("watched", CosineNet), ("frozen", Frozen), ("late", Late)])
 def test_a_fit_that_validates_freezes_or_is_made_late_equals_one_process(
     otherwise: list[dict[Any, End]], stage: int, case: str, kind: type[PlainNet]

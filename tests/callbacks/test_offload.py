@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_tricks.core.replay.offload import offload
+from lightning_tricks.callbacks.activation_checkpointing import offload
 from tests.core.replay.test_recompute import bert, descend, resnet, wrapped
 from tests.device.devices import CUDA, device
 from tests.nets import assert_equal

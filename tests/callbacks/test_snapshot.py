@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 import lightning_tricks as lt
-from lightning_tricks.core.nonfinite.snapshot import Snapshot
+from lightning_tricks.callbacks.rewind_on_spike import Snapshot
 from tests.nets import Net, assert_equal, build, fit, weights
 
 

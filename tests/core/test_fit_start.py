@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 import lightning_tricks as lt
-from lightning_tricks.core.trick import active
+from lightning_tricks.core.fit_start import active
 from tests.conformance.settings import SETTINGS
 from tests.conformance.settings import Trick as Enrolled
 from tests.conformance.trick import public_name

@@ -8,13 +8,13 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from lightning_tricks.core.averaging.history import History
+from lightning_tricks.core.averaging.validation import RawMetrics
 
 
-def recorded(**metrics: float) -> History:
-    history = History()
+def recorded(**metrics: float) -> RawMetrics:
+    history = RawMetrics()
     for step in (5, 10):
-        history.record(step, {name: torch.tensor(value * step) for name, value in metrics.items()}, "_raw")
+        history.record(step, {name: torch.tensor(value * step) for name, value in metrics.items()})
     return history
 
 
@@ -35,7 +35,7 @@ def test_pairs_are_found_under_the_names_that_lightning_makes(name: str, raw: st
 
 
 def test_it_goes_through_a_checkpoint() -> None:
-    history, other = recorded(loss=1.0, loss_raw=2.0), History()
+    history, other = recorded(loss=1.0, loss_raw=2.0), RawMetrics()
     other.load_state_dict(history.state_dict())
     assert other.state_dict() == history.state_dict()
     lists = {name: [list(row) for row in rows] for name, rows in history.state_dict().items()}  # as XLA saves them
@@ -64,4 +64,4 @@ def test_a_metric_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"no history of 'x'.*recorded: 'loss'"):
         recorded(loss=1.0, loss_raw=2.0).plot("x", None)
     with pytest.raises(ValueError, match="recorded: nothing"):
-        History().plot(None, None)
+        RawMetrics().plot(None, None)

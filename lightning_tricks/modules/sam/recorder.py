@@ -1,4 +1,4 @@
-"""Recording of the training step, so that it can be run again."""
+"""Recording of the training step that SAM runs again; apart from the engine, which is long enough without it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.random_numbers import RandomState, random_state, set_random_state
-from lightning_tricks.core.replay.module_state import ModuleState
-from lightning_tricks.core.replay.rerun import begin_run, copy_containers, forbid_writes
+from lightning_tricks.core.replay.own_batch import forbid_writes, with_own_batch
+from lightning_tricks.core.replay.rerun import Start, begin_run
 from lightning_tricks.core.replay.trial import WithoutGradients, gradients_inside
 
 
 @dataclass
 class RecordedStep:
-    """A training step: how to run it again, and the random numbers and the state that it started from."""
+    """A training step: how to run it again, and what it started from."""
 
     run: partial[Any]
-    random: RandomState
-    state: ModuleState
+    start: Start
 
 
 class StepRecorder:
@@ -59,10 +57,9 @@ class StepRecorder:
         if not (torch.is_grad_enabled() and self._wanted()):  # scoring and recalibration run without gradients
             return original(*args, **kwargs)
         begin_run()
-        state = ModuleState(module)
         run = partial(original, *args, **kwargs)
-        step = RecordedStep(with_own_batch(run), random_state(module.device), state)
-        with state.watching(), forbid_writes(module, (args, kwargs)):
+        step = RecordedStep(with_own_batch(run), Start.here(module, module.device))
+        with step.start.state.watching(), forbid_writes(module, (args, kwargs)):
             output = run() if self._gradients else self._run_without_graph(module, run, step)
         self.step = step
         return output
@@ -75,18 +72,9 @@ class StepRecorder:
         def again() -> None:
             nonlocal run
             run = with_own_batch(step.run)
-            step.state.restore()
-            set_random_state(step.random, module.device)
+            step.start.set_back()
 
         return _without_graph(self._without_gradients(module, attempt, again))
-
-
-def has_graph(loss: Tensor) -> bool:
-    """Whether a loss is that of a step with a graph, and not one that ``_without_graph`` has made."""
-    node: Any = loss.grad_fn
-    while node is not None and len(before := [each for each, _ in node.next_functions if each is not None]) == 1:
-        (node,) = before  # it was divided, or scaled
-    return not (loss.grad_fn is None or (hasattr(node, "variable") and node.variable.ndim == 0))
 
 
 def _without_graph(output: Any) -> Any:
@@ -96,8 +84,3 @@ def _without_graph(output: Any) -> Any:
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         return {**output, "loss": output["loss"].detach().requires_grad_()}
     return output
-
-
-def with_own_batch(run: partial[Any]) -> partial[Any]:
-    """The same run with copies of the batch's containers, so that the step may pop items from its own."""
-    return partial(run.func, *copy_containers(run.args), **copy_containers(run.keywords))

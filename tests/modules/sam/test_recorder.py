@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_tricks.core.random_numbers import random_numbers_of
-from lightning_tricks.core.replay.recorder import RecordedStep, StepRecorder, with_own_batch
+from lightning_tricks.core.replay.own_batch import with_own_batch
 from lightning_tricks.core.replay.rerun import run_number
+from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder
 from tests.nets import Net, PlainNet, build, fit
 
 
@@ -34,7 +34,7 @@ class Again(Callback):
         if step is None:
             self.losses.append((0.0, 0.0))
             return
-        with torch.no_grad(), random_numbers_of(step.random, pl_module.device):
+        with torch.no_grad(), step.start.running():
             self.losses.append((loss.item(), step.run().item()))
         assert self.recorder.step is None
 
@@ -137,7 +137,7 @@ def test_the_state_of_a_step_knows_what_it_has_written() -> None:
     records = Records()
     fit(build(Decays), callbacks=[records], max_epochs=1, limit_train_batches=1, limit_val_batches=0)
     assert records.steps[0] is not None
-    state = records.steps[0].state
+    state = records.steps[0].start.state
     assert state.written() == "Decays.layers.0.weight"
     with pytest.raises(MisconfigurationException, match=r"parameter layers\.0\.bias"):
         state.refuse_writes()
