@@ -40,7 +40,7 @@ PATIENCE = 240  # seconds in which nothing new is noted or printed, after which 
 
 TESTS = (
     # What no simulation has: compilers, kernels of other libraries, the allocator, events, NCCL.
-    *("callbacks/test_compile", "advisor/memory/test_memory", "core/replay/test_offload", "core/replay/test_recompute"),
+    *("callbacks/test_compile", "advisor/memory/test_memory", "callbacks/test_offload", "core/replay/test_recompute"),
     *("callbacks/test_data_wait", "advisor/test_batch_size", "callbacks/test_float8", "callbacks/test_lora"),
     *("strategies/ddp/test_preset", "strategies/fsdp2/test_fsdp", "strategies/test_single"),
     *("strategies/zero/test_deepspeed", "optimizers/test_adamw"),

@@ -219,7 +219,7 @@ def section(result: dict[str, Any], quality: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"{len(lines)} rows that are worse contradict a paper. In its configuration {signs.count(1)} of them are"
-            f" better than plain training, {signs.count(0)} are not told apart, and {signs.count(-1)} are worse.",
+            f" better than plain training, {signs.count(0)} are inconclusive, and {signs.count(-1)} are worse.",
             f"<details>\n<summary>Claims and figures ({words(result['machine'])})</summary>",
             grid(["trick", "paper", "what it claims", "its configuration here", "beside training with"], trials),
             "Points over plain training in our configuration, and in that of the paper, as above:",

@@ -44,8 +44,8 @@ LEGEND = """\
     by hand. `ActivationCheckpointing`: bit-equal to plain training.
   - `Doctor`, `DataWait`, `InspectTraining`, `Throughput`: bit-equal to plain training. `SkipNonFinite`,
     `RewindOnSpike`, `TerminateOnNonFinite`: the same on a healthy fit, and at a loss that is no number the weights
-    before it. `Preemption`: a signal ends the fit behind its step, and the next fit ends as one that nothing disturbs.
-    `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit behind it is bit-equal to one without.
+    before it. `Preemption`: a signal ends the fit after its step, and the next fit ends as one that nothing disturbs.
+    `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit after it is bit-equal to one without.
     `cross_validate`: folds that were fitted by hand. **callbacks**: EarlyStopping and ModelCheckpoint of the project's
     Lightning work beside ours. **resume**: bit-equal to the project's own resume.
 - *refused*: an error by name before the first optimizer step. *refused late*: by name, after it. n/a: has no meaning.

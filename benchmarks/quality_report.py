@@ -178,7 +178,7 @@ def told(found: dict[Column, dict[str, Row]], gain: str, better: int) -> str:
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """The heat map: blue is better, red is worse, and grey is not told apart from plain training."""
+    """The heat map: blue is better, red is worse, and grey is inconclusive."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -192,7 +192,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
         _panel(axis, part, names)
     axes[-1].set_xlabel(
         "points over plain training and their 95% intervals; the first row is the score of plain training"
-        " (text: 0.01 nats per character); grey: not told apart",
+        " (text: 0.01 nats per character); grey: inconclusive",
         fontsize=8,
     )
     with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):

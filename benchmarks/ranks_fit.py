@@ -28,7 +28,7 @@ class WideNet(AdamNet):
 
 
 class Held(pl.Callback):
-    """Reads the averages behind the last step."""
+    """Reads the averages after the last step."""
 
     def __init__(self, ema: lt.EMA) -> None:
         self.ema = ema

@@ -24,7 +24,7 @@ class Measured(NamedTuple):
 
 
 def timed(work: Work, device: str) -> Timed:
-    """The work with a clock; on a GPU from the event before it to the event behind it."""
+    """The work with a clock; on a GPU from the event before it to the event after it."""
 
     def on_cpu() -> float:
         begin = time.perf_counter()

@@ -131,7 +131,7 @@ for schedule in (False, True):
         print(f"{name + ', flat_cos' * schedule:27}  {shown(columns[0])}  {shown(columns[1])}")
 
 # %% [markdown]
-# With wrong labels both averages are some ten points above the raw weights; behind `flat_cos`, which alone gains seven,
+# With wrong labels both averages are some ten points above the raw weights; after `flat_cos`, which alone gains seven,
 # it is two points for EMA, within the spread, and four for SWA. With right labels there is **no difference**.
 #
 # ## What is in a checkpoint?

@@ -41,7 +41,7 @@ HEAVY = {
 }
 
 # The floors. What stands on one imports nothing from above it.
-STANDARD_LIBRARY = ("core/checks.py", "schedules/curves.py")
+STANDARD_LIBRARY = ("core/call_stack.py", "core/checks.py", "schedules/curves.py")
 NO_TRAINER = re.compile(
     r"core/(selection|figures|adapters/\w+|mixed_targets/\w+|safe_load/\w+|batches/(cutting|form|paths)"
     r"|weights/(tensors|local|fsdp2|zero)|averaging/(averages|transfer))\.py"
@@ -160,6 +160,31 @@ def test_what_is_heavy_is_imported_where_it_is_used() -> None:
 def test_only_lightning_pytorch_is_imported() -> None:
     for file in FILES:
         assert "pytorch_lightning" not in top_levels(file), f"{file}: its classes are not those of lightning.pytorch"
+
+
+FRAMES = {  # what reads stack frames, as functions of sys and inspect give them
+    "core/call_stack.py": "the objects and the arguments of the calls that led to one",
+    "advisor/non_finite.py": "the line of the user's code that a report names",
+}
+CTYPES = {
+    "core/safe_load/atomic_folder.py": "renameat2 exchanges two names in one step, which Python cannot do",
+    "advisor/environment.py": "where the system's libaio is",
+}
+
+
+def test_stack_frames_and_c_functions_are_used_in_few_places() -> None:
+    reads = {"sys._getframe", "sys._current_frames", "inspect.currentframe", "inspect.stack"}
+    by_name = {name.split(".")[1] for name in reads}
+    frames, c_functions = set(), set()
+    for file in FILES:
+        tree = ast.parse((PACKAGE / file).read_text())
+        called = {ast.unparse(call.func) for _, call in calls(tree)}
+        if called & reads or {found.name for found in imports(file)} & by_name:
+            frames.add(file)
+        if "ctypes" in top_levels(file):
+            c_functions.add(file)
+    assert frames == FRAMES.keys()
+    assert c_functions == CTYPES.keys()
 
 
 def test_a_parser_needs_the_standard_library_only() -> None:

@@ -196,7 +196,7 @@ def _tools(deepspeed: bool) -> dict[str, str | None]:
     compiler = shutil.which(cpp_extension.get_cxx_compiler())
     home = cpp_extension.CUDA_HOME
     nvcc = home and shutil.which("nvcc", path=os.path.join(home, "bin"))
-    libaio = ctypes.util.find_library("aio")
+    libaio = ctypes.util.find_library("aio")  # only looks it up, as a compiler's linker does; nothing is loaded
     if deepspeed and compiler:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 

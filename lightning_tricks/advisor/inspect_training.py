@@ -262,7 +262,7 @@ def inspect_training(
     Raises:
         TypeError: For a value of the wrong type, or loaders that can be read only once.
         ValueError: If ``steps`` is below 1.
-        MisconfigurationException: For lazy layers, sparse gradients, inside of a fit, and under FSDP1, DeepSpeed and
+        MisconfigurationException: For lazy layers, sparse gradients, inside a fit, and under FSDP1, DeepSpeed and
             strategies that spawn or fork.
 
     Example:

@@ -28,7 +28,7 @@ class LayerStatistics:
         gradient: Euclidean norm of the gradient before clipping, the median over the steps.
         update: Ratio of update to weights, ``||w' - w|| / max(||w||, ||w'||)``, the median over the steps.
         dead: Fraction of units (rows of the weight of a linear layer or a convolution) whose gradient was exactly 0 in
-            every step, so that they did not train: behind a ReLU, units that never fired.
+            every step, so that they did not train: after a ReLU, units that never fired.
         activation: Root mean square of the outputs in the training steps, on this rank.
     """
 

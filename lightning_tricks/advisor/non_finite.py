@@ -203,7 +203,7 @@ class Watch(TorchFunctionMode):
 
     def _note(self, name: str, given: set[str], got: Sequence[Any], backward: bool, module: str, line: str) -> None:
         for made in sorted(_kinds(got) - given):
-            if made == "nan" or "nan" not in given:  # an infinite value behind a NaN tells nothing
+            if made == "nan" or "nan" not in given:  # an infinite value after a NaN tells nothing
                 value = next(value for value in got if made in _kinds(value))
                 rows = _rows(value, _FINDS[made])
                 self.found[NonFiniteOperation(name, made, backward, module, line, rows)] = None
@@ -218,7 +218,7 @@ def _kinds(values: Any) -> set[str]:
                 kinds.add("nan" if math.isnan(value) else "inf")
             elif _has_floats(value) and not all_finite([value.detach()]):
                 kinds.update(kind for kind, find in _FINDS.items() if find(value).any())
-        except RuntimeError:  # what cannot be read: float8, nested tensors, inside of vmap
+        except RuntimeError:  # what cannot be read: float8, nested tensors, inside vmap
             continue
     return kinds
 
@@ -370,7 +370,7 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
         ValueError: If the checkpoint is damaged, or has shards of averages; if the batch has classes that could run
             code when it is loaded, and that torch was not told to allow.
         RuntimeError: If the module does not have the weights of the checkpoint.
-        MisconfigurationException: For several devices, lazy layers, and inside of a fit.
+        MisconfigurationException: For several devices, lazy layers, and inside a fit.
 
     Example:
         >>> import tempfile

@@ -65,7 +65,7 @@ class TricksProfile:
 class _Profiler(Callback):
     """Times the tricks of a fit, from a place in front of all of them.
 
-    Seconds in a call are those of its own: without the calls of other tricks inside of it, and without what the
+    Seconds in a call are those of its own: without the calls of other tricks inside it, and without what the
     wrapped method does.
     """
 
@@ -73,7 +73,7 @@ class _Profiler(Callback):
         self.profile = profile
         self._undo = ExitStack()
         self._owners: dict[Callable[..., Any], str] = {}  # the trick that a wrapper is of
-        self._inside: list[float] = []  # for each running call, the seconds of calls inside of it
+        self._inside: list[float] = []  # for each running call, the seconds of calls inside it
         self._training = False  # from the first batch of an epoch on
         self._device = torch.device("cpu")
         self._began = 0.0

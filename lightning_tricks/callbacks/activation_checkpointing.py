@@ -37,7 +37,7 @@ class ActivationCheckpointing(Trick):
     ``policy="selective"`` keeps the results of matrix products, convolutions and attention, and recomputes all else. It
     takes more memory and less time, which pays where those operations are long; in eager code, torch needs time to tell
     the operations apart. ``benchmarks/cost/speed.py`` measures both. torch raises in the backward pass if a layer
-    writes into such a result (an in-place activation right behind a convolution): make it ``inplace=False``, or use
+    writes into such a result (an in-place activation right after a convolution): make it ``inplace=False``, or use
     "full". It also raises in a second backward pass through one graph. With both policies torch raises for a block that
     writes into its own input, and for ``torch.func.grad``.
 

@@ -82,7 +82,7 @@ class DataWait(Trick):
 
     Raises:
         TypeError: If ``warn`` is no number.
-        ValueError: If it is out of range.
+        ValueError: If ``warn`` is out of range.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[DataWait(warn=0.2)], accelerator="cpu", logger=False)
@@ -119,7 +119,7 @@ class DataWait(Trick):
         original()
 
     def _mark(self, original: Callable[[], None]) -> None:
-        """Put an event behind all that the device has to do: it idles between the events around a wait."""
+        """Put an event after all that the device has to do: it idles between the events around a wait."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append(event)

@@ -20,7 +20,7 @@ class ExactResume(Trick):
     Lightning alone keeps the number of the batch, and begins the loader's order again: some samples come twice and
     others never. Here every checkpoint holds, for all ranks, how the pass over each loader began, how many batches it
     has had, and the states of the random generators of torch, the device, NumPy, Python, and of loader workers. A
-    resumed fit asks the samplers for the numbers of the samples once more and goes on behind those that were seen; it
+    resumed fit asks the samplers for the numbers of the samples once more and goes on after those that were seen; it
     loads none of them again, but up to ``num_workers - 1`` batches. An unbroken fit is the same with and without it.
 
     Samplers may be torch's, those of this package, or a user's, whose generators, plain attributes or ``state_dict``

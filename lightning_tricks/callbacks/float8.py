@@ -26,7 +26,7 @@ __all__ = ["Float8"]
 
 Recipe = Literal["tensorwise", "rowwise"]
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}  # of the first CUDA devices with such a product
-MULTIPLE = 16  # of which a product in float8 needs the sizes of a weight
+MULTIPLE = 16  # float8 products need sizes that are multiples of this
 
 
 def float8_twin(layer: nn.Linear, recipe: Recipe, *, emulate: bool = False) -> nn.Linear:

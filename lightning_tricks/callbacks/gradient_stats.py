@@ -35,7 +35,7 @@ def layer_group(name: str, depth: int) -> str:
 class GradientStats(GradientCallback):
     """Logs the norms of gradients, weights and updates, of each group of layers and of all, every so many steps.
 
-    Of the first optimizer step and of every n-th behind it the loggers get ``tricks/gradient_norm``,
+    Of the first optimizer step and of every n-th after it the loggers get ``tricks/gradient_norm``,
     ``tricks/weight_norm`` before the step, ``tricks/update_norm``, by how much the step has changed the weights, and
     ``tricks/update_ratio``, the update's norm by that of the weights, which is around 1e-3 in a healthy training by
     Adam. Behind a slash each has the group: ``tricks/update_ratio/model.blocks``. The same names are in

@@ -24,13 +24,13 @@ class HiddenMixup(MixingCallback):
     """Trains on mixed hidden representations: ``h' = lam * h + (1 - lam) * h[index]`` for the input of a layer.
 
     ``loss = lam * L(f(h'), y) + (1 - lam) * L(f(h'), y[index])``. It is meant for text, whose token ids cannot be
-    mixed: with the classification head as the layer, the representations of two sentences are mixed behind the encoder
+    mixed: with the classification head as the layer, the representations of two sentences are mixed after the encoder
     (Mixup-Transformer). The partner comes from the same batch, so a sentence is encoded only once. Labels stay integers
     for the module, and a Hugging Face model may compute its loss inside ``forward``. The heads are "classifier" in
-    BERT, RoBERTa, DeBERTa and ELECTRA, "pre_classifier" in DistilBERT and "head" in ModernBERT, behind the name of the
+    BERT, RoBERTa, DeBERTa and ELECTRA, "pre_classifier" in DistilBERT and "head" in ModernBERT, after the name of the
     model's attribute.
 
-    Decoder classifiers ("score" in GPT-2 or Llama) select the last token of a sentence only behind the head. So for a
+    Decoder classifiers ("score" in GPT-2 or Llama) select the last token of a sentence only after the head. So for a
     linear layer over all tokens with one label per sentence, the logits are mixed where a loss of
     ``torch.nn.functional`` gets them. For a linear layer this is the same.
 

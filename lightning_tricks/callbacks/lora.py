@@ -328,7 +328,7 @@ class LoRA(Trick):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if engine_of(trainer) is Engine.ZERO3 or is_trial(trainer):
-            return  # where a rank has not the whole of a weight; a trial has few steps
+            return  # under ZeRO-3 a rank holds only a shard; a trial takes too few steps
         unused = [name for name, layer in adapted_layers(pl_module).items() if not _moves(layer)]
         if unused and trainer.global_step:
             rank_zero_warn(

@@ -64,7 +64,7 @@ def _swa_tail(
     anneal: int | float = 0,
     **settings: Any,
 ) -> Schedule:
-    """``swa_tail`` behind the curve of a name, with the settings of that curve."""
+    """``swa_tail`` after the curve of a name, with the settings of that curve."""
     in_steps = isinstance(start, int) and isinstance(anneal, int)
     counts = total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps
     if counts:
@@ -287,7 +287,7 @@ class LRSchedule(Trick):
         """Raise if something else has set a learning rate since the schedule did.
 
         Raises:
-            MisconfigurationException: If it has.
+            MisconfigurationException: If a learning rate is not the schedule's.
         """
         if all(config.scheduler is not self._scheduler for config in trainer.lr_scheduler_configs):
             return  # Lightning's StochasticWeightAveraging has taken its place

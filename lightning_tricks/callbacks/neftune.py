@@ -166,7 +166,7 @@ class NEFTune(BatchCallback):
 
 
 def input_embeddings(module: nn.Module) -> list[nn.Module]:
-    """The embeddings that models of transformers inside of a module take for their inputs; none of other models."""
+    """The embeddings that models of transformers inside a module take for their inputs; none of other models."""
     found, models = [], [model for model in module.modules() if hasattr(model, "get_input_embeddings")]
     for model in models:
         with suppress(NotImplementedError):  # a model made of others, which say it themselves

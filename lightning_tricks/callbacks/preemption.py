@@ -47,7 +47,7 @@ class Preemption(Trick):
 
     In a SLURM job SIGUSR1 (``#SBATCH --signal=SIGUSR1@120``) also queues the job again, once; ``SLURMEnvironment``'s
     ``requeue_signal`` and ``auto_requeue=False`` are respected. Lightning's own handlers, which save and broadcast amid
-    a step, where processes wait for one another for ever, are left out during the fit. Handlers of others are put back
+    a step, where processes wait for one another forever, are left out during the fit. Handlers of others are put back
     after it. Workers of data loaders outlive the signals, too.
 
     Amid an epoch the fit goes on as with ``ExactResume``, with the samples and the random numbers that it would have
@@ -62,9 +62,10 @@ class Preemption(Trick):
 
     Raises:
         TypeError: If the folder is not a path.
-        NotADirectoryError: If it is a file.
-        MisconfigurationException: If ``fit`` does not run in the main thread, the only one that Python tells of
-            signals; or with ``ckpt_path="newest"``, if a process does not see what the first one has found.
+        NotADirectoryError: If the folder is a file.
+        MisconfigurationException: If ``fit`` does not run in the main thread, the only thread in which Python
+            runs signal handlers; or with ``ckpt_path="newest"``, if a process does not see what the first one has
+            found.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Preemption("runs/a")], accelerator="cpu", logger=False)
@@ -135,7 +136,7 @@ class Preemption(Trick):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._compares and (wish := self._agreed(trainer)):
-            # Lightning would go on behind the batches that are done, with their part of the metrics lost. It runs all
+            # Lightning would go on after the batches that are done, with their part of the metrics lost. It runs all
             # of a validation that was interrupted in its first batch.
             progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
             done = progress.total.completed - progress.current.completed

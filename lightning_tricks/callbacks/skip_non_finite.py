@@ -52,7 +52,7 @@ class SkipNonFinite(Trick):
 
     Raises:
         ValueError: If ``max_consecutive`` is below 1.
-        TypeError: If it is not an integer.
+        TypeError: If ``max_consecutive`` is not an integer.
         MisconfigurationException: Under DeepSpeed, which makes the steps itself, with LBFGS, which steps many times,
             and with PowerSGD, which keeps values that are not finite.
         FloatingPointError: After ``max_consecutive`` skipped steps; names the parameters and the last finite loss.

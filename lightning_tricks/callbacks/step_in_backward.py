@@ -1,4 +1,4 @@
-"""Optimizer steps inside of the backward pass: a weight is stepped as soon as its gradient is there."""
+"""Optimizer steps inside the backward pass: a weight is stepped as soon as its gradient is there."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step_in_backward(optimizer: Optimizer, loss: Tensor) -> None:
     def step(group: dict[str, Any], weight: Tensor) -> None:
         if torch._C._current_graph_task_id() not in passes:
             raise MisconfigurationException(
-                "StepInBackward: a second backward pass runs inside of the first, as"
+                "StepInBackward: a second backward pass runs inside the first, as"
                 " torch.utils.checkpoint(use_reentrant=True) does, so that a gradient may not be complete: pass"
                 " use_reentrant=False, or remove StepInBackward."
             )
@@ -244,7 +244,7 @@ def _require_no_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             method = getattr(owner, hook)
             if getattr(method, "__func__", method) is not getattr(base, hook):
                 raise MisconfigurationException(
-                    f"StepInBackward steps weights inside of backward(): {type(owner).__name__}.{hook}"
+                    f"StepInBackward steps weights inside backward(): {type(owner).__name__}.{hook}"
                     f" {_MODULE_HOOKS[hook]}. Remove {hook} or StepInBackward."
                 )
 
@@ -283,7 +283,7 @@ def require_weight_by_weight(optimizer: Optimizer) -> None:
     gradients shows.
 
     Raises:
-        MisconfigurationException: If it does not, or cannot be tried.
+        MisconfigurationException: If the optimizer does not, or cannot be tried.
 
     Example:
         >>> require_weight_by_weight(torch.optim.AdamW([torch.ones(4)]))

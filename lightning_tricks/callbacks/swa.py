@@ -51,7 +51,7 @@ class SWA(AveragingCallback):
         MisconfigurationException: At fit start, if statistics are to be computed for a module with BatchNorm and manual
             optimization or a ``training_step(dataloader_iter)``; under a strategy whose shards are not accessible;
             when training starts, if ``start`` is a fraction of an unknown length; in the first step, if it changes what
-            could not be restored behind a run for those statistics.
+            could not be restored after a run for those statistics.
         RuntimeError: When training ends, if the training loader cannot be read again.
 
     Example:

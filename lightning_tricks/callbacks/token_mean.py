@@ -67,7 +67,7 @@ class TokenMean(BatchCallback):
         >>> trainer = pl.Trainer(callbacks=[TokenMean()], accumulate_grad_batches=4, accelerator="cpu", logger=False)
     """
 
-    order = 2  # behind what leaves samples out
+    order = 2  # after what leaves samples out
     only_looks = True
     durations: ClassVar[tuple[str, ...]] = ()
     needs_step_hooks = True

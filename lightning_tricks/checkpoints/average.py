@@ -108,8 +108,8 @@ def list_paths(paths: Iterable[PathLike]) -> list[Path]:
     """The paths as a list.
 
     Raises:
-        TypeError: If it is a single path.
-        ValueError: If it is empty.
+        TypeError: For a single path.
+        ValueError: For an empty list.
     """
     if isinstance(paths, str | os.PathLike | Tensor) or not isinstance(paths, Iterable):
         raise TypeError(f"paths must be a list of files, got {paths!r}.")

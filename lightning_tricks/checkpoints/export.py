@@ -205,7 +205,7 @@ def _without_prefix(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     """The weights of the submodule ``prefix``, by their names in it.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If the submodule has no weights.
     """
     if not prefix:
         return state

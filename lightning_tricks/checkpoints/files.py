@@ -28,8 +28,8 @@ def path_of(name: str, value: PathLike) -> Path:
     """The value of argument ``name`` as a path.
 
     Raises:
-        TypeError: If it is not a path.
-        ValueError: If it has a null character, which no path can have.
+        TypeError: If the value is not a path.
+        ValueError: For a null character, which no path can have.
     """
     check_type(name, value, str, os.PathLike)
     path = os.fsdecode(value)
@@ -42,7 +42,7 @@ def folder_of(name: str, value: PathLike) -> Path:
     """The value of argument ``name`` as the path of a folder, which need not exist.
 
     Raises:
-        NotADirectoryError: If it, or what it is to be in, is a file.
+        NotADirectoryError: If the path, or what the folder is to be in, is a file.
         TypeError, ValueError: As ``path_of``.
     """
     path = path_of(name, value)
@@ -59,7 +59,7 @@ def load(path: PathLike) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        IsADirectoryError: If it is a sharded checkpoint, which is a folder.
+        IsADirectoryError: For a sharded checkpoint, which is a folder.
         ImportError: If safetensors is missing for a .safetensors file.
         ValueError: If the file is damaged, is not a checkpoint, or holds objects that could run code.
     """
@@ -120,7 +120,7 @@ def weights_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     """The state_dict in a Lightning checkpoint, or the checkpoint itself if it is a plain state_dict.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the checkpoint is neither.
     """
     if is_lightning(checkpoint):
         return checkpoint["state_dict"]
@@ -135,8 +135,8 @@ def check_output(output: PathLike, *, force: bool) -> Path:
     Raises:
         ValueError: If no format has the suffix.
         FileNotFoundError: If its folder does not exist.
-        FileExistsError: If it exists, unless ``force``; if it is a pipe or a device.
-        IsADirectoryError: If it is a folder.
+        FileExistsError: If the file exists, unless ``force``; for a pipe or a device.
+        IsADirectoryError: For a folder.
         ImportError: If safetensors is missing for a .safetensors file.
     """
     file = path_of("output", output)

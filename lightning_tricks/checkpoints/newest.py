@@ -47,8 +47,8 @@ def newest_checkpoint(folder: PathLike) -> str | None:
 
     Raises:
         TypeError: If the folder is not a path.
-        ValueError: If it is an address, such as ``s3://...``.
-        NotADirectoryError: If it is a file.
+        ValueError: For an address, such as ``s3://...``.
+        NotADirectoryError: If the folder is a file.
 
     Example:
         >>> path = newest_checkpoint("runs/a")  # trainer.fit(module, data, ckpt_path=path) begins or goes on
@@ -182,7 +182,7 @@ def _plain(file: Path) -> dict[str, Any]:
     torch itself would run an archive of TorchScript. The headers of all records are read, whose damage would be found
     only when it is too late otherwise.
     """
-    if not file.is_file():  # opening a pipe would wait for ever
+    if not file.is_file():  # opening a pipe would wait forever
         raise _LeftOut("it is no file")
     if is_program(file):
         raise _LeftOut(PROGRAM)

@@ -20,7 +20,7 @@ def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
 def reached(device: torch.device) -> Callable[[], None]:
     """Mark what the device has to do so far; the result, when it is called, returns once that is done.
 
-    The host waits only if the device has not come to the mark by then, whatever it was given behind it.
+    The host waits only if the device has not come to the mark by then, whatever it was given after it.
     """
     if device.type in ("cpu", "xla"):  # whose copies to host memory are complete when they return
         return lambda: None

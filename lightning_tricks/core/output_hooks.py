@@ -1,4 +1,4 @@
-"""Hooks behind layers, which stay when a BatchNorm layer becomes a SyncBatchNorm."""
+"""Hooks after layers, which stay when a BatchNorm layer becomes a SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_tricks.core.selection import is_called
 
 
 def hook_output(model: nn.Module, name: str, hook: Callable[..., Any]) -> None:
-    """Register a forward hook behind a submodule, and behind the SyncBatchNorm that may take its place.
+    """Register a forward hook after a submodule, and after the SyncBatchNorm that may take its place.
 
     ``Trainer(sync_batchnorm=True)`` makes new layers, without the hooks of the BatchNorm layers. Whatever holds the
     layer looks after that before it runs.

@@ -186,9 +186,8 @@ def _siblings(container: nn.Module) -> set[nn.Module]:
 
 def _size(module: nn.Module) -> int:
     """The number of parameters of a module."""
-    return sum(
-        getattr(p, "ds_numel", p.numel()) for p in module.parameters()
-    )  # numel() is 0 where ZeRO-3 has sharded a parameter
+    # Where ZeRO-3 has sharded a parameter, its numel() is 0.
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
 
 
 def is_called(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import final
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 from typing_extensions import override
 
+from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.lightning.fit_sampler import FitSampler
 
@@ -126,12 +126,12 @@ class LengthBuckets(FitSampler):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        self._refuse_others(sys._getframe(1).f_locals.get("self"))
+        self._refuse_others(next(callers(), None))
         return chain.from_iterable(self._batches_left())
 
     @override
     def __len__(self) -> int:
-        self._refuse_others(sys._getframe(1).f_locals.get("self"))
+        self._refuse_others(next(callers(), None))
         step = self.batch_size * self._reader().world
         steps = len(self.lengths) / step
         return self.batch_size * (math.floor(steps) if self.drop_last else math.ceil(steps))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset
 from typing_extensions import override
 
+from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.lightning.fit_sampler import FitSampler
 
@@ -123,12 +123,12 @@ class TokenBuckets(FitSampler):
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        self._refuse_batches(sys._getframe(1).f_locals.get("self"))
+        self._refuse_batches(next(callers(), None))
         return self._batches_left()
 
     @override
     def __len__(self) -> int:
-        self._refuse_batches(sys._getframe(1).f_locals.get("self"))
+        self._refuse_batches(next(callers(), None))
         return self._steps(self._reader().world)
 
     def _refuse_batches(self, caller: object) -> None:

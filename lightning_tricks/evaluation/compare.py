@@ -1,4 +1,4 @@
-"""Does a trick help on this task? Fits with and without it, paired by seed, and what they tell apart."""
+"""Does a trick help on this task? Fits with and without it, paired by seed, and what they show."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def compare(
     checkpoint: Checkpoint = "last",
     equal_time: bool = False,
 ) -> Comparison:
-    """Train with and without tricks over seeds: paired differences, 95% intervals, cost, and what is not told apart.
+    """Train with and without tricks over seeds: paired differences, 95% intervals, cost, and what is inconclusive.
 
     For each seed ``s`` and arm ``a``, ``d_s = metric_s(a) - metric_s(baseline)``; the interval is that of the mean of
     ``d_s`` by Student's t. Both runs of a pair start from ``seed_everything(s)``, and so from the same weights if the
@@ -111,7 +111,7 @@ def compare(
         >>> with TemporaryDirectory() as folder:
         ...     result = compare(arms, metric="val_accuracy", mode="max", seeds=2, folder=folder)
         >>> list(result.runs), result.verdict("EMA")
-        (['plain', 'EMA'], 'not told apart')
+        (['plain', 'EMA'], 'inconclusive')
 
     References:
         Bouthillier et al., Accounting for variance in machine learning benchmarks, MLSys 2021.

@@ -1,4 +1,4 @@
-"""What a comparison over seeds says: paired differences, their intervals, the cost, and where nothing is told apart."""
+"""What a comparison over seeds says: paired differences, their intervals, the cost, and what is inconclusive."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class Comparison:
         return paired_difference(mine, others) if all(map(isfinite, mine + others)) else None
 
     def verdict(self, arm: str, other: str | None = None) -> str:
-        """The words "better", "worse", "not told apart", or what became of the runs that are lost."""
+        """The words "better", "worse", "inconclusive", or what became of the runs that are lost."""
         difference = self.difference(arm, other)
         if difference is None:
             return self._lost(arm) or f"{other or self.baseline} {self._lost(other or self.baseline)}"
         sign = difference.sign if self.mode == "max" else -difference.sign
-        return {1: "better", -1: "worse", 0: "not told apart"}[sign]
+        return {1: "better", -1: "worse", 0: "inconclusive"}[sign]
 
     def _lost(self, arm: str) -> str:
         """How many runs of an arm have no finite metric, and why."""

@@ -52,7 +52,7 @@ def require_logits(logits: Tensor, dim: int | None = None) -> int:
     """The dimension of the classes, if these may be logits.
 
     Raises:
-        ValueError: If they are probabilities, of one class only, or ``dim`` is needed.
+        ValueError: For probabilities, for logits of one class only, and if ``dim`` is needed.
     """
     if dim is None and logits.dim() != 2:
         raise ValueError(f"logits must be (B, C), got {tuple(logits.shape)}: pass dim=, the dimension of the classes.")

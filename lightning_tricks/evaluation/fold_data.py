@@ -86,7 +86,7 @@ class FoldData:
         return {"datamodule": data}
 
     def checksum(self, fold: Fold) -> str | None:
-        """Of the first batch of a fold's validation, to tell data sets apart; None if it is another one every time."""
+        """Checksum of the fold's first validation batch; None if the batch is random."""
         found = []
         for _ in range(2):
             with caller_unchanged():

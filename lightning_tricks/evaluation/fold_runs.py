@@ -1,4 +1,4 @@
-"""Folds trained one by one or in processes of their own; each writes a result, by which a later run knows it."""
+"""Trains folds one after another or in worker processes, and stores results so that a later run skips them."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class FoldRuns:
 
 
 def _end_with_parent() -> None:
-    """Have this process end when its parent has, by a signal too: it would train in the folder of the next run."""
+    """End this process when its parent ends, even if killed; else it would write to the folder of the next run."""
     parent = parent_process()
     assert parent is not None, "a pool has started this process"
 

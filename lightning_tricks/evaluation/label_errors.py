@@ -137,7 +137,7 @@ class LabelErrors(BatchCallback):
     Example:
         >>> callback = LabelErrors("runs/labels")
         >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
-        >>> # behind trainer.fit: print(callback.report), callback.report.suspects(), callback.report.plot()
+        >>> # after trainer.fit: print(callback.report), callback.report.suspects(), callback.report.plot()
 
     References:
         Pleiss et al. 2020, Identifying Mislabeled Data using the Area Under the Margin Ranking, arXiv 2001.10528;

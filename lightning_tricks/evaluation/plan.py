@@ -69,7 +69,7 @@ def require_lock(folder: Path) -> None:
     """Raise if the ``.lock`` in a folder is not one of ours, before anything is written there.
 
     Raises:
-        FileExistsError: If it is not.
+        FileExistsError: If the ``.lock`` is another's.
     """
     if os.path.lexists(folder / ".lock"):
         _open_lock(folder / ".lock").close()

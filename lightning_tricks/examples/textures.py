@@ -45,9 +45,8 @@ def load_textures(noise: float) -> Split:
     except ImportError as error:
         raise ImportError("the textures need scikit-image: pip install 'lightning_tricks[vision]'") from error
     photographs = torch.stack([torch.tensor(image()) for image in (data.brick, data.grass, data.gravel)]).float()
-    patches = photographs.unfold(1, PATCH, PATCH).unfold(
-        2, PATCH, PATCH
-    )  # Dimensions: class, row, column, height, width.
+    # The dimensions are class, row, column, height and width.
+    patches = photographs.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
     train = patches[:, :, COLUMNS["train"]]
     patches = (patches - train.mean()) / train.std()
     parts = {part: patches[:, :, columns].flatten(1, 2) for part, columns in COLUMNS.items()}

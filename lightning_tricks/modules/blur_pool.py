@@ -59,7 +59,7 @@ def add_blur_pool(model: nn.Module, *, modules: Patterns | None = None) -> list[
     Raises:
         ValueError: If there is no such layer, a pattern selects nothing, a layer blurs already, or max pooling has
             ``ceil_mode`` or ``return_indices``.
-        MisconfigurationException: If it is called in a fit that has made its optimizers.
+        MisconfigurationException: When called in a fit that has made its optimizers.
 
     Example:
         >>> from torchvision.models import resnet18
@@ -116,7 +116,7 @@ def blur_inputs(module: nn.Module, inputs: Any) -> Tensor:
 
 
 class BlurPool:
-    """Hook behind max pooling of stride 1: its output is blurred, then pixels are left out; can be pickled."""
+    """Hook after max pooling of stride 1: its output is blurred, then pixels are left out; can be pickled."""
 
     def __init__(self, stride: int | tuple[int, int]) -> None:
         self.stride = stride

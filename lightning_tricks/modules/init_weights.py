@@ -53,7 +53,7 @@ def init_weights(model: nn.Module, recipe: Recipe, *, modules: Patterns | None =
     Raises:
         ValueError: For another recipe, a pattern that selects nothing, layers without parameters of this kind, weights
             that are shared with a layer outside of them, are on the meta device, or are computed (parametrized).
-        MisconfigurationException: If it is called in a fit that has made its optimizers.
+        MisconfigurationException: When called in a fit that has made its optimizers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))

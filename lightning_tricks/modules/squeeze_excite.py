@@ -42,7 +42,7 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns | None = None, rat
         TypeError: If ``ratio`` is not an integer.
         ValueError: For a ratio out of range, if there is no such layer, or for one whose number of channels is unknown
             or that has it already.
-        MisconfigurationException: If it is called in a fit that has made its optimizers.
+        MisconfigurationException: When called in a fit that has made its optimizers.
 
     Example:
         >>> from torchvision.models import resnet18
@@ -86,5 +86,5 @@ def add_squeeze_excite(model: nn.Module, *, modules: Patterns | None = None, rat
 
 
 def excite_outputs(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Hook behind a layer: the channels of its output are weighted."""
+    """Hook after a layer: the channels of its output are weighted."""
     return module.squeeze_excite(output)

@@ -146,7 +146,7 @@ def count_steps(module: pl.LightningModule | None, schedule: str) -> int:
         schedule: The name of the factory that needs the number, for the error message.
 
     Raises:
-        UnknownTotalSteps: If it cannot be counted.
+        UnknownTotalSteps: If the steps cannot be counted.
     """
     needs = f"{schedule} needs the number of optimizer steps"
     if module is None:

@@ -447,7 +447,7 @@ def swa_tail(schedule: Schedule, *, start: Duration = 0.75, swa_lr: float, annea
     config = schedule.get("lr_scheduler") if isinstance(schedule, dict) else None
     scheduler = config.get("scheduler") if isinstance(config, dict) else None
     if not isinstance(scheduler, CurveLR) or "total_steps" not in scheduler.settings:
-        raise TypeError(f"swa_tail goes behind what another curve's factory returned, got {schedule!r}.")
+        raise TypeError(f"swa_tail goes after what another curve's factory returned, got {schedule!r}.")
     check_settings({"start": start, "swa_lr": swa_lr, "anneal": anneal})
     base = float(base_lr(scheduler.optimizer.param_groups[0]))
     if not base:

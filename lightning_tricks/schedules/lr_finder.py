@@ -210,7 +210,7 @@ def find_lr(
     Raises:
         TypeError: For a value of the wrong type, or loaders that can be read only once.
         ValueError: For a value out of range.
-        MisconfigurationException: For manual optimization, lazy layers, an optimizer without a learning rate, inside of
+        MisconfigurationException: For manual optimization, lazy layers, an optimizer without a learning rate, inside
             a fit, and under FSDP1, DeepSpeed and strategies that spawn or fork.
 
     Example:

@@ -66,7 +66,7 @@ def _transformers_layers(model: Any) -> dict[str, Key]:
     last = max(key for key in keys.values() if key != _HEAD)
     for name, key in keys.items():
         if name.startswith(prefix) and not hits[name]:
-            if re.search(r"embed|encoder\.(LayerNorm|conv)\.", name):  # DeBERTa has the latter behind its layers
+            if re.search(r"embed|encoder\.(LayerNorm|conv)\.", name):  # DeBERTa has the latter after its layers
                 keys[name] = _STEM
             elif "final_layer_norm" in name if key == _STEM else key == _HEAD and not re.search("pooler|head", name):
                 keys[name] = last  # OPT registers it before its layers
@@ -87,7 +87,7 @@ def numbered_layers(model: nn.Module, pattern: str, argument: str = "pattern") -
 
 
 def _in_order(numbers: Mapping[str, Key | None]) -> dict[str, Key]:
-    """Layers by number, the others by their place: before, behind or between the numbered ones."""
+    """Layers by number, the others by their place: before, after or between the numbered ones."""
     keys: dict[str, Key] = {}
     key, left = _STEM, sum(map(bool, numbers.values()))
     for name, number in numbers.items():

@@ -223,7 +223,7 @@ def _occasions(trainer: pl.Trainer, monitor: str) -> tuple[str, int]:
     """How often Lightning steps the scheduler: after epochs with a validation, or after batches where no epoch ends.
 
     Raises:
-        MisconfigurationException: If it never would, or would look for a metric that nothing logs.
+        MisconfigurationException: If the scheduler would never step, or look for a metric that nothing logs.
     """
     interval, every = trainer.val_check_interval, trainer.check_val_every_n_epoch or 1  # None: validation by batches
     limited = isinstance(trainer.limit_train_batches, int)

@@ -36,7 +36,7 @@ def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> pl.Trainer:
 
     Raises:
         ImportError: If Ray Train is missing.
-        RuntimeError: If it is called outside of a worker's training function.
+        RuntimeError: When called outside of a worker's training function.
         TypeError: For an argument that Ray sets.
         MisconfigurationException: If Ray has placed different numbers of workers on its nodes.
 

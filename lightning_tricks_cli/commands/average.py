@@ -16,7 +16,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Average the weights of checkpoints of one model: Lightning checkpoints, files with a state_dict,"
         " .safetensors. The average of Lightning checkpoints is for testing and deployment, not for resuming. With"
         " --posthoc the files are snapshots of PostHocEMA, and the average is of any length; several lengths write"
-        " OUT with the length behind its name.",
+        " OUT with the length after its name.",
         epilog="examples:\n"
         "  lightning-tricks average epoch=8.ckpt epoch=9.ckpt -o mean.ckpt --weights 0.3 0.7\n"
         "  lightning-tricks average --posthoc runs/ema --sigma-rel 0.05 0.08 0.13 -o ema.safetensors",

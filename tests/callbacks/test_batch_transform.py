@@ -311,7 +311,7 @@ FLIP = v2.RandomHorizontalFlip()
         (
             v2.Compose([FLIP, v2.AugMix()]),
             (images() * 2, LABELS),
-            r"AugMix takes images .* from .* to 2: normalize behind it",
+            r"AugMix takes images .* from .* to 2: normalize after it",
         ),
         (v2.RandomApply([v2.ColorJitter()]), (images() * 2, LABELS), "ColorJitter takes images with values in"),
         (v1.Compose([v1.ColorJitter()]), (images() * 2, LABELS), "ColorJitter takes images with values in"),

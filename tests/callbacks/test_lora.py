@@ -451,7 +451,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[Callback], str]] = [
     (Shared, {}, [], "used in more than one place"),
     (Twice, {}, [], "used in more than one place"),
     (TwoNames, {"modules": "first"}, [], "'first' .* used in more than one place"),
-    (Attention, {"modules": "out_proj"}, [], "inside of nn.MultiheadAttention"),
+    (Attention, {"modules": "out_proj"}, [], "inside nn.MultiheadAttention"),
     *((Attention, {"modules": name}, [], f"{name}.*convolution") for name in ("wide", "deep", "ring")),
     (Attention, {"modules": "table"}, [], "max_norm"),
     (Attention, {"modules": "normed"}, [], "parametrization"),

@@ -378,7 +378,7 @@ def test_compiled_blocks_that_are_recomputed() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Reentrant, "a second backward pass runs inside of the first"),
+        (Reentrant, "a second backward pass runs inside the first"),
         (Peeks, r"uses a weight, by detach\(\), after it has stepped it"),
         (Keeps, "uses a weight after it has stepped it"),
     ],

@@ -159,7 +159,7 @@ def test_finished_runs_are_read_for_any_metric_and_beside_new_arms(tmp_path: Pat
     more = lt.compare({**arms, "three": lambda folder: fit(folder, kind=Scored)}, folder=tmp_path, **ASKED)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert len(before) == 4
-    assert more.verdict("three") == "not told apart"  # the same fits
+    assert more.verdict("three") == "inconclusive"  # the same fits
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_a_run_that_diverges_or_fails_is_reported_and_gives_no_interval(tmp_path
     (tmp_path / "raise" / "seed1").unlink()  # the cause is removed: the run is made again, one that diverged is not
     diverged = (tmp_path / "diverges" / "seed0.json").stat().st_mtime_ns
     again = lt.compare(arms, folder=tmp_path, **ASKED)
-    assert again.verdict("fails") == "not told apart"
+    assert again.verdict("fails") == "inconclusive"
     assert (tmp_path / "diverges" / "seed0.json").stat().st_mtime_ns == diverged
 
 
@@ -389,8 +389,8 @@ def runs(**arms: list[float]) -> dict[str, list[dict[str, Any]]]:
         ([2.0, 3.1, 4.0], "min", "worse"),
         ([0.0, 1.1, 2.0], "max", "worse"),
         ([0.0, 1.1, 2.0], "min", "better"),
-        ([0.0, 2.9, 3.0], "max", "not told apart"),
-        ([1.0, 2.0, 3.0], "max", "not told apart"),
+        ([0.0, 2.9, 3.0], "max", "inconclusive"),
+        ([1.0, 2.0, 3.0], "max", "inconclusive"),
     ],
 )
 def test_the_verdict_is_that_of_the_interval_and_the_mode(values: list[float], mode: Any, verdict: str) -> None:
@@ -525,7 +525,7 @@ def test_what_fit_takes_may_be_several_loaders_or_none(tmp_path: Path) -> None:
     asked = {**ASKED, "metric": "val_loss/dataloader_idx_1"}
     assert lt.compare({"a": several, "b": several}, folder=tmp_path / "several", **asked).verdict("b")
     none = {name: lambda folder: (trainer(), OwnData(), None, None) for name in "ab"}
-    assert lt.compare(none, folder=tmp_path / "none", **ASKED).verdict("b") == "not told apart"
+    assert lt.compare(none, folder=tmp_path / "none", **ASKED).verdict("b") == "inconclusive"
     shared = [loader(24), loader(16)]
     arms = {name: lambda folder: (trainer(), Several(), {"x": loader()}, shared) for name in "ab"}
     with pytest.raises(MisconfigurationException, match="got the DataLoader of another fit again"):

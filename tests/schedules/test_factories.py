@@ -584,7 +584,7 @@ def test_a_tail_goes_behind_a_curve_only():
         lambda optimizer: cosine(optimizer, total_steps=10)["lr_scheduler"],
         lambda optimizer: {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)},
     ):
-        with pytest.raises(TypeError, match="swa_tail goes behind what another curve's factory returned, got"):
+        with pytest.raises(TypeError, match="swa_tail goes after what another curve's factory returned, got"):
             swa_tail(make(optimizer()), swa_lr=0.1)
 
 

@@ -39,7 +39,7 @@ class BatchTransform(BatchCallback):
     Transforms of torchvision also get the targets that must follow: masks with the height and width of the images, and
     the entries of a list with one entry per sample that holds ``tv_tensors``, such as dicts with ``BoundingBoxes``.
     Boxes and masks that cannot follow are refused by their path, and so are normalized images for a transform that
-    takes values in [0, 1]: put ``Normalize`` behind it, in a ``Compose``.
+    takes values in [0, 1]: put ``Normalize`` after it, in a ``Compose``.
 
     Validation, test and the tensors of the data set are not changed. Random numbers depend on the seed, the number of
     the batch and the rank, whether they come from torch, Python or NumPy; the global generators are left as they were,
@@ -203,7 +203,7 @@ class BatchTransform(BatchCallback):
                 if least < -0.01 or most > 1.01:
                     raise MisconfigurationException(
                         f"{colours[0]} takes images with values in [0, 1] or in uint8, got {spelled(path)} with values"
-                        f" from {least:.3g} to {most:.3g}: normalize behind it, BatchTransform(v2.Compose([...,"
+                        f" from {least:.3g} to {most:.3g}: normalize after it, BatchTransform(v2.Compose([...,"
                         " v2.Normalize(...)])), and also the images of the validation."
                     )
 

@@ -113,7 +113,7 @@ class ColOut:
 
 
 def _runs(kept: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Neighbours among the indices that are kept: their new place, the first one, and the one behind the last."""
+    """Neighbours among the indices that are kept: their new place, the first one, and the one after the last."""
     for _, run in groupby(enumerate(kept.tolist()), lambda pair: pair[1] - pair[0]):
         (place, first), *_, (_, last) = [*run] * 2  # of a single one, too
         yield place, first, last + 1

@@ -44,7 +44,7 @@ def cutout(x: Tensor, length: float = 0.5, generator: torch.Generator | None = N
 
 
 def _square(shape: Sequence[int], length: float, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
-    """The first row and column of a square, and those behind its last."""
+    """The first row and column of a square, and those after its last."""
     if len(shape) < 2:
         raise ValueError(f"cutout needs an image (..., H, W), got {tuple(shape)}.")
     side, centres = round(length * min(shape[-2:])), torch.rand(2, generator=generator).tolist()

@@ -19,7 +19,7 @@ from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.selection import Patterns, listed, select_modules, select_parameters
 
-BASE = "base_layer"  # peft's name of the layer inside of the one that replaces it
+BASE = "base_layer"  # peft's name of the layer inside the one that replaces it
 
 
 class Settings(NamedTuple):
@@ -47,7 +47,7 @@ def require_peft() -> Any:
     """The module peft.
 
     Raises:
-        ModuleNotFoundError: If it is missing, with the extra to install.
+        ModuleNotFoundError: If peft is missing, with the extra to install.
     """
     return library("peft", "LoRA", "lora")
 
@@ -140,7 +140,7 @@ def injected(
 def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Linear]]:
     """The linear layers whose weights nothing trains or shares, as their owners, their names there and themselves.
 
-    Of a subclass of nn.Linear the forward pass may be another, and its weight be read by others. The head of a language
+    A subclass of nn.Linear may have another forward pass, or share its weight. The head of a language
     model is left out, as transformers does when it quantizes one: errors of its logits are errors of the loss. So are
     layers with one input, each of whose weights would have a scale of its own.
     """
@@ -204,7 +204,7 @@ def adaptable(module: nn.Module, modules: Patterns) -> dict[str, nn.Module]:
             name, other = next(iter((layers or selected).items()))
             raise ValueError(
                 f"modules: {pattern!r} selects no layer that takes an adapter, but {name!r} of class"
-                f" {type(other).__name__}. Linear layers, embeddings and convolutions take one, not those inside of"
+                f" {type(other).__name__}. Linear layers, embeddings and convolutions take one, not those inside"
                 " nn.MultiheadAttention, which reads their weights past them: name other layers."
             )
         found |= {name: layer for name, layer in layers.items() if name not in inside}

@@ -25,7 +25,7 @@ def check_precision(precision: str) -> None:
 
 
 def linear_layers(module: nn.Module, modules: Patterns | None, *, lazy: bool = False) -> dict[str, nn.Linear]:
-    """The linear layers that are selected or inside of selected modules, by name; all of them for None.
+    """The linear layers that are selected or inside selected modules, by name; all of them for None.
 
     A class with a forward pass of its own is not one, and nor is the output of nn.MultiheadAttention, which reads that
     weight past its layer.
@@ -125,7 +125,7 @@ def require_torchao() -> Any:
     """Torchao's module for quantization.
 
     Raises:
-        ModuleNotFoundError: If it is missing, with the extra to install.
+        ModuleNotFoundError: If torchao is missing, with the extra to install.
     """
     return library("torchao.quantization", "Quantization", "8bit")
 

@@ -136,7 +136,7 @@ class AveragingCallback(Averaging):
 
     @contextmanager
     def _begins(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Begin to average at the first step, behind all hooks that draw or load weights before it.
+        """Begin to average at the first step, after all hooks that draw or load weights before it.
 
         In automatic optimization that is after the forward pass, which may be what gives weights their first values.
         """

@@ -75,6 +75,9 @@ class Averaging(Trick, ABC):
             self.coordinator.fail()
 
 
+NAME = "lightning_tricks_averages"  # the attribute of the loop that fits
+
+
 class Coordinator:
     """Saves every checkpoint of a Trainer, and puts averages into its module and the raw weights back.
 
@@ -91,6 +94,9 @@ class Coordinator:
         self._undo = ExitStack()
         # Stays after the fit: trainer.save_checkpoint then saves the averaged weights, too.
         wrap_method(trainer, "save_checkpoint", self._save)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(None), ()  # a copy of the Trainer makes its own
 
     # -- whose averages are the module's ------------------------------------------------------------------------------
 
@@ -225,10 +231,12 @@ class Coordinator:
 
 
 def coordinator_of(trainer: pl.Trainer) -> Coordinator:
-    """The coordinator of a Trainer, which its first averaging callback makes."""
-    callbacks = callbacks_of(trainer, Averaging)  # type: ignore[type-abstract]
-    made = (callback.coordinator for callback in callbacks)
-    return next((one for one in made if one is not None and one.trainer is trainer), None) or Coordinator(trainer)
+    """The coordinator of a Trainer, which its first averaging callback makes; it outlives that callback."""
+    coordinator = getattr(trainer.fit_loop, NAME, None)
+    if coordinator is None:
+        coordinator = Coordinator(trainer)
+        setattr(trainer.fit_loop, NAME, coordinator)
+    return coordinator
 
 
 def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:

@@ -95,7 +95,7 @@ class GrowingInputs(BatchCallback):
 
     @override
     def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
-        """Nothing: inputs are smaller from the first batch on, or never."""
+        """No check is needed: inputs shrink from the first batch on, or not at all."""
 
     def _size(self, trainer: pl.Trainer, full: int) -> int:
         step, start, stop = float(plan_step(trainer)), self._steps.get("start", 0), self._steps["stop"]

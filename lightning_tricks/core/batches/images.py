@@ -24,7 +24,7 @@ def require_images(batch: Any, images: Sequence[Path], trick: str) -> torch.Size
         trick: The trick that changes them, for the error message.
 
     Raises:
-        MisconfigurationException: If they are no images (B, ..., H, W) of one size.
+        MisconfigurationException: If the inputs are no images (B, ..., H, W) of one size.
     """
     found = [(path, get(batch, path)) for path in images]
     sides = {torch.Size() if x.is_nested else x.shape[-2:] for _, x in found}
@@ -36,7 +36,7 @@ def require_images(batch: Any, images: Sequence[Path], trick: str) -> torch.Size
         if _has_channels_last(x):
             raise MisconfigurationException(
                 f"{trick} needs images (B, ..., H, W), got {spelled(path)}, a tensor {tuple(x.shape)}, which looks like"
-                " (B, H, W, C): move the channels behind the samples, by movedim(-1, 1), in the data set or in"
+                " (B, H, W, C): move the channels after the samples, by movedim(-1, 1), in the data set or in"
                 f" on_after_batch_transfer. The batch has {described(batch)}."
             )
     return sides.pop()

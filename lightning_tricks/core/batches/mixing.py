@@ -51,7 +51,7 @@ class MixingCallback(BatchCallback):
 
     alpha: float
     prob: float
-    mixes_inputs = True  # and not what a layer makes of them
+    mixes_inputs = True  # False where a layer's input is mixed instead (HiddenMixup)
 
     def __init__(self) -> None:
         check_range("alpha", self.alpha, 0.0, 1e6)

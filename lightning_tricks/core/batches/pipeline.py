@@ -78,7 +78,7 @@ class BatchContext:
 
 
 class BatchPipeline:
-    """Runs behind the strategy's transfer of batches to the device, for all batch callbacks of a Trainer.
+    """Runs after the strategy's transfer of batches to the device, for all batch callbacks of a Trainer.
 
     The random numbers of a batch depend on a seed (that of ``seed_everything``), the number of the batch in this
     training and the rank among the processes with other samples.
@@ -89,9 +89,8 @@ class BatchPipeline:
         self.descends = False  # whether the last batch had a backward pass
         self._steps = 0  # global_step before the last batch
         self._checked = False  # whether the first batch of the training was checked for all callbacks
-        self._callbacks = sorted(
-            callbacks, key=lambda callback: callback.state_key
-        )  # the order in the Trainer must not matter
+        # The order in the Trainer must not matter.
+        self._callbacks = sorted(callbacks, key=lambda callback: callback.state_key)
         self._context: BatchContext | None = None
         self._undo = ExitStack()
         for name, wrapper in (("batch_to_device", self._transferred), ("training_step", self._stepped)):
@@ -179,7 +178,7 @@ class BatchPipeline:
 
 
 def chosen(callbacks: Sequence[BatchCallback], numbers: random.Random) -> list[BatchCallback]:
-    """The callbacks without a ``prob`` in their order, and behind them at most one of the others.
+    """The callbacks without a ``prob`` in their order, and after them at most one of the others.
 
     Probabilities that sum to more than 1 are divided by their sum.
     """

@@ -133,7 +133,7 @@ class Indices:
         elif turn.started is not None and turn.begun == 1:
             self._before = self._state.state()
             self._state.load(turn.started)
-            numbers = iter(())  # torch asks once more behind the seed
+            numbers = iter(())  # torch asks once more after the seed
         else:
             if turn.started is not None:
                 self._state.load(self._before)
@@ -209,7 +209,7 @@ class _Given(Iterator[Any]):
 
 
 def _draws_at_first(source: Any) -> bool:
-    """Whether a sampler, and the one inside of it, draw from the global generators at the beginning of a pass only."""
+    """Whether a sampler, and the one inside it, draw from the global generators at the beginning of a pass only."""
     known = type(source) in _DRAW_AT_FIRST or isinstance(source, FitSampler)
     return known and (not isinstance(source, BatchSampler) or _draws_at_first(source.sampler))
 

@@ -112,7 +112,7 @@ class Track:
             self.next = Following(workers=saved["workers"])
 
     def saved(self, turn: Pass, batches: int) -> dict[str, Any]:
-        """What another process needs to go on behind so many batches of a pass, as plain values."""
+        """What another process needs to go on after so many batches of a pass, as plain values."""
         return {
             "part": turn.part,
             "batches": batches,
@@ -128,9 +128,9 @@ class Track:
 
 
 def first_to_load(batches: int, workers: int) -> int:
-    """The batch that loading begins with where a pass goes on behind so many batches.
+    """The batch that loading begins with where a pass goes on after so many batches.
 
-    It is made by the first worker, as it was before. Some batches behind it are made a second time, and left out.
+    It is made by the first worker, as it was before. Some batches after it are made a second time, and left out.
     """
     return batches - batches % max(workers, 1)
 

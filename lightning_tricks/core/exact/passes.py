@@ -100,7 +100,7 @@ class Passes:
                 track.begin_between(one)
 
     def renew(self, states: Sequence[Any]) -> None:
-        """Let the next passes over the loaders that tell their states be those behind these, of ends of passes.
+        """Let the next passes over the loaders that tell their states be those after these, of ends of passes.
 
         Some begin the next pass when such a state is loaded, others are at the end of theirs once more.
         """

@@ -108,10 +108,10 @@ class Reading:
             self._set_random(held=passes.are_as_far_ahead(self._mine["loaders"]))
 
     def _leave_rest(self, original: Callable[[], None]) -> None:
-        """Give an epoch behind one whose rest was dealt out anew the number of batches that its loaders have."""
+        """Give an epoch after one whose rest was dealt out anew the number of batches that its loaders have."""
         passes = self._passes
-        behind = passes is not None and not passes.waits and passes.epoch != self._epochs.processed
-        if passes is not None and passes.length is not None and behind:
+        follows = passes is not None and not passes.waits and passes.epoch != self._epochs.processed
+        if passes is not None and passes.length is not None and follows:
             passes.length = None
             set_batches(self._trainer, len(passes.loaders))
         original()
@@ -231,7 +231,7 @@ class Reading:
         passes.length, self.batches_done = done + rest, done
 
     def began(self) -> None:
-        """Set the random generators, behind all hooks that run at the start of a fit only."""
+        """Set the random generators, after all hooks that run at the start of a fit only."""
         if self._resumes and self._mine is not None:
             self._set_random()
             if self._passes is not None and self._following is None:

@@ -80,7 +80,7 @@ def describe(loader: Any, ranks: int, epoch: int) -> Part:
 
 
 def _sampler(loader: Any) -> Any:
-    """What gives a loader the order: the sampler inside of torch's batch sampler, or the user's batch sampler."""
+    """What gives a loader the order: the sampler inside torch's batch sampler, or the user's batch sampler."""
     batches = loader.batch_sampler
     if type(batches) in (BatchSampler, ResizableBatches):
         return batches.sampler
@@ -127,7 +127,7 @@ def require_known_rest(before: Part, now: Part) -> None:
     """Raise unless the samples that are left are known, and can be dealt out anew.
 
     Raises:
-        MisconfigurationException: If they are not.
+        MisconfigurationException: If the samples are unknown, or cannot be dealt out anew.
     """
     known = before["kind"] in PLAIN and now["kind"] in PLAIN
     buckets = before["kind"] == now["kind"] != OTHER and _lengths(before) == _lengths(now)
@@ -146,7 +146,7 @@ def _lengths(part: Part) -> Any:
 
 
 def samples_left(turn: dict[str, Any], sampler: Any) -> Tensor:
-    """The samples of all ranks behind the first batches of a saved pass, each once, in their order.
+    """The samples of all ranks after the first batches of a saved pass, each once, in their order.
 
     Args:
         turn: The saved pass: its ``part``, the number of ``batches`` that it has had, the ``states``.

@@ -39,14 +39,14 @@ class InWorker:
         self._told = packed(plain(self._generators.state()))
 
     def collate(self, samples: Any) -> tuple[Any, Any]:
-        """A batch, and the state behind it; None for one that has not changed."""
+        """A batch, and the state after it; None for one that has not changed."""
         batch, state = self._collate(samples), packed(plain(self._generators.state()))
         told, self._told = self._told, state
         return batch, None if state == told else state
 
 
 class WorkerStates:
-    """The states of the workers behind the last batches of a pass, in the order of the batches.
+    """The states of the workers after the last batches of a pass, in the order of the batches.
 
     Worker w makes the batches w, w + count, w + 2 * count, ...
 

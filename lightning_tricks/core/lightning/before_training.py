@@ -1,14 +1,12 @@
-"""Whether a network is changed too late: inside of a fit whose optimizers have its parameters."""
+"""Refuses network changes that the optimizer, already built, would not train."""
 
 from __future__ import annotations
-
-import inspect
-from collections.abc import Iterator
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.lightning.engine import engine_of
 from lightning_tricks.core.lightning.trainer import is_fitting
 
@@ -17,7 +15,7 @@ _EARLY = ("prepare_data", "setup", "configure_model", "configure_sharded_model",
 
 
 def require_before_training(model: nn.Module, change: str) -> None:
-    """Raise if this call comes from inside of a fit that has made the optimizers of ``model``.
+    """Raise if this call comes from a fit that has made the optimizers of ``model``.
 
     The Trainer is found on the call stack, so ``model`` may be any part of the LightningModule.
 
@@ -28,7 +26,7 @@ def require_before_training(model: nn.Module, change: str) -> None:
     Raises:
         MisconfigurationException: If an optimizer of a running fit holds parameters of the network.
     """
-    for trainer in _running_fits():
+    for trainer in (owner for owner in callers() if isinstance(owner, pl.Trainer) and is_fitting(owner)):
         hook = trainer.lightning_module._current_fx_name
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         held = {id(weight) for group in groups for weight in group["params"]}
@@ -38,15 +36,3 @@ def require_before_training(model: nn.Module, change: str) -> None:
                 f"{change} must change a network before its optimizer is made, which would not train new parameters,"
                 f" got one in training ({hook or 'fit'}): call it in __init__, setup or configure_model."
             )
-
-
-def _running_fits() -> Iterator[pl.Trainer]:
-    """The Trainers whose fit has led to this call."""
-    found: set[int] = set()
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, pl.Trainer) and id(owner) not in found and is_fitting(owner):
-            found.add(id(owner))
-            yield owner
-        frame = frame.f_back

@@ -1,7 +1,7 @@
 """DeepSpeed's operators, which torch compiles at their first use, and locks of compilations that were killed.
 
 torch creates a file named ``lock`` in the operator's folder, keeps it open while it compiles, and removes it. All other
-processes that need the operator wait until the file is gone: for ever, if the compilation was killed.
+processes that need the operator wait until the file is gone: forever, if the compilation was killed.
 """
 
 from __future__ import annotations

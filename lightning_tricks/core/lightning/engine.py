@@ -55,7 +55,7 @@ def require_engine(trainer: pl.Trainer, trick: str, *engines: Engine, why: str =
         why: The property that these engines share, for the error message.
 
     Raises:
-        MisconfigurationException: If it is another engine.
+        MisconfigurationException: For another engine.
     """
     engine = engine_of(trainer)
     if engine not in engines:

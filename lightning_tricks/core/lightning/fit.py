@@ -86,7 +86,7 @@ class Fit(_BaseProgress):
         """The number of steps of the plan; all ranks take part before the fit begins.
 
         Raises:
-            UnknownTotalSteps: If it cannot be counted.
+            UnknownTotalSteps: If the steps cannot be counted.
         """
         if self._begun:
             if self._unknown:

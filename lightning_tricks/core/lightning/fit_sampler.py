@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
@@ -19,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import MOST, check_count, check_type
 from lightning_tricks.core.lightning.fit import reading_of
 
@@ -56,14 +55,11 @@ def find_reader() -> Reader:
     A sampler is not told when a fit is resumed, nor the epoch that loader workers are started for: Lightning starts
     them before it calls ``set_epoch``. Its progress is in the checkpoint, and restored before samples are read.
     """
-    frame: FrameType | None = sys._getframe(1)
     passed: list[object] = []
-    while frame is not None:
-        owner = frame.f_locals.get("self")
+    for owner in callers():
         if isinstance(owner, pl.Trainer):
             return _reader(owner, passed)
         passed.append(owner)
-        frame = frame.f_back
     if dist.is_available() and dist.is_initialized():
         return Reader(dist.get_world_size(), dist.get_rank())
     return Reader(1, 0)
@@ -104,7 +100,7 @@ class FitSampler(DistributedSampler[Any]):
         check_type("drop_last", drop_last, bool)
         check_count("seed", seed, least=0)
         self.lengths = checked_lengths(lengths)
-        given: Any = self.lengths  # of the data set torch asks the length only
+        given: Any = self.lengths  # torch asks the data set for its length only
         super().__init__(given, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     @abstractmethod
@@ -170,7 +166,7 @@ class FitSampler(DistributedSampler[Any]):
         return {"sampler": type(self).__name__, "ranks": reader.world, **self.order_settings()}
 
     def _require_same_order(self, before: dict[str, Any], order: dict[str, Any]) -> None:
-        """Raise if an epoch that goes on began in another order; ``before`` is empty if another sampler gave it."""
+        """Raise if the resumed epoch was started in another order; ``before`` is empty if another sampler gave it."""
         if before == order:
             return
         names = [name for name in {**before, **order} if before.get(name) != order.get(name)]

@@ -68,9 +68,8 @@ def _length(loader: Any, multiple: int) -> int:
 
 def _batches(trainer: pl.Trainer, loader: CombinedLoader, multiple: int) -> int:
     lengths = _limited(trainer, [_length(one, multiple) for one in loader.flattened])
-    shortest = loader._mode == "min_size" or (
-        loader._mode == "max_size_cycle" and 0 in lengths
-    )  # an empty loader cannot be cycled
+    empty = loader._mode == "max_size_cycle" and 0 in lengths  # an empty loader cannot be cycled
+    shortest = empty or loader._mode == "min_size"
     return min(lengths) if shortest else max(lengths)
 
 

@@ -32,7 +32,7 @@ def require_same_lightning(thing: object, what: str) -> None:
 
 
 def wrong_lightning(what: str, found: str) -> MisconfigurationException:
-    """The error for something of the other Lightning; whoever catches that one's MisconfigurationException gets it."""
+    """An error that ``except MisconfigurationException`` of either Lightning catches."""
     others = sys.modules[f"{OTHER}.utilities.exceptions"].MisconfigurationException
     kind = type("MisconfigurationException", (MisconfigurationException, others), {})
     return kind(

@@ -1,4 +1,4 @@
-"""What is to happen around the next training step, behind all hooks that come before it."""
+"""What is to happen around the next training step, after all hooks that come before it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_tricks.core.lightning.patching import wrap_method
 
 
 def around_next_step(trainer: pl.Trainer, undo: ExitStack, block: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run the next training step inside of a context.
+    """Run the next training step inside a context.
 
     A module's own ``on_train_start`` and ``on_train_batch_start`` come after those of callbacks, and may draw or load
-    weights. This is the first point behind them.
+    weights. This is the first point after them.
 
     Args:
         trainer: A Trainer in a fit.

@@ -1,4 +1,4 @@
-"""What the parameter groups of optimizers were made with, whatever a scheduler has written into them since."""
+"""The settings that parameter groups were created with, before any scheduler changed them."""
 
 from __future__ import annotations
 

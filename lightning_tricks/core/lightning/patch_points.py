@@ -2,7 +2,7 @@
 
 ``wrap_method`` refuses what is not in ``WRAPPED``. ``tests/core/lightning/test_patch_points.py`` compares both tables
 with the installed versions, names the tricks that would break, and finds private names that are missing here,
-but not those inside of strings: ``core/replay/recompute.py`` has names of torch's private operations in ``_KEPT``, and
+but not those inside strings: ``core/replay/recompute.py`` has names of torch's private operations in ``_KEPT``, and
 leaves out those that the installed version lacks.
 """
 

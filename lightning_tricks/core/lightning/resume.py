@@ -1,4 +1,4 @@
-"""A fit that is resumed at the end of an epoch goes on as an unbroken one does."""
+"""Makes a fit that is resumed at an epoch's end continue like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def epoch_is_over(trainer: pl.Trainer) -> bool:
 
 
 def leave_last_batch(trainer: pl.Trainer) -> None:
-    """Begin to count batches anew behind the last one of an epoch, when the epoch loop has been reset.
+    """Begin to count batches anew after the last one of an epoch, when the epoch loop has been reset.
 
     Lightning (2.6.6) does so in a resumed fit if it knows the number of batches.
     """

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -22,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_tricks.core.call_stack import locals_of
 from lightning_tricks.core.device import fetched, reached
 from lightning_tricks.core.lightning.engine import Engine, engine_of
 from lightning_tricks.core.lightning.patching import wrap_method
@@ -228,14 +227,12 @@ def requested_precision() -> str | None:
     Trainer nor its connector keeps the argument. It is read off the connector's constructor, which is on the stack
     while a strategy is set up, as is a plugin from ``plugins=``.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _AcceleratorConnector.__init__.__code__:
-            plugin = frame.f_locals["self"]._precision_plugin_flag
-            asked = _convert_precision_to_unified_args(frame.f_locals["precision"])
-            return asked or (None if plugin is None else plugin.precision)
-        frame = frame.f_back
-    return None
+    constructor = locals_of(_AcceleratorConnector.__init__)
+    if constructor is None:
+        return None
+    plugin = constructor["self"]._precision_plugin_flag
+    asked = _convert_precision_to_unified_args(constructor["precision"])
+    return asked or (None if plugin is None else plugin.precision)
 
 
 def extremes(trainer: pl.Trainer, number: int) -> tuple[int, int]:

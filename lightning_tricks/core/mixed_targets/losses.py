@@ -1,44 +1,24 @@
-"""Losses in which samples have their own weights, or only some samples count, by torch's own loss functions."""
+"""Losses in which samples have their own weights, or only some samples count, and the samples of their entries."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_tricks.core.mixed_targets.divisors import WEIGHED, Loss, counted, divisor
+from lightning_tricks.core.mixed_targets.divisors import Loss, counted, divisor
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan, Weight
-from lightning_tricks.core.mixed_targets.scores import SampleScores, summed_losses
-
-
-@cache
-def _signature(func: Loss) -> inspect.Signature | None:
-    if getattr(func, "__module__", None) != "torch.nn.functional":
-        return None
-    signature = inspect.signature(func)
-    return signature if "reduction" in signature.parameters else None
-
-
-def is_loss(func: Loss) -> bool:
-    """Whether a function is one of torch's losses: one in ``torch.nn.functional`` with a ``reduction``.
-
-    >>> is_loss(torch.nn.functional.cross_entropy), is_loss(torch.nn.functional.softmax)
-    (True, False)
-    """
-    return _signature(func) is not None
-
-
-def arguments(func: Loss, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loss by name, defaults included."""
-    signature = _signature(func)
-    assert signature is not None, "is_loss"
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+from lightning_tricks.core.mixed_targets.operations import (
+    Function,
+    cuts_behind_samples,
+    is_elementwise,
+    is_loss,
+    keeps_order,
+    keeps_samples,
+)
+from lightning_tricks.core.mixed_targets.scores import Call, SampleScores, summed_losses, weights_in_loss
 
 
 def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor | None, plan: LossPlan) -> Tensor:
@@ -68,7 +48,7 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
         divisor = {"sum": 1, "batchmean": len(values)}.get(reduction)
         if plan.record is None:
             return loss
-        return _recorded(loss, values, entry_weights_of(func, calls[0]), sample_ids, plan, divisor)
+        return _recorded(loss, values, weights_in_loss(func, calls[0]), sample_ids, plan, divisor)
     entries, factor = chosen
     calls = [_narrowed(call, entries) for call in calls]
     note_loss(func, calls[0], plan)
@@ -79,7 +59,7 @@ def planned_loss(func: Loss, calls: Sequence[dict[str, Any]], sample_ids: Tensor
 
 def planned_reduction(
     func: Loss,
-    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    calls: Sequence[Call],
     sample_ids: Tensor | None,
     plan: LossPlan,
     entry_weights: Tensor | None = None,
@@ -166,18 +146,6 @@ def _chosen(
     return (samples[:, None] * times + torch.arange(times, device=samples.device)).flatten(), factor
 
 
-def entry_weights_of(func: Loss, call: Mapping[str, Any]) -> Tensor | None:
-    """How much the entries of a loss count in what it divides, or the step does; None if all count as 1.
-
-    A mask is the weight of binary losses, too. Their own mean divides by the number of all entries.
-    """
-    if (mask := counted(call)) is not None:
-        return mask
-    by_entry = func.__name__ in WEIGHED or (func.__name__ in _OF_ENTRIES and call["reduction"] != "mean")
-    weight = call.get("weight") if by_entry else None
-    return None if weight is None else weight.expand(call["target"].shape)
-
-
 def _narrowed(call: dict[str, Any], entries: Tensor) -> dict[str, Any]:
     """The same call for some entries of the target, and of all arguments with the dimensions of the first one."""
     first = next(iter(call.values()))
@@ -200,9 +168,6 @@ def _reduced(func: Loss, each: tuple[dict[str, Any], Tensor, Weight]) -> Tensor:
     return total if call["reduction"] == "sum" else total / divisor(func, call, elements.numel())
 
 
-_OF_ENTRIES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # over the number of entries
-
-
 def _sum(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
     """The weighted sum of the values; a weight is a number, or has one entry per entry of the first dimension."""
     terms = [
@@ -218,3 +183,67 @@ def _by_entry(weight: Weight, sample_ids: Tensor) -> Weight:
 
 def _shaped(weight: Weight, value: Tensor) -> Weight:
     return weight.to(value.dtype).view(-1, *[1] * (value.ndim - 1)) if isinstance(weight, Tensor) else weight
+
+
+# -- the sample that every entry of a result belongs to ---------------------------------------------------------------
+
+
+def sample_ids_of(
+    func: Function,
+    calls: Sequence[Call],
+    results: Sequence[Tensor],
+    known: Sequence[tuple[Tensor | None, int]],
+    moved: bool,
+    plan: LossPlan | None = None,
+) -> Tensor | None:
+    """The sample of every entry along a result's first dimension; None if it is unknown or differs between branches.
+
+    Args:
+        func: The function that was called.
+        calls: The positional and the keyword arguments in every branch.
+        results: The result in every branch.
+        known: For every argument that is a target, its sample ids and its number of dimensions.
+        moved: Whether the function only moves the entries of its first argument, which is a target.
+        plan: The plan of the batch, which knows samples' numbers that need not be looked at.
+    """
+    if any(result.shape != results[0].shape for result in results):
+        return None
+    if moved:
+        sample_ids, before, after = known[0][0], calls[0][0][0], results[0]
+        if sample_ids is None:
+            return None
+        if cuts_behind_samples(func, calls[0][0]):
+            return sample_ids
+        if plan is not None and keeps_order(func) and (times := _times(plan, sample_ids, before, after)):
+            return plan.repeated_ids(times)
+        return _moved(func, sample_ids, calls, after)
+    if any(sample_ids is None and ndim for sample_ids, ndim in known):
+        return None
+    if is_elementwise(func) and any(ndim not in (0, results[0].ndim) for _, ndim in known):
+        return None  # broadcasting puts the samples along another dimension
+    found = [sample_ids for sample_ids, _ in known if sample_ids is not None and len(sample_ids) == len(results[0])]
+    if not found or not (keeps_samples(func, *calls[0]) or is_loss(func)):
+        return None
+    same = all(ids is found[0] or torch.equal(ids, found[0]) for ids in found)  # equal() waits for a GPU
+    return found[0] if same else None
+
+
+def _times(plan: LossPlan, sample_ids: Tensor, before: Tensor, after: Tensor) -> int:
+    """How many entries of each sample there are after a reshape; 0 if they must be looked at."""
+    times = plan.times_repeated(sample_ids)
+    if times is None or not after.numel() or (times * len(after)) % len(before):
+        return 0
+    return times * len(after) // len(before)
+
+
+def _moved(func: Function, sample_ids: Tensor, calls: Sequence[Call], result: Tensor) -> Tensor | None:
+    """The sample ids after the same move: the function is called on a tensor of ids."""
+    rows = []
+    for args, kwargs in calls:
+        ids = sample_ids.view(-1, *[1] * (args[0].ndim - 1)).expand(args[0].shape).contiguous()
+        moved = func(ids, *args[1:], **kwargs)
+        if not isinstance(moved, Tensor) or moved.shape != result.shape or not moved.numel():
+            return None
+        rows.append(moved.reshape(len(moved), -1))
+    first = rows[0][:, 0]
+    return first if all((row == first[:, None]).all() for row in rows) else None

@@ -2,12 +2,80 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 Function = Callable[..., Any]
+IsLabel = Callable[[Any], bool]  # whether an argument is a tensor of integers that may be labels
+
+
+class Kind(Enum):
+    """What a function of torch does with a target among its arguments."""
+
+    FORM = "uses its shape, dtype and device only"
+    READ = "reads its value, without a graph, or one of its attributes"
+    GRAPH = "concerns the graph behind it, and not its values"
+    WRITE = "writes into its first argument"
+    LOSS = "is one of torch's losses"
+    REDUCTION = "is a sum or a mean"
+    OTHER = "computes anything else from it"
+
+
+def kind_of(func: Function, args: Sequence[Any]) -> Kind:
+    """What a function does with a target among its arguments.
+
+    >>> import torch
+    >>> [kind_of(func, ()).name for func in (torch.zeros_like, torch.Tensor.item, torch.Tensor.backward)]
+    ['FORM', 'READ', 'GRAPH']
+    >>> [kind_of(func, ()).name for func in (torch.Tensor.add_, torch.nn.functional.mse_loss, torch.sum, torch.add)]
+    ['WRITE', 'LOSS', 'REDUCTION', 'OTHER']
+    """
+    name = func.__name__
+    if name.endswith("_like") or (name.startswith("new_") and name != "new_tensor"):
+        return Kind.FORM
+    if (name.endswith("_as") or name == "to") and type(args[0]) is Tensor:  # x.to(target)
+        return Kind.FORM
+    if name in _READ:
+        return Kind.READ
+    if name in _OF_THE_GRAPH:
+        return Kind.GRAPH
+    if name in _ASSIGN or (name.endswith("_") and not name.endswith("__")):
+        return Kind.WRITE
+    if is_loss(func):
+        return Kind.LOSS
+    return Kind.REDUCTION if name in ("sum", "mean") else Kind.OTHER
+
+
+@cache
+def _signature(func: Function) -> inspect.Signature | None:
+    if getattr(func, "__module__", None) != "torch.nn.functional":
+        return None
+    signature = inspect.signature(func)
+    return signature if "reduction" in signature.parameters else None
+
+
+def is_loss(func: Function) -> bool:
+    """Whether a function is one of torch's losses: one in ``torch.nn.functional`` with a ``reduction``.
+
+    >>> import torch
+    >>> is_loss(torch.nn.functional.cross_entropy), is_loss(torch.nn.functional.softmax)
+    (True, False)
+    """
+    return _signature(func) is not None
+
+
+def arguments(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss by name, defaults included."""
+    signature = _signature(func)
+    assert signature is not None, "is_loss"
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def named(func: Function) -> Function:
@@ -19,40 +87,6 @@ def named(func: Function) -> Function:
         return func(*args, **kwargs)
 
     return traced
-
-
-def writes(func: Function) -> bool:
-    """Whether a function writes into its first argument.
-
-    >>> import torch
-    >>> writes(torch.Tensor.add_), writes(torch.Tensor.__setitem__), writes(torch.add)
-    (True, True, False)
-    """
-    name = func.__name__
-    return name in _ASSIGN or (name.endswith("_") and not name.endswith("__"))
-
-
-def uses_metadata_only(func: Function, args: Sequence[Any]) -> bool:
-    """Whether a function uses only the shape, dtype and device of a target, as ``zeros_like`` and ``x.to(y)`` do."""
-    name = func.__name__
-    if name.endswith("_like") or (name.startswith("new_") and name != "new_tensor"):
-        return True
-    return (name.endswith("_as") or name == "to") and type(args[0]) is Tensor
-
-
-def differentiates(func: Function) -> bool:
-    """Whether a function concerns the graph behind a tensor, and not its values."""
-    return func.__name__ in _OF_THE_GRAPH
-
-
-def reads_value(func: Function) -> bool:
-    """Whether a function reads the value of a tensor, without a graph, or one of its attributes.
-
-    >>> import torch
-    >>> reads_value(torch.Tensor.item), reads_value(torch.Tensor.__float__), reads_value(torch.Tensor.exp)
-    (True, True, False)
-    """
-    return func.__name__ in _READ
 
 
 def moves(func: Function) -> bool:
@@ -124,7 +158,8 @@ def writes_by_sample(func: Function, args: Sequence[Any], kwargs: Mapping[str, A
 
 def reduces_samples(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function is a sum or a mean over the first dimension, alone or with others."""
-    return func.__name__ in ("sum", "mean") and isinstance(args[0], Tensor) and _in_first_dimension(args, kwargs)
+    kind = kind_of(func, args)
+    return kind is Kind.REDUCTION and isinstance(args[0], Tensor) and _in_first_dimension(args, kwargs)
 
 
 def _in_first_dimension(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -133,6 +168,91 @@ def _in_first_dimension(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     count = args[0].ndim if args and isinstance(args[0], Tensor) else 0
     return not isinstance(dims, list | tuple) or not dims or any(dim in (0, -count) for dim in dims)
 
+
+# -- integers as labels: they are made into codes, or choose among the numbers of a network ---------------------------
+#
+# A mask of places in a sequence multiplies such numbers as well, and the length of a sequence is the index of its last
+# vector. So a product counts if its factor is a code (as by ``one_hot``) or one number for each sample, and an index if
+# it chooses single numbers.
+
+
+def makes_codes(func: Function, args: Sequence[Any], tensors: Sequence[Tensor], is_label: IsLabel) -> bool:
+    """Whether a function makes codes of labels: compares them with classes, or looks them up in a table.
+
+    Args:
+        func: The function that was called.
+        args: Its arguments, with that which it is called on as the first one.
+        tensors: All tensors among its arguments.
+        is_label: Whether an argument may be labels.
+    """
+    name = func.__name__.strip("_")
+    if name == "setitem":  # codes[range(n), labels] = 1, but not table[labels] = 1
+        return isinstance(args[1], tuple) and any(map(is_label, args[1]))
+    if name in ("eq", "ne", "lt", "le", "gt", "ge"):  # with classes, or with each other; lengths are so with places
+        return len(tensors) > 1 and (name in ("eq", "ne") or all(map(is_label, tensors)))
+    return name in _ENCODE or (name in _TAKE and not is_label(args[0])) or name == "embedding"
+
+
+def picks_numbers(func: Function, args: Sequence[Any], samples: int, is_label: IsLabel) -> bool:
+    """Whether a function chooses single numbers of its first argument by labels: ``logits[range(n), labels]``.
+
+    The index of a vector, such as that of the last word, chooses all of its numbers.
+
+    Args:
+        func: The function that was called.
+        args: Its arguments, with that which it is called on as the first one.
+        samples: The number of samples in the batch.
+        is_label: Whether an argument may be labels.
+    """
+    name, value = func.__name__.strip("_"), args[0]
+    if name in _PICK:
+        index = next((each for each in args[1:] if is_label(each)), None)
+        sides = [] if index is None else zip(index.shape, index.stride(), strict=True)
+        return index is not None and not any(size > 1 and not stride for size, stride in list(sides)[1:])
+    if name == "index_select":
+        return args[1] not in (0, -value.ndim) and is_label(args[2])
+    if name != "getitem":
+        return False
+    if is_label(args[1]):
+        return value.ndim == 1 and len(value) != samples
+    keys = args[1] if isinstance(args[1], tuple) else ()
+    if len(keys) != value.ndim or any(type(key) is slice for key in keys[1:]):
+        return False
+    return any(map(is_label, keys[1:])) or (is_label(keys[0]) and len(value) != samples)
+
+
+def sums_by_labels(func: Function, args: Sequence[Any], samples: int, is_label: IsLabel) -> bool:
+    """Whether a function sums the numbers of the samples of each class, as for means: ``sums.index_add(0, y, x)``."""
+    return func.__name__.strip("_") in _SUM and any(is_label(each) and each.numel() == samples for each in args[1:])
+
+
+def weighs_samples(func: Function, result: Any, samples: int) -> bool:
+    """Whether a function multiplies the number of each sample by one, or chooses between two."""
+    of_samples = isinstance(result, Tensor) and result.numel() == samples
+    return multiplies(func) or (weighs(func) and not divides(func) and of_samples)
+
+
+def leaves_samples_out(func: Function, args: Sequence[Any], samples: int) -> bool:
+    """Whether a function, if its index is a mask, takes the numbers of some samples."""
+    return func.__name__ in ("__getitem__", "masked_select") and args[0].numel() == samples
+
+
+def multiplies(func: Function) -> bool:
+    """Whether a function multiplies its arguments, and sums."""
+    return func.__name__.strip("_") in _MULTIPLY
+
+
+def is_layer(func: Function, others: Sequence[Tensor]) -> bool:
+    """Whether a function is a part of a network: with weights or other outputs, and no formula of a loss.
+
+    Args:
+        func: The function that was called.
+        others: The tensors with a graph that are its other arguments.
+    """
+    return any(other.numel() > 1 for other in others) and not (is_elementwise(func) or is_loss(func) or joins(func))
+
+
+# -- names of functions, most of them without underscores --------------------------------------------------------------
 
 _ASSIGN = {
     *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
@@ -166,4 +286,11 @@ _BY_DIMENSION = {
     *("sum", "mean", "max", "min", "amax", "amin", "prod", "logsumexp", "norm", "vector_norm", "var", "std", "any"),
     *("all", "argmax", "argmin", "softmax", "log_softmax", "cumsum", "gather", "take_along_dim", "scatter", "cat"),
     *("stack", "index_select"),
+}
+_ENCODE = {"one_hot", "scatter"}
+_PICK = {"gather", "take", "take_along_dim"}
+_TAKE = {*_PICK, "getitem", "index_select"}
+_SUM = {"index_add", "index_reduce", "scatter_add", "scatter_reduce"}
+_MULTIPLY = {
+    *("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "vecdot", "einsum", "tensordot", "linear"),
 }

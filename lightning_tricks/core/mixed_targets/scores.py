@@ -7,13 +7,16 @@ number. So a sum of losses is a tensor that sees by what it is divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_tricks.core.mixed_targets.operations import divides, is_elementwise
+from lightning_tricks.core.mixed_targets.divisors import WEIGHED, counted
+from lightning_tricks.core.mixed_targets.operations import Function, divides, is_elementwise, moves, weighs
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # the positional and the keyword arguments of a function
 
 
 class SampleScores:
@@ -86,3 +89,49 @@ def summed_losses(value: Tensor, terms: Sequence[tuple[SampleScores, float | Ten
     value.__class__ = SummedLosses  # as_subclass would add a node to the graph
     value.terms = tuple(terms)  # type: ignore[attr-defined]
     return value
+
+
+# -- how much every entry of a tensor of losses counts in the sum over them: masks leave some out ---------------------
+
+
+def weights_in_loss(func: Function, call: Mapping[str, Any]) -> Tensor | None:
+    """How much the entries of a loss of torch count in what it divides, or the step does; None if all count as 1.
+
+    A mask is the weight of binary losses, too. Their own mean divides by the number of all entries.
+
+    Args:
+        func: The loss.
+        call: Its arguments by name.
+    """
+    if (mask := counted(call)) is not None:
+        return mask
+    by_entry = func.__name__ in WEIGHED or (func.__name__ in _OF_ENTRIES and call["reduction"] != "mean")
+    weight = call.get("weight") if by_entry else None
+    return None if weight is None else weight.expand(call["target"].shape)
+
+
+def weights_in_result(
+    func: Function, of_weights: Call, known: Sequence[Tensor | None], result: Tensor
+) -> Tensor | None:
+    """How much the entries count in what any other function makes of losses; None if all count as 1.
+
+    A product with a mask leaves some out. What is made of losses in any other way, such as the sum over classes, is a
+    loss again, which counts if one of them does.
+
+    Args:
+        func: The function that was called.
+        of_weights: Its arguments, of losses their weights.
+        known: The weights of the losses among the arguments.
+        result: The result.
+    """
+    args, kwargs = of_weights
+    if weighs(func):
+        return func(*args, **kwargs)
+    given = [weights for weights in known if weights is not None]
+    if not given or moves(func):
+        return func(*args, **kwargs) if given else None
+    weights = given[0] if given[0].shape == result.shape else func(*args, **kwargs)
+    return (weights != 0).to(result.dtype)
+
+
+_OF_ENTRIES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # over the number of entries

@@ -12,36 +12,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_tricks.core.mixed_targets.divisors import SUMMED, Divisors
-from lightning_tricks.core.mixed_targets.entry_weights import entry_weights
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.losses import (
     AmbiguousSamples,
     ambiguous_samples,
-    arguments,
-    is_loss,
     planned_loss,
     planned_reduction,
+    sample_ids_of,
 )
 from lightning_tricks.core.mixed_targets.operations import (
-    differentiates,
+    Kind,
+    arguments,
     divides,
+    kind_of,
     moves,
     named,
-    reads_value,
     reduces_samples,
-    uses_metadata_only,
     weighs,
-    writes,
     writes_by_sample,
 )
-from lightning_tricks.core.mixed_targets.sample_ids import sample_ids_of
-from lightning_tricks.core.mixed_targets.scores import SummedLosses
+from lightning_tricks.core.mixed_targets.scores import Call, SummedLosses, weights_in_loss, weights_in_result
 from lightning_tricks.core.mixed_targets.unmixed import UnmixedPart, require_no_part
 
 
@@ -60,10 +57,10 @@ class MixedTarget(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Evaluate a function for every branch."""
+        """Evaluate a function for every branch, in the way of its kind."""
         if UnmixedPart in types:  # its rules come first
             return NotImplemented
-        return _evaluate(named(func), tuple(args), kwargs or {})
+        return _evaluate(_call(named(func), tuple(args), kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain_tensor(self).__reduce_ex__(protocol)
@@ -133,115 +130,239 @@ def _require_branches(target: MixedTarget) -> None:
         )
 
 
-def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@dataclass
+class _Call:
+    """A call of a function of torch with targets among its arguments.
+
+    Args:
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        kind: What it does.
+        targets: The targets among its arguments, but for those of batches that are done.
+        unclear: Why its result cannot be a part of the loss; empty if it can.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kind: Kind
+    targets: list[MixedTarget]
+    unclear: str
+
+    @property
+    def plan(self) -> LossPlan:
+        """The plan of the batch."""
+        return self.targets[0].plan
+
+    @property
+    def of_numbers(self) -> bool:
+        """Whether all targets are losses of the batch, single numbers."""
+        return all([target.is_loss and not target.branches[0].ndim for target in self.targets])
+
+    def in_branch(self, number: int) -> Call:
+        """The arguments in the branch of this number."""
+        return _arguments(self.args, self.kwargs, number)
+
+    def in_branches(self) -> list[Call]:
+        """The arguments in every branch."""
+        return [self.in_branch(number) for number in range(len(self.targets[0].branches))]
+
+    def plainly(self) -> Any:
+        """The result for the value that a target has for everybody else."""
+        args, kwargs = _arguments(self.args, self.kwargs, None)
+        return self.func(*args, **kwargs)
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     targets = [target for target in _targets_in((*args, *kwargs.values())) if target.plan.open]
-    if not targets or uses_metadata_only(func, args):
-        result = _plain_call(func, args, kwargs)
-        return args[0] if args and isinstance(args[0], MixedTarget) and writes(func) else result
-    of_losses = all([target.is_loss and not target.branches[0].ndim for target in targets])
-    if of_losses and reads_value(func):  # a loss that is only logged
-        return _plain_call(func, args, kwargs)
-    for target in targets:
-        _require_branches(target)
-    if kwargs.get("out") is not None:
-        raise targets[0].plan.refusal(f"{func.__name__}(out=...) of a target with two labels: leave out= out.")
-    if differentiates(func):
-        if reason := next((target.unclear for target in targets if target.unclear), ""):
-            raise targets[0].plan.unclear_loss(reason)
-        if any(target.branches[0].ndim for target in targets):
-            raise RuntimeError(f"{func.__name__}() of the losses of several samples: reduce them to one number first.")
-        if func.__name__ in ("backward", "grad"):
-            return _plain_call(func, args, kwargs)
-        for target in targets:  # the hook must see the mixed loss in all branches
-            target.branches = (plain_tensor(target),) * len(target.branches)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if writes(func):
-        return _write(func, args, kwargs, targets)
-    plan = targets[0].plan
-    calls = [_arguments(args, kwargs, number) for number in range(len(targets[0].branches))]
-    if plan.mix_predictions is not None and is_loss(func):
-        calls = [((), _mixed(arguments(func, *call), plan, *plan.mix_predictions)) for call in calls]
-    if plan.change_arguments is not None and is_loss(func):
-        calls = [((), plan.change_arguments(func, arguments(func, *call))) for call in calls]
     unclear = next((target.unclear for target in targets if target.unclear), "")
-    if plan.by_samples and not unclear:
+    return _Call(func, args, kwargs, kind_of(func, args), targets, unclear)
+
+
+def _evaluate(call: _Call) -> Any:
+    if not call.targets:
+        result = call.plainly()
+        return call.args[0] if call.kind is Kind.WRITE and isinstance(call.args[0], MixedTarget) else result
+    if call.kind is Kind.FORM or (call.kind is Kind.READ and call.of_numbers):  # a loss that is only logged
+        return call.plainly()
+    for target in call.targets:
+        _require_branches(target)
+    if call.kwargs.get("out") is not None:
+        raise call.plan.refusal(f"{call.func.__name__}(out=...) of a target with two labels: leave out= out.")
+    match call.kind:
+        case Kind.GRAPH:
+            return _differentiated(call)
+        case Kind.WRITE:
+            return _written(call)
+        case Kind.LOSS:
+            return _loss(call)
+        case Kind.REDUCTION:
+            return _reduction(call)
+        case _:
+            return _value(call)
+
+
+# -- a function for each kind -----------------------------------------------------------------------------------------
+
+
+def _differentiated(call: _Call) -> Any:
+    """The gradient of the mixed loss, or a hook on it."""
+    name = call.func.__name__
+    if call.unclear:
+        raise call.plan.unclear_loss(call.unclear)
+    if any(target.branches[0].ndim for target in call.targets):
+        raise RuntimeError(f"{name}() of the losses of several samples: reduce them to one number first.")
+    if name in ("backward", "grad"):
+        return call.plainly()
+    for target in call.targets:  # the hook must see the mixed loss in all branches
+        target.branches = (plain_tensor(target),) * len(target.branches)
+    with torch._C.DisableTorchFunctionSubclass():
+        return call.func(*call.args, **call.kwargs)
+
+
+def _loss(call: _Call) -> Any:
+    """A loss of torch: mixed as the plan says, or the losses of all entries as a target."""
+    plan, func, unnamed = call.plan, call.func, call.in_branches()
+    if not (plan.by_samples or plan.needs_torch_loss):  # Binding the arguments to names would take as long as the loss.
+        return _joined(call, unnamed, [func(*args, **kwargs) for args, kwargs in unnamed])
+    calls = [arguments(func, *given) for given in unnamed]
+    if plan.mix_predictions is not None:
+        calls = [_with_mixed_predictions(given, plan, *plan.mix_predictions) for given in calls]
+    if plan.change_arguments is not None:
+        calls = [plan.change_arguments(func, given) for given in calls]
+    if plan.by_samples and not call.unclear:
+        sample_ids = _first_sample_ids(call)
+        if plan.observe is not None and sample_ids is not None:
+            plan.observe(func.__name__, calls[0], sample_ids)
+        if calls[0]["reduction"] != "none":
+            try:
+                return _noted(planned_loss(func, calls, sample_ids, plan), plan)
+            except AmbiguousSamples as error:  # the value may only be logged
+                call.unclear = str(error)
+    results = [func(**given) for given in calls]
+    if _asks_for_divisors(call):
+        call.unclear = cast(Divisors, plan.divisors).note_loss(func, calls[0])
+    loss = _joined(call, [((), given) for given in calls], results)
+    if plan.record is not None and _is_of_losses(loss):
+        weights = weights_in_loss(func, calls[0])
+        loss.entry_weights = None if weights is None else weights.to(loss.branches[0].dtype)
+    return loss
+
+
+def _reduction(call: _Call) -> Any:
+    """A sum or a mean: by the plan, if it is one of losses of samples that count differently."""
+    losses, calls = call.targets[0], call.in_branches()
+    if call.plan.by_samples and losses.is_loss and not call.unclear and reduces_samples(call.func, *calls[0]):
+        sample_ids = _first_sample_ids(call)
         try:
-            if (loss := _by_samples(func, calls, targets)) is not None:
-                plan.losses += loss.requires_grad
-                return loss
+            return _noted(planned_reduction(call.func, calls, sample_ids, call.plan, losses.entry_weights), call.plan)
         except AmbiguousSamples as error:  # the value may only be logged
-            unclear = str(error)
+            call.unclear = str(error)
+    return _value(call)
+
+
+def _value(call: _Call) -> Any:
+    """The result of any other function in every branch, as a target; a number that is only logged as it is."""
+    plan, func, calls = call.plan, call.func, call.in_branches()
     first = func(*calls[0][0], **calls[0][1])
-    if of_losses and not (isinstance(first, Tensor) and first.is_floating_point()):  # as a number, it is only logged
-        return _plain_call(func, args, kwargs)
+    if call.of_numbers and not (isinstance(first, Tensor) and first.is_floating_point()):
+        return call.plainly()
     if not _has_tensor(first):
         return first
-    if plan.divisors is not None and not plan.by_samples and isinstance(first, Tensor) and unclear in ("", SUMMED):
-        unclear = _undivided(func, calls[0], first, targets, plan.divisors)
-    results = [first, *(func(*arguments, **named) for arguments, named in calls[1:])]
-    joined = _join(results, func, calls, args, targets, unclear)
-    if plan.record is not None and _is_of_losses(joined):
-        known = [value.entry_weights for value in (*args, *kwargs.values()) if _is_of_losses(value)]
-        joined.entry_weights = entry_weights(func, calls[0], _of_weights(args, kwargs), known, joined.branches[0])
-    return joined
+    if isinstance(first, Tensor) and _asks_for_divisors(call):
+        call.unclear = _undivided(call, calls[0], first)
+    value = _joined(call, calls, [first, *(func(*args, **kwargs) for args, kwargs in calls[1:])])
+    if plan.record is not None and _is_of_losses(value):
+        known = [given.entry_weights for given in (*call.args, *call.kwargs.values()) if _is_of_losses(given)]
+        value.entry_weights = weights_in_result(func, _of_weights(call.args, call.kwargs), known, value.branches[0])
+    return value
 
 
-def _undivided(
-    func: Callable[..., Any], call: Any, result: Tensor, targets: list[MixedTarget], divisors: Divisors
-) -> str:
-    """Why a result does not say by how many targets its losses are divided, which is noted; empty if it does."""
-    losses = [target.branches[0] for target in targets if target.is_loss and target.branches[0].ndim]
-    if is_loss(func):
-        return divisors.note_loss(func, arguments(func, *call))
-    if losses:
-        return divisors.note_reduction(func, losses[0], result)
-    summed = any(target.unclear == SUMMED for target in targets)
-    if summed and divides(func) and not result.ndim:
-        return divisors.note_division([*call[0], *call[1].values()][1])
-    return SUMMED if summed else ""
+def _written(call: _Call) -> Any:
+    """Write into every branch; a plain tensor that a target is written into becomes a target itself."""
+    func, kwargs, (target, *rest) = call.func, call.kwargs, call.args
+    if not isinstance(target, MixedTarget) or not target.plan.open:
+        # A running sum of losses for the log, for example; with a graph it may become the loss.
+        traced = torch.is_grad_enabled() and any(source.branches[0].requires_grad for source in call.targets)
+        numbers = all(not source.branches[0].ndim and source.is_floating_point() for source in call.targets)
+        if numbers and not traced:
+            return call.plainly()
+        _make_target(target, call)
+    if target.plan.record is not None and weighs(func) and _is_of_losses(target):
+        of_weights, named_weights = _of_weights(call.args, kwargs)
+        func(*of_weights, **named_weights)
+        target.entry_weights = of_weights[0]
+    for number, into in enumerate(target.branches):
+        others, named_others = _arguments(rest, kwargs, number)
+        func(into, *others, **named_others)
+    target.is_loss = target.is_loss or any(source.is_loss for source in call.targets)
+    target.is_loss = target.is_loss or target.branches[0].requires_grad
+    target.unclear = target.unclear or call.unclear
+    if target.is_loss and not target.branches[0].ndim and len(target.branches) > 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            target.copy_(target.plan.lam * target.branches[0] + (1 - target.plan.lam) * target.branches[1])
+    return target
 
 
-def _join(
-    results: Sequence[Any],
-    func: Callable[..., Any],
-    calls: Sequence[Any],
-    args: Any,
-    targets: list[MixedTarget],
-    unclear: str,
-) -> Any:
-    """Join the results of all branches in one target."""
-    first, plan = results[0], targets[0].plan
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+def _joined(call: _Call, calls: Sequence[Call], results: Sequence[Any]) -> Any:
+    """The results of all branches as one target, or as several."""
+    first, plan, func, unclear = results[0], call.plan, call.func, call.unclear
     if isinstance(first, tuple | list):
-        items = zip(*results, strict=True)
-        return type(first)([_join(item, func, calls, args, targets, unclear) for item in items])
+        return type(first)([_joined(call, calls, item) for item in zip(*results, strict=True)])
     if not isinstance(first, Tensor):
         return first
-    of_torch = is_loss(func) or any(target.is_loss for target in targets)
+    of_torch = call.kind is Kind.LOSS or any(target.is_loss for target in call.targets)
     if first.requires_grad and not of_torch and plan.needs_torch_loss:
         unclear = f"{func.__name__}() of the target. Compute the loss by a function of torch.nn.functional."
-    loss = first.is_floating_point() and (first.requires_grad or of_torch)
+    is_loss = first.is_floating_point() and (first.requires_grad or of_torch)
     value, sample_ids = first, None
-    if first.ndim and plan.by_samples:
-        moved = bool(args) and isinstance(args[0], MixedTarget) and moves(func)
-        known = [(target.sample_ids, target.branches[0].ndim) for target in targets]
-        sample_ids = sample_ids_of(func, calls, results, known, moved, plan)
-    elif loss and not first.ndim:
-        if plan.by_samples:
+    if plan.by_samples:
+        if first.ndim:
+            sample_ids = _sample_ids(call, calls, results)
+        elif is_loss:
             unclear = unclear or ambiguous_samples(func)
-        else:
-            value = torch.lerp(results[1], first, plan.lam) if len(results) > 1 else first
-            plan.losses += value.requires_grad
-            if value is not first and type(value) is Tensor:
-                value.__class__ = MixedTarget  # as_subclass would add a node to the graph
-    elif plan.by_samples and not moves(func):
-        return first  # a number of samples, for example, which is the same in all branches
-    plan.unclear = unclear if loss and unclear else plan.unclear
+        elif not moves(func):
+            return first  # a number of samples, for example, which is the same in all branches
+    elif is_loss and not first.ndim:
+        value = _noted(_mixed(results, plan), plan)
+    if is_loss and unclear:
+        plan.unclear = unclear
     target = value if isinstance(value, MixedTarget) else value.as_subclass(MixedTarget)
-    return _with_branches(target, results, plan, sample_ids, loss, unclear)
+    return _with_branches(target, results, plan, sample_ids, is_loss, unclear)
 
 
-def _mixed(call: dict[str, Any], plan: LossPlan, lam: float, partners: Tensor) -> dict[str, Any]:
+def _mixed(losses: Sequence[Tensor], plan: LossPlan) -> Tensor:
+    """One loss of those of all branches."""
+    if len(losses) == 1:
+        return losses[0]
+    value = torch.lerp(losses[1], losses[0], plan.lam)
+    if type(value) is Tensor:
+        value.__class__ = MixedTarget  # as_subclass would add a node to the graph
+    return value
+
+
+def _noted(loss: Tensor, plan: LossPlan) -> Tensor:
+    """A loss that follows the plan, and counts as one if it has a graph."""
+    with torch._C.DisableTorchFunctionSubclass():
+        plan.losses += loss.requires_grad
+    return loss
+
+
+def _sample_ids(call: _Call, calls: Sequence[Call], results: Sequence[Tensor]) -> Tensor | None:
+    moved = bool(call.args) and isinstance(call.args[0], MixedTarget) and moves(call.func)
+    known = [(target.sample_ids, target.branches[0].ndim) for target in call.targets]
+    return sample_ids_of(call.func, calls, results, known, moved, call.plan)
+
+
+def _first_sample_ids(call: _Call) -> Tensor | None:
+    return next((target.sample_ids for target in call.targets if target.sample_ids is not None), None)
+
+
+def _with_mixed_predictions(call: dict[str, Any], plan: LossPlan, lam: float, partners: Tensor) -> dict[str, Any]:
     """The arguments of a loss, with the predictions for a sample mixed with those for its partner."""
     name, predictions = next(iter(call.items()))
     if not predictions.requires_grad or len(predictions) != len(partners):
@@ -252,39 +373,42 @@ def _mixed(call: dict[str, Any], plan: LossPlan, lam: float, partners: Tensor) -
     return {**call, name: torch.lerp(predictions[partners], predictions, lam)}
 
 
-def _write(func: Callable[..., Any], args: Any, kwargs: Any, targets: list[MixedTarget]) -> Any:
-    """Write into every branch; a plain tensor that a target is written into becomes a target itself."""
-    target, *rest = args
-    if not isinstance(target, MixedTarget) or not target.plan.open:
-        # A running sum of losses for the log, for example; with a graph it may become the loss.
-        traced = torch.is_grad_enabled() and any(t.branches[0].requires_grad for t in targets)
-        if not traced and all(not t.branches[0].ndim and t.is_floating_point() for t in targets):
-            return _plain_call(func, args, kwargs)
-        if not isinstance(target, MixedTarget) and (type(target) is not Tensor or target._is_view()):
-            raise targets[0].plan.refusal(
-                f"{func.__name__} would write from the target, which has two labels, into a part of a tensor, or into a"
-                f" {type(target).__name__}: write into a full tensor, or make a new one."
-            )
-        plain = _branch(target, None).as_subclass(Tensor)
-        # A scalar shows the mixed loss; any other tensor shows its first branch.
-        branches = (plain if plain.ndim else plain.clone(), *(plain.clone() for _ in targets[0].branches[1:]))
-        known = [t.sample_ids for t in targets if t.sample_ids is not None and len(t.sample_ids) == len(plain)]
-        sample_ids = known[0] if known and writes_by_sample(func, (plain, *rest), kwargs) else None
-        target.__class__ = MixedTarget  # the user may go on with the tensor itself, and not with what is returned here
-        _with_branches(cast(MixedTarget, target), branches, targets[0].plan, sample_ids)
-    if target.plan.record is not None and weighs(func) and _is_of_losses(target):
-        of_weights, named = _of_weights(args, kwargs)
-        func(*of_weights, **named)
-        target.entry_weights = of_weights[0]
-    for number, into in enumerate(target.branches):
-        others, named = _arguments(rest, kwargs, number)
-        func(into, *others, **named)
-    target.is_loss = target.is_loss or any(source.is_loss for source in targets) or target.branches[0].requires_grad
-    target.unclear = target.unclear or next((source.unclear for source in targets if source.unclear), "")
-    if target.is_loss and not target.branches[0].ndim and len(target.branches) > 1:
-        with torch._C.DisableTorchFunctionSubclass():
-            target.copy_(target.plan.lam * target.branches[0] + (1 - target.plan.lam) * target.branches[1])
-    return target
+def _asks_for_divisors(call: _Call) -> bool:
+    """Whether it matters by what the call divides its losses; each sample's loss notes that by itself."""
+    return call.plan.divisors is not None and not call.plan.by_samples and call.unclear in ("", SUMMED)
+
+
+def _undivided(call: _Call, given: Call, result: Tensor) -> str:
+    """Why a result does not say by how many targets its losses are divided, which is noted; empty if it does."""
+    divisors = cast(Divisors, call.plan.divisors)
+    losses = [target.branches[0] for target in call.targets if target.is_loss and target.branches[0].ndim]
+    if losses:
+        return divisors.note_reduction(call.func, losses[0], result)
+    if call.unclear == SUMMED and divides(call.func) and not result.ndim:
+        return divisors.note_division([*given[0], *given[1].values()][1])
+    return call.unclear
+
+
+def _make_target(tensor: Tensor, call: _Call) -> None:
+    """Make a target of a full tensor that one is written into: the user may go on with it, not with what is returned.
+
+    Raises:
+        MisconfigurationException: For a view, or a tensor of another class.
+    """
+    plan = call.plan
+    if not isinstance(tensor, MixedTarget) and (type(tensor) is not Tensor or tensor._is_view()):
+        raise plan.refusal(
+            f"{call.func.__name__} would write from the target, which has two labels, into a part of a tensor, or into"
+            f" a {type(tensor).__name__}: write into a full tensor, or make a new one."
+        )
+    plain = _branch(tensor, None).as_subclass(Tensor)
+    # A scalar shows the mixed loss; any other tensor shows its first branch.
+    copies = (plain.clone() for _ in call.targets[0].branches[1:])
+    branches = (plain if plain.ndim else plain.clone(), *copies)
+    known = [t.sample_ids for t in call.targets if t.sample_ids is not None and len(t.sample_ids) == len(plain)]
+    by_sample = bool(known) and writes_by_sample(call.func, (plain, *call.args[1:]), call.kwargs)
+    tensor.__class__ = MixedTarget
+    _with_branches(cast(MixedTarget, tensor), branches, plan, known[0] if by_sample else None)
 
 
 def _branch(value: Any, number: int | None) -> Any:
@@ -300,17 +424,9 @@ def _branch(value: Any, number: int | None) -> Any:
     return type(value)([_branch(item, number) for item in value])
 
 
-def _arguments(
-    args: Sequence[Any], kwargs: dict[str, Any], number: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(args: Sequence[Any], kwargs: dict[str, Any], number: int | None) -> Call:
     """The arguments of a function in the branch of this number, or in none."""
     return tuple([_branch(value, number) for value in args]), {key: _branch(kwargs[key], number) for key in kwargs}
-
-
-def _plain_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a function for the value that a target has for everybody else."""
-    args, kwargs = _arguments(args, kwargs, None)
-    return func(*args, **kwargs)
 
 
 _CONTAINERS = (tuple, list, dict)  # faster than a union, which would be built anew for every argument
@@ -332,31 +448,12 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
 
 
-# -- where samples count differently ----------------------------------------------------------------------------------
-
-
-def _by_samples(func: Callable[..., Any], calls: Sequence[Any], targets: list[MixedTarget]) -> Tensor | None:
-    """The result of a reduction over the samples, by a loss of torch or by hand; None for any other function."""
-    plan, sample_ids = (
-        targets[0].plan,
-        next((target.sample_ids for target in targets if target.sample_ids is not None), None),
-    )
-    if is_loss(func):
-        named = [arguments(func, *call) for call in calls]
-        if plan.observe is not None and sample_ids is not None:
-            plan.observe(func.__name__, named[0], sample_ids)
-        return None if named[0]["reduction"] == "none" else planned_loss(func, named, sample_ids, plan)
-    if targets[0].is_loss and not targets[0].unclear and reduces_samples(func, *calls[0]):
-        return planned_reduction(func, calls, sample_ids, plan, targets[0].entry_weights)
-    return None
-
-
 def _is_of_losses(value: Any) -> bool:
     """Whether a value is a target with several losses."""
     return isinstance(value, MixedTarget) and value.is_loss and value.branches[0].ndim > 0
 
 
-def _of_weights(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _of_weights(args: Any, kwargs: dict[str, Any]) -> Call:
     """The arguments of a function with the weights of losses in place of the losses."""
 
     def weights(value: Any) -> Any:

@@ -7,6 +7,10 @@ computes with it.
 Integers that the network sees (categories, lengths, attention masks) cannot be mixed, and stay those of the sample
 itself. As labels, they are the target of a loss, or choose among the numbers that the network has made. What they
 choose is followed: it is a prediction if a layer or the target meets it, and a loss of its own if none does.
+
+A refusal of every such part at the first batch, by its path, would be shorter than a class of Tensor, but would refuse
+what is right: DeepAR and TemporalFusionTransformer, SCANVI and chemprop's networks have lengths, histories, batches of
+cells or weights beside the inputs and targets of their batches, and train with Mixup in docs/clients.md as by hand.
 """
 
 from __future__ import annotations
@@ -19,24 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks.core.mixed_targets.label_uses import (
+from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
+from lightning_tricks.core.mixed_targets.operations import (
+    Kind,
+    is_elementwise,
     is_layer,
+    is_loss,
+    kind_of,
     leaves_samples_out,
     makes_codes,
+    moves,
     multiplies,
+    named,
     picks_numbers,
     sums_by_labels,
     weighs_samples,
-)
-from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
-from lightning_tricks.core.mixed_targets.losses import is_loss
-from lightning_tricks.core.mixed_targets.operations import (
-    differentiates,
-    is_elementwise,
-    moves,
-    named,
-    uses_metadata_only,
-    writes,
 )
 
 
@@ -79,21 +80,22 @@ class UnmixedPart(torch.Tensor):
     ) -> Any:
         """Compute with the plain tensors, unless a loss would depend on them."""
         func, kwargs = named(func), kwargs or {}
-        use = None if uses_metadata_only(func, args) else _use(func, args, kwargs)
-        if use is None:
+        use = _use(func, args, kwargs)
+        if use is None or use.kind is Kind.FORM:
             return func(*_plain(tuple(args)), **_plain(kwargs))
-        if differentiates(func) and use.target is not None:
+        if use.kind is Kind.GRAPH and use.target is not None:
             return type(use.target).__torch_function__(func, (type(use.target),), args, kwargs)
         _require_no_loss(use)
-        if differentiates(func) or (writes(func) and isinstance(args[0], UnmixedPart)):
+        if use.kind is Kind.GRAPH or (use.kind is Kind.WRITE and isinstance(args[0], UnmixedPart)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         result = func(*_plain(tuple(args)), **_plain(kwargs))
         if use.target is not None:
-            return result if _goes_together(use) else _unclear(args[0] if writes(func) else result, use.part)
+            into = args[0] if use.kind is Kind.WRITE else result
+            return result if _goes_together(use) else _unclear(into, use.part)
         with torch._C.DisableTorchFunctionSubclass():  # the parts are asked what they are
             is_chosen, is_code = _is_chosen(use, result), _is_code(use)
-        if writes(func):
+        if use.kind is Kind.WRITE:
             _mark_written(args[0], use.part, is_chosen, is_code)
             return result
         if getattr(func, "__self__", None) is Tensor._base:  # torch.compile asks for it
@@ -128,6 +130,7 @@ class _Use:
 
     Args:
         func: The function.
+        kind: What it does.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         given: The parts that have no graph.
@@ -137,6 +140,7 @@ class _Use:
     """
 
     func: Callable[..., Any]
+    kind: Kind
     args: Sequence[Any]
     kwargs: dict[str, Any]
     given: list[UnmixedPart]
@@ -170,7 +174,7 @@ def _use(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         chosen = [part for part in parts if part.requires_grad]
         given = [part for part in parts if not part.requires_grad]
         traced = [tensor for tensor in others if tensor.requires_grad] if torch.is_grad_enabled() else []
-    return _Use(func, args, kwargs, given, chosen, others, traced) if parts else None
+    return _Use(func, kind_of(func, args), args, kwargs, given, chosen, others, traced) if parts else None
 
 
 def _require_no_loss(use: _Use) -> None:
@@ -180,12 +184,13 @@ def _require_no_loss(use: _Use) -> None:
         MisconfigurationException: If it does.
     """
     func, part, about = use.func, use.part, use.part.about
+    writes = use.kind is Kind.WRITE
     if not use.given:
-        if func.__name__ == "backward" or (use.target is not None and writes(func) and use.args[0] is part):
+        if func.__name__ == "backward" or (use.target is not None and writes and use.args[0] is part):
             raise part.plan.refusal(_goes_with_the_target(about))
         return
     of_target = use.target is not None
-    if not (use.traced or use.chosen) or (of_target and not writes(func)):
+    if not (use.traced or use.chosen) or (of_target and not writes):
         return
     made = [*use.others, *use.chosen]
     is_residual = func.__name__.strip("_") in ("sub", "rsub", "subtract") and any(t.shape == part.shape for t in made)

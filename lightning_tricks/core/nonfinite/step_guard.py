@@ -156,7 +156,7 @@ class OwnWrites:
 
 
 class Window:
-    """Keeps a module's buffers, and the weights that its steps write, from before the batches of an optimizer step."""
+    """A snapshot of the buffers, and of weights that training steps write, before an optimizer step's first batch."""
 
     def __init__(self) -> None:
         self._buffers: Buffers | None = None

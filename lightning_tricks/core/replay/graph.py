@@ -34,7 +34,7 @@ def naming_reentrant_checkpoints(loss: Tensor, trick: str) -> Iterator[None]:
 
 
 def reentrant_checkpoint(trick: str) -> MisconfigurationException:
-    """The error of a trick that needs gradients from inside of a reentrant checkpoint."""
+    """The error of a trick that needs gradients inside a reentrant checkpoint."""
     return MisconfigurationException(
         f"{trick} sees no gradient in a reentrant checkpoint: pass use_reentrant=False to torch.utils.checkpoint, or to"
         ' transformers as gradient_checkpointing_enable({"use_reentrant": False}).'

@@ -49,7 +49,7 @@ class ModuleState:
     Files, closures, and objects that hold such or an object written in C, are left: ``refuse_counts`` raises if a
     number in one has changed. Attributes of classes, and objects of torch and Lightning such as data sets, are ignored.
 
-    Weights are large and seldom written by a step (a momentum encoder, a codebook), and so are tensors inside of
+    Weights are large and seldom written by a step (a momentum encoder, a codebook), and so are tensors inside
     containers. They are copied when a step that runs in ``watching()`` takes their ``.data``, through which it may
     write, and restored. What a step writes into them in other ways, ``refuse_writes`` finds and refuses.
 

@@ -98,7 +98,7 @@ def forbid_writes(module: nn.Module, batch: Any) -> Iterator[None]:
     """Raise if a step of a module inside the block writes into its batch, which a second run of it would read.
 
     Raises:
-        MisconfigurationException: If it does.
+        MisconfigurationException: If the step writes into its batch.
     """
     found = _collected(batch)
     tensors = {id(value): value for value in found if isinstance(value, Tensor)}

@@ -90,9 +90,8 @@ class UndoneFit(Callback):
         """
         own = getattr(module, "_orig_mod", module)
         with _as_before(trainer, own, [loaders, datamodule], self._kept):
-            wrap_method(
-                own, "configure_callbacks", lambda _: []
-            )  # an attribute, which is removed with the module's state
+            # Wrapping sets an attribute, which is removed with the module's state.
+            wrap_method(own, "configure_callbacks", lambda _: [])
             kept = [trick for trick in callbacks_of(trainer, Trick) if trick.changes_network]
             trainer.callbacks, trainer.profiler = [*kept, *beside, self], PassThroughProfiler()  # type: ignore[attr-defined]
             trainer.loggers = [DummyLogger() for _ in trainer.loggers]

@@ -17,7 +17,7 @@ def require_file(path: Path) -> None:
     """Raise if a path has something that is no file, which no file may replace.
 
     Raises:
-        FileExistsError: If it is a folder, a pipe, a device or a socket, or a link to one.
+        FileExistsError: For a folder, a pipe, a device or a socket, or a link to one.
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(f"{path} exists and is no file: choose another name.")
@@ -34,9 +34,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
         OSError: If the file could not be written; other errors of the block are raised unchanged.
     """
     require_file(path)
-    temporary = path.with_name(
-        f".{secrets.token_hex(8)}{path.suffix}"
-    )  # in the same folder, for rename(); writers tell the format by the suffix
+    # In the same folder, for rename(), and with the suffix, by which writers know the format.
+    temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")
     try:
         yield temporary
         if path.exists():

@@ -56,6 +56,8 @@ def _mark_if_folder(path: Path) -> bool:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Exchange two names atomically; return False, with nothing changed, where the system cannot."""
+    # Python has no call that exchanges two names, and os.replace refuses a folder that is not empty. With two renames
+    # a process that is killed between them leaves nothing under the final name, for other programs until `restore`.
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False

@@ -52,7 +52,7 @@ def refuse_program(file: str | os.PathLike[str]) -> None:
     """Raise if a file is a program, which ``torch.load`` would run if it was told ``weights_only=False``.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: For a program.
     """
     if is_program(file):
         raise ValueError(f"{file} was not read: {PROGRAM}.")
@@ -89,14 +89,14 @@ def unfinished(folder: str | os.PathLike[str]) -> str | None:
 
 
 def zero_tag(folder: Path) -> Path:
-    """The folder inside of a checkpoint of DeepSpeed that its file ``latest`` names.
+    """The folder inside a checkpoint of DeepSpeed that its file ``latest`` names.
 
     Raises:
-        ValueError: If it names one outside of the checkpoint.
+        ValueError: If ``latest`` names a folder outside of the checkpoint.
     """
     name = (folder / "latest").read_text(errors="replace").strip()
     if name in ("", "..") or Path(name).name != name:
-        raise ValueError(f"its file latest names {name[:60]!r}, which is no folder inside of it")
+        raise ValueError(f"its file latest names {name[:60]!r}, which is no folder inside it")
     return folder / name
 
 

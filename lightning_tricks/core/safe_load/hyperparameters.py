@@ -26,7 +26,7 @@ def require_values(checkpoint: Mapping[str, Any], source: object, given: Collect
         Arguments for ``load_from_checkpoint``, by which it runs nothing that the file names.
 
     Raises:
-        ValueError: If they do, or are no dictionary.
+        ValueError: If the hyperparameters name code, or are no dictionary.
     """
     refuse_instantiator(checkpoint, source)
     parts = {key: checkpoint[key] for key in KEYS if key in checkpoint}

@@ -47,7 +47,7 @@ def groups_by_pattern(model: nn.Module, patterns: Sequence[str]) -> list[list[st
 
 
 class Stages:
-    """Groups of parameters from the head to the stem, of which the first ones train; all others always do."""
+    """Parameter groups ordered from head to stem, the first of which train; parameters outside them always train."""
 
     def __init__(self, weights: LocalWeights, order: list[list[str]]) -> None:
         self.weights, self.order = weights, order

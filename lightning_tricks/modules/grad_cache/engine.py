@@ -281,7 +281,7 @@ def check_embeddings(module: Any, embeddings: Any, samples: int) -> tuple[Tensor
     """What ``embed`` has returned for so many samples, if it is embeddings of them.
 
     Raises:
-        MisconfigurationException: If it is not.
+        MisconfigurationException: If ``embed`` has returned anything else.
     """
     rule = (
         f"{type(module).__name__}.embed must return a tuple of tensors with a row for each of its {samples} samples,"

@@ -116,7 +116,7 @@ class StepWatch:
         """Watch a call of ``sam_step`` or ``sam_backward`` that adds to gradients.
 
         Raises:
-            MisconfigurationException: If it adds to gradients that the other method has left there.
+            MisconfigurationException: If the other method has left gradients there.
         """
         before = _gradients(self.module)
         others = {weight for weight, by in self._methods.items() if by != method and _has_gradient(weight)}
@@ -140,7 +140,7 @@ class StepWatch:
         """Raise if the gradients of earlier calls of ``sam_step`` were cleared before the optimizer stepped.
 
         Raises:
-            MisconfigurationException: If they were.
+            MisconfigurationException: If gradients were cleared too early.
         """
         kept = [weight.grad is not None for weight in weights_of(optimizer) if self._methods.get(weight) == "sam_step"]
         if self.calls.get(optimizer) and not all(kept):

@@ -122,7 +122,7 @@ class PowerSGD(Compressor):
     def _perturb_directions(self) -> None:
         """Add tiny noise to the matrices Q, from which the next products start.
 
-        A gradient of zeros makes Q zero, and it would stay zero for ever. The noise is the same on all ranks and far
+        A gradient of zeros makes Q zero, and it would stay zero forever. The noise is the same on all ranks and far
         below what any gradient contributes to Q.
         """
         for bucket, directions in self.state.q_memory_dict.items():

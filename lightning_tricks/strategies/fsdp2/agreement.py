@@ -51,7 +51,7 @@ class Agreement:
         """Raise unless the batches of a group are the same.
 
         Raises:
-            MisconfigurationException: If they are not.
+            MisconfigurationException: If the batches of a group differ.
         """
         digest = hashlib.blake2b(digest_size=8)
         with torch._C.DisableTorchFunctionSubclass():  # A mixed target looks like its labels.
@@ -73,7 +73,7 @@ class Agreement:
             module: The module; the gradients of a parameter are compared when it has them for the first time.
 
         Raises:
-            MisconfigurationException: If it has not.
+            MisconfigurationException: If a loss or a gradient differs within a group.
         """
         if not self._unchecked and not self._compares_loss:
             return

@@ -43,7 +43,7 @@ def compare_at_first(module: nn.Module, layers: Mapping[nn.Module, ParallelStyle
 
 
 class _Comparison:
-    """A hook behind the first forward pass of a module, and a warning if its layers run outside of it."""
+    """A hook after the first forward pass of a module, and a warning if its layers run outside of it."""
 
     def __init__(self, name: str, places: Places, device: torch.device) -> None:
         self._name, self._places, self._device = name, places, device

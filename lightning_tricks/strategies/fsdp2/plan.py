@@ -123,7 +123,7 @@ def require_split_among(size: int, module: nn.Module) -> None:
     """Raise if the module was split in an earlier run, among another number of processes.
 
     Raises:
-        MisconfigurationException: If it was.
+        MisconfigurationException: If the module was split among another number of processes.
     """
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
     sizes = [mesh["tensor_parallel"].size() for mesh in meshes if "tensor_parallel" in (mesh.mesh_dim_names or ())]

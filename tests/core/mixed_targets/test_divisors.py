@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_tricks.core.mixed_targets.divisors import SUMMED, Divisors
-from lightning_tricks.core.mixed_targets.losses import arguments, is_loss
+from lightning_tricks.core.mixed_targets.operations import arguments, is_loss
 
 N, C = 6, 4
 LABELS = torch.tensor([0, 3, -100, 1, 1, -100])

@@ -12,13 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
-from lightning_tricks.core.mixed_targets.losses import (
-    AmbiguousSamples,
-    arguments,
-    is_loss,
-    planned_loss,
-    planned_reduction,
-)
+from lightning_tricks.core.mixed_targets.losses import AmbiguousSamples, planned_loss, planned_reduction
+from lightning_tricks.core.mixed_targets.operations import arguments, is_loss
 from lightning_tricks.core.mixed_targets.target import mixed_target
 from tests.core.mixed_targets.test_target import (
     ALPHA,

@@ -14,13 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.operations import (
+    Kind,
     cuts_behind_samples,
-    differentiates,
     keeps_samples,
+    kind_of,
     moves,
     reduces_samples,
-    uses_metadata_only,
-    writes,
 )
 from lightning_tricks.core.mixed_targets.target import mixed_target
 from tests.core.mixed_targets.test_target import (
@@ -62,7 +61,7 @@ def test_functions_that_write(change):
     class Spy(Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            names.append(writes(func))
+            names.append(kind_of(func, args) is Kind.WRITE)
             return super().__torch_function__(func, types, args, kwargs or {})
 
     x = torch.arange(1.0, 5) if change == "truediv" else torch.arange(1, 5)
@@ -74,19 +73,19 @@ def test_functions_that_write(change):
     "func", [Tensor.add_, Tensor.__setitem__, Tensor.scatter_, Tensor.data.__set__, F.relu_, Tensor.zero_]
 )
 def test_more_functions_that_write(func):
-    assert writes(func)
+    assert kind_of(func, ()) is Kind.WRITE
 
 
 @pytest.mark.parametrize("func", [Tensor.__add__, torch.add, torch.where, Tensor.scatter, Tensor.__len__])
 def test_functions_that_only_read(func):
-    assert not writes(func)
+    assert kind_of(func, ()) is Kind.OTHER
 
 
 def test_form_only():
-    assert uses_metadata_only(torch.zeros_like, (X,))
-    assert uses_metadata_only(Tensor.new_zeros, (X, 3))
-    assert uses_metadata_only(Tensor.view_as, (X, X))
-    assert not uses_metadata_only(torch.clone, (X,))
+    assert kind_of(torch.zeros_like, (X,)) is Kind.FORM
+    assert kind_of(Tensor.new_zeros, (X, 3)) is Kind.FORM
+    assert kind_of(Tensor.view_as, (X, X)) is Kind.FORM
+    assert kind_of(torch.clone, (X,)) is Kind.OTHER
 
 
 def test_moves():
@@ -97,8 +96,9 @@ def test_moves():
 
 
 def test_differentiates():
-    assert all(differentiates(func) for func in (Tensor.backward, torch.autograd.grad, Tensor.register_hook))
-    assert not any(differentiates(func) for func in (Tensor.detach, torch.add, Tensor.requires_grad_))
+    graph = (Tensor.backward, torch.autograd.grad, Tensor.register_hook)
+    assert {kind_of(func, ()) for func in graph} == {Kind.GRAPH}
+    assert Kind.GRAPH not in {kind_of(func, ()) for func in (Tensor.detach, torch.add, Tensor.requires_grad_)}
 
 
 @pytest.mark.parametrize(

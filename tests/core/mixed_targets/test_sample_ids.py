@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
-from lightning_tricks.core.mixed_targets.sample_ids import sample_ids_of
+from lightning_tricks.core.mixed_targets.losses import sample_ids_of
 
 SAMPLES, LABELS = torch.arange(3), torch.tensor([[1, 2], [3, 4], [5, 6]])
 
