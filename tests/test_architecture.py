@@ -286,7 +286,7 @@ UNCLEAR = (  # what a reader has to read twice
     r"\w: If (it|they) (?!is not clear)",  # a line of Raises: which of the things above?
     r"\binside of\b",
     r"\bfor ever\b",
-    r"^ *[])}]+  # (?!fmt: skip)",  # a comment that the formatter has torn off its line
+    r"^ *[])}]+:?  # (?!fmt: skip)",  # a comment that the formatter has torn off its line
 )
 
 
