@@ -21,6 +21,7 @@ from lightning_tricks_cli.catalogue import CATALOGUE, Row
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "cards"
+# What the keys of the matrix mean, where they do not say it.
 REGIMES = {
     "accumulate": "gradient accumulation",
     "clip": "gradient clipping",
@@ -38,7 +39,7 @@ REGIMES = {
     "compiled DDP": "`torch.compile` under DDP",
     "LoRA": "`LoRA`",
     "namespace": "`pytorch_lightning`",
-}  # What the keys of the matrix mean, where they do not say it.
+}
 IMPORTS = "With `import lightning as L` and `import lightning_tricks as lt`; [the other names](README.md)."
 MEANT_TO_HELP = ("Samples", "Losses", "Optimizers", "Fine-tuning")  # groups whose tricks should make results better
 

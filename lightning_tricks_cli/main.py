@@ -40,11 +40,12 @@ COMMANDS = (
     *(recommend, tricks, presets, optimizers, plot_schedule, memory, suggest, doctor),
     *(average, export, consolidate, completion),
 )
+# Headings in the help, by the first command below each.
 GROUPS = {
     "fit": "training",
     "recommend": "looking",
     "average": "files",
-}  # Headings in the help, by the first command below each.
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -286,6 +286,25 @@ def test_every_test_file_is_where_its_package_is() -> None:
                 assert (PACKAGE / path.relative_to(ROOT / "tests").parent).is_dir(), path
 
 
+# -- prose ------------------------------------------------------------------------------------------------------------
+
+UNCLEAR = (  # what a reader has to read twice
+    r"\w: If (it|they) (?!is not clear)",  # a line of Raises: which of the things above?
+    r"\binside of\b",
+    r"\bfor ever\b",
+    r"^ *[])}]+:?  # (?!fmt: skip)",  # a comment that the formatter has torn off its line
+)
+
+
+def test_no_text_says_what_a_reader_has_to_read_twice() -> None:
+    unclear = re.compile("|".join(UNCLEAR))
+    found = []
+    for path in [*PACKAGE.rglob("*.py"), *COMMAND.rglob("*.py")]:
+        lines = path.read_text().splitlines()
+        found += [f"{path}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if unclear.search(line)]
+    assert not found, "\n".join(found)
+
+
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 MAKERS = {  # torch's functions that make a tensor in host memory unless they are told the device

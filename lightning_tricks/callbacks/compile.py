@@ -206,9 +206,8 @@ class _Compiled:
         return call(forward, *args, **kwargs)
 
     def _compiled(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(
-            forward, MethodType
-        ):  # torch 2.9 would compile a bound method anew for every one of equal modules
+        # Torch 2.9 would compile a bound method anew for every one of equal modules.
+        if isinstance(forward, MethodType):
             return self.run(forward.__func__, forward.__self__, *args, **kwargs)
         return self.run(forward, *args, **kwargs)
 

@@ -70,9 +70,8 @@ def add_stochastic_depth(model: nn.Module, rate: float, *, modules: Patterns) ->
             raise ValueError(
                 f"modules must not be nested, {modules!r} selects {name} and {inside[0]}: end the pattern with $."
             )
-        if any(
-            isinstance(hook, StochasticDepth) for hook in module._forward_hooks.values()
-        ):  # torch has no public list of hooks
+        # Torch has no public list of hooks.
+        if any(isinstance(hook, StochasticDepth) for hook in module._forward_hooks.values()):
             raise ValueError(f"modules must not have stochastic depth yet, {name} has: call add_stochastic_depth once.")
     blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
     rates = {name: rate * (blocks.index(name.rpartition(".")[0]) + 1) / len(blocks) for name in found}

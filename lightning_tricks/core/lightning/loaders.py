@@ -225,7 +225,7 @@ def _with_own_workers(loader: Any) -> Any:
 def on_device(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> Any:
     """A batch of a loader as Lightning gives it to a step: converted, changed by the hooks, and on the device.
 
-    To batch tricks it is a new batch, and the last one is done.
+    Batch callbacks treat it as a new batch and end the previous one.
     """
     batch = trainer.precision_plugin.convert_input(batch)
     batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -106,7 +106,7 @@ def note_loss(func: Loss, call: dict[str, Any], plan: LossPlan) -> None:
     """Note by what a loss of torch divides the sum over its targets, if that is asked for.
 
     Raises:
-        AmbiguousSamples: If it does not say.
+        AmbiguousSamples: If the loss does not say by what it divides.
     """
     if plan.divisors is not None and (unclear := plan.divisors.note_loss(func, call)):
         raise AmbiguousSamples(unclear)

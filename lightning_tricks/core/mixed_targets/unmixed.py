@@ -43,7 +43,7 @@ from lightning_tricks.core.mixed_targets.operations import (
 
 @dataclass(frozen=True)
 class Unmixed:
-    """What a part of a batch is called, and which uses of it are refused besides those in losses.
+    """Names an unmixed part of the batch, and says where its use is refused besides in losses.
 
     Args:
         trick: The name of the trick that mixes the rest.
@@ -181,7 +181,7 @@ def _require_no_loss(use: _Use) -> None:
     """Raise where a part meets what the network makes, besides in a loss of the target.
 
     Raises:
-        MisconfigurationException: If it does.
+        MisconfigurationException: If the part meets it.
     """
     func, part, about = use.func, use.part, use.part.about
     writes = use.kind is Kind.WRITE
@@ -195,7 +195,7 @@ def _require_no_loss(use: _Use) -> None:
     made = [*use.others, *use.chosen]
     is_residual = func.__name__.strip("_") in ("sub", "rsub", "subtract") and any(t.shape == part.shape for t in made)
     in_loss = of_target or is_loss(func) or is_residual
-    if not (in_loss or about.in_network) or _is_constant(part):  # which waits for a GPU, and so comes last
+    if not (in_loss or about.in_network) or _is_constant(part):  # checked last because it waits for the GPU
         return
     if in_loss:
         raise part.plan.refusal(_goes_with_the_target(about))

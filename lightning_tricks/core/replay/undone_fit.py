@@ -41,9 +41,8 @@ def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str)
         raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
     several = loaders.values() if isinstance(loaders, dict) else loaders
     given = several if isinstance(loaders, dict | list | tuple) else [loaders]
-    if any(
-        isinstance(loader, Iterator) and not hasattr(loader, "__dict__") for loader in given
-    ):  # a generator or a list iterator
+    # An iterator without attributes is a generator or a list iterator, which can be read once only.
+    if any(isinstance(loader, Iterator) and not hasattr(loader, "__dict__") for loader in given):
         raise TypeError("train_dataloaders must be loaders that can be read again, got an iterator: pass a DataLoader.")
     name = type(module).__name__
     if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
