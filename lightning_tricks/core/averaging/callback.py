@@ -115,7 +115,7 @@ class AveragingCallback(Averaging):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._finished, self._first_step, self._shared.file = False, trainer.global_step, None
+        self._finished, self._first_step = False, trainer.global_step
         if self._running.tracks:
             self._track(joined=self._running.tensors)  # no other weights join in the middle of an epoch
             self._running.remember_weights()

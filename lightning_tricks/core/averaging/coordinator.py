@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -54,6 +55,8 @@ class Averaging(Trick, ABC):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        if self.coordinator is not None:
+            self.coordinator.file = None
         self._undo.callback(self._observer.stop)
         self._observer.start(trainer)
 
@@ -75,7 +78,7 @@ class Averaging(Trick, ABC):
             self.coordinator.fail()
 
 
-NAME = "lightning_tricks_averages"  # the attribute of the loop that fits
+NAME = "lightning_tricks_averages"  # the attribute of a Trainer
 
 
 class Coordinator:
@@ -90,6 +93,7 @@ class Coordinator:
         self.file: AsSaved | None = None  # the checkpoint that is being loaded, as the module's hook got it
         self._fitting: list[Averaging] = []  # the callbacks of the present fit, as far as they are set up
         self._going_on: list[Averaging] = []  # those whose averages were the module's as the fit began
+        self._left_in: list[ref[Averaging]] = []  # those whose averages the last fit has left in the module
         self._postponed: list[Callable[[], None]] = []
         self._undo = ExitStack()
         # Stays after the fit: trainer.save_checkpoint then saves the averaged weights, too.
@@ -111,7 +115,7 @@ class Coordinator:
     def _begin(self) -> None:
         self._undo.close()
         self._fitting, module = [], self.trainer.lightning_module
-        self._going_on = self._owners()
+        self._going_on, self._left_in = self._owners(), []
         for callback in self._going_on:
             for averages in callback.running().values():
                 averages.show("raw")
@@ -122,7 +126,10 @@ class Coordinator:
 
         To be asked before any weights are exchanged: to another average, they would look changed by the user.
         """
-        return [callback for callback in self._callbacks() if self._owns(callback)]
+        callbacks = self._callbacks()
+        if any(callback() not in callbacks for callback in self._left_in):
+            return []  # the module holds the averages of a callback that is gone, and nobody has the raw weights
+        return [callback for callback in callbacks if self._owns(callback)]
 
     def _owns(self, callback: Averaging) -> bool:
         module, running = self.trainer.lightning_module, callback.running().values()
@@ -165,17 +172,17 @@ class Coordinator:
             averages.show(which or callback.at_end)
         for _, averages in running:
             averages.remember_weights()
-        self._fitting = []
+        self._left_in += [ref(callback) for callback, averages in running if averages.holds == "averaged"]
+        self._fitting, self._going_on = [], []
         self._undo.close()
         self.save_postponed()
 
     def fail(self) -> None:
         """End the fit after an exception, with the raw weights in the module."""
-        try:
-            for callback in self._fitting:
-                callback.catch_up(self.trainer)  # the exception may have come before on_train_batch_end
-        finally:
-            self.leave("raw")
+        with ExitStack() as stack:  # what fails for one callback is done for the others
+            stack.callback(self.leave, "raw")
+            for callback in reversed(self._fitting):
+                stack.callback(callback.catch_up, self.trainer)  # the exception may have come before on_train_batch_end
 
     # -- what is saved, and loaded ------------------------------------------------------------------------------------
 
@@ -232,10 +239,10 @@ class Coordinator:
 
 def coordinator_of(trainer: pl.Trainer) -> Coordinator:
     """The coordinator of a Trainer, which its first averaging callback makes; it outlives that callback."""
-    coordinator = getattr(trainer.fit_loop, NAME, None)
+    coordinator = getattr(trainer, NAME, None)
     if coordinator is None:
         coordinator = Coordinator(trainer)
-        setattr(trainer.fit_loop, NAME, coordinator)
+        setattr(trainer, NAME, coordinator)
     return coordinator
 
 

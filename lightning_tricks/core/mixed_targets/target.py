@@ -183,7 +183,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _evaluate(call: _Call) -> Any:
     if not call.targets:
         result = call.plainly()
-        return call.args[0] if call.kind is Kind.WRITE and isinstance(call.args[0], MixedTarget) else result
+        target = call.args[0] if call.kind is Kind.WRITE and call.args else None
+        return target if isinstance(target, MixedTarget) else result
     if call.kind is Kind.FORM or (call.kind is Kind.READ and call.of_numbers):  # a loss that is only logged
         return call.plainly()
     for target in call.targets:

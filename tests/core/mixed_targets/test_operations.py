@@ -95,7 +95,7 @@ def test_moves():
     assert not any(moves(func) for func in (torch.add, torch.sum, torch.gather, torch.sort, torch.roll, torch.cat))
 
 
-def test_differentiates():
+def test_what_concerns_the_graph_is_told_from_what_reads_values():
     graph = (Tensor.backward, torch.autograd.grad, Tensor.register_hook)
     assert {kind_of(func, ()) for func in graph} == {Kind.GRAPH}
     assert Kind.GRAPH not in {kind_of(func, ()) for func in (Tensor.detach, torch.add, Tensor.requires_grad_)}

@@ -383,6 +383,13 @@ def test_a_loss_for_the_record():
     torch.testing.assert_close(torch.stack(kept).mean().item(), expected.item())
 
 
+def test_a_function_that_writes_may_be_called_by_keywords_once_the_batch_is_done():
+    y = target()
+    y.plan.open = False
+    assert torch.nn.init.zeros_(tensor=y) is y
+    assert (y.as_subclass(Tensor) == 0).all()
+
+
 def test_value_of_a_total():
     loss = CE(outputs(), target())
     torch.testing.assert_close(added(loss, 2 * loss).item(), 3 * CE(outputs(), target()).item())
