@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ leave_devices_out()
 listen_to_lightning()
 garbage = Garbage()
 HERE = pytest.StashKey[set[str]]()
+CHECKOUT = Path(__file__).parents[1]  # rootpath is another folder where tests run tests of a temporary one
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
@@ -37,18 +39,18 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 2
 
 
-def names_here(config: pytest.Config) -> set[str]:
-    return {name for name in os.listdir(config.rootpath) if not name.startswith(".")}
+def names_here() -> set[str]:
+    return {name for name in os.listdir(CHECKOUT) if not name.startswith(".")}
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[HERE] = names_here(session.config)
+    session.config.stash[HERE] = names_here()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail where tests have left files in the checkout, which would be committed."""
-    if left := names_here(session.config) - session.config.stash[HERE]:
-        raise pytest.UsageError(f"tests have left in {session.config.rootpath}: {sorted(left)}. Give them tmp_path.")
+    if left := names_here() - session.config.stash[HERE]:
+        raise pytest.UsageError(f"tests have left in {CHECKOUT}: {sorted(left)}. Give them tmp_path.")
 
 
 def pytest_runtest_setup() -> None:
