@@ -280,8 +280,9 @@ def test_no_workers_are_left_behind(tmp_path: Path) -> None:
     given = {"num_workers": 2, "persistent_workers": True}
     fit(LOADERS["shuffled"](**given), lt.ExactResume(), Save(tmp_path, "on_train_batch_end"))
     assert not multiprocessing.active_children()
-    fit(LOADERS["shuffled"](**given), lt.ExactResume(), ckpt_path=tmp_path / "on_train_batch_end-1-9")
-    assert not multiprocessing.active_children()
+    for kind in (Seen, Early):
+        fit(LOADERS["shuffled"](**given), lt.ExactResume(), ckpt_path=tmp_path / "on_train_batch_end-1-9", kind=kind)
+        assert not multiprocessing.active_children()
 
 
 def test_what_is_saved_by_hand_after_an_interruption_goes_on(tmp_path: Path) -> None:

@@ -238,8 +238,8 @@ def unbroken(folder: Path, **settings: Any) -> tuple[Recorder, dict[str, int]]:
     return module, saver.saved
 
 
-def resumed(path: Path, train: Any) -> list[Any]:
-    module = Validated()
+def resumed(path: Path, train: Any, kind: type[Recorder] = Validated) -> list[Any]:
+    module = kind()
     trainer(max_epochs=3, val_check_interval=5).fit(module, train, loader(8), ckpt_path=path)
     return module.seen
 
@@ -367,6 +367,24 @@ def test_within_an_epoch_another_order_is_refused_by_name(
     assert not module.seen
 
 
+class Early(Validated):
+    """Has its loaders made, and their workers started, before a checkpoint is restored."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 33
+        return super().configure_optimizers()
+
+
+@not_resumable
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_fit_has_loaders_made_anew_that_were_made_before_it_was_restored(
+    workers: int, tmp_path: Path
+) -> None:
+    module, _ = unbroken(tmp_path)
+    for hook, steps in (("batch_end-1-16", 16), ("epoch_end-0-11", 11)):
+        assert resumed(tmp_path / hook, loader(num_workers=workers), Early) == module.seen[steps:]
+
+
 def test_at_an_epochs_end_another_order_is_as_good(saved: Path) -> None:
     seen = resumed(saved / "epoch_end-0-11", loader(seed=1))
     assert sorted(n for epoch, _, batch in seen for n in batch if epoch == 1) == list(range(44))
@@ -376,8 +394,9 @@ def test_at_an_epochs_end_another_order_is_as_good(saved: Path) -> None:
 def test_within_an_epoch_of_another_loader_it_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
     plain = DataLoader(Numbered(44), 4)
     trainer(max_epochs=3, val_check_interval=5, callbacks=[Saver(tmp_path)]).fit(Validated(), plain, loader(8))
-    with pytest.raises(MisconfigurationException, match=r"that another sampler began: .* never"):
-        resumed(tmp_path / "batch_end-1-16", loader())
+    for kind in (Validated, Early):
+        with pytest.raises(MisconfigurationException, match=r"that another sampler began: .* never"):
+            resumed(tmp_path / "batch_end-1-16", loader(), kind)
     assert len(resumed(saved / "batch_end-1-16", plain)) == 17  # of which Lightning warns
 
 

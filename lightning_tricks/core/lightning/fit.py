@@ -80,6 +80,7 @@ class Fit(_BaseProgress):
         self._restored = False  # whether the place is that of a checkpoint, from which no fit has begun yet
         self._unknown = ""  # the reason why steps cannot be counted, once the fit has begun
         self._announce: Callable[[Place], None] | None = None
+        wrap_method(trainer.fit_loop, "on_load_checkpoint", self._restore_loop)
 
     @property
     def total(self) -> int:
@@ -151,6 +152,19 @@ class Fit(_BaseProgress):
         change = (self.rescaled(before, int(batches)) if done is None else done) - progress.current.processed
         for count in ("ready", "started", "processed", "completed"):
             setattr(progress.current, count, getattr(progress.current, count) + change)
+
+    def _restore_loop(self, original: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
+        """Have Lightning make loaders anew that were made before the checkpoint is restored.
+
+        ``estimated_stepping_batches`` makes them in ``configure_optimizers``. They have begun at the beginning by then,
+        and their workers have read ahead there.
+        """
+        loop = self._trainer.fit_loop
+        if loop._combined_loader is not None:
+            loop.teardown()  # ends their workers
+            loop._combined_loader = None
+            vars(loop.epoch_loop.batch_progress.current).pop("orders", None)  # of a FitSampler that was read by then
+        original(state_dict)
 
     def _begin(self, original: Callable[[], None]) -> None:
         restored = self._restored

@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import MOST, check_count, check_type
-from lightning_tricks.core.lightning.fit import reading_of
+from lightning_tricks.core.lightning.fit import fit_of, reading_of
 
 
 class Reader(NamedTuple):
@@ -66,6 +66,7 @@ def find_reader() -> Reader:
 
 
 def _reader(trainer: pl.Trainer, passed: list[object]) -> Reader:
+    fit_of(trainer)  # has loaders made anew that are read before a checkpoint is restored
     ranks = trainer.distributed_sampler_kwargs or {}  # tensor-parallel ranks share their samples
     world, rank = ranks.get("num_replicas", 1), ranks.get("rank", 0)
     loop = trainer.fit_loop
