@@ -224,7 +224,7 @@ def lacks(found: Any) -> Iterator[str]:
     if found.on_top and name not in NO_ROW and not any(name in words(str(file)) for file in folder.rglob("test_*.py")):
         yield f"a test in tests/{found.kind}/"
     if found.on_top and name not in every_name():
-        yield "a row in lightning_tricks_cli/catalogue.py, and a card in lightning_tricks_cli/cards/"
+        yield "its card in lightning_tricks_cli/cards/, whose front matter is its row in lists"
     is_callback = inspect.isclass(thing) and issubclass(thing, Callback)
     if found.on_top and (is_callback or found.kind == "modules") and name not in tried() | left_out():
         yield "a test in tests/clients/of_*.py, or in its entry no_client=, why not (a function: in LEFT_OUT)"
