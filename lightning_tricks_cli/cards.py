@@ -1,7 +1,7 @@
 """The card of a trick: what it does, when to take it, code, cost, evidence, limits, paper. In Markdown.
 
-``lightning-tricks tricks EMA`` prints a card, and ``make tables`` writes ``docs/tricks/EMA.md``. The row of the catalogue
-and the prose are in ``cards/EMA.md``; everything else comes from the matrix of tests that passed, and from
+``lightning-tricks tricks EMA`` prints a card, and ``make tables`` writes ``docs/tricks/EMA.md``. Its row in lists and
+the prose are in ``cards/EMA.md``; everything else comes from the matrix of tests that passed, and from
 ``evidence.json``, which ``make tables`` makes of docstrings, declared conflicts and committed figures. Nothing is
 imported for it, so a card is there at once.
 """

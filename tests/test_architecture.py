@@ -146,6 +146,18 @@ def test_no_imports_go_in_a_circle() -> None:
             raise AssertionError(f"imports in a circle: {' <- '.join(error.args[1])}") from None
 
 
+def test_a_file_with_one_importer_says_why_it_is_apart_from_it() -> None:
+    """What only one other file needs is read with that file, and is in it unless a reason speaks against it."""
+    importers: dict[str, set[str]] = {file: set() for file in FILES}
+    for file in FILES:
+        for found in ours(file):
+            importers[found].add(file)
+    for file in (file for file in SOURCES if file.split("/")[0] != "examples" and len(importers[file]) == 1):
+        (only,) = importers[file]
+        reason = re.search(r"; apart from [^,]+, \w+", (PACKAGE / file).read_text().partition("\n")[0])
+        assert reason or only.endswith("__init__.py"), f"{file} is imported by {only} alone: merge them, or say why not"
+
+
 def room(file: str) -> str:
     """A sub-package of core, or a file beside them."""
     return "/".join(file.split("/")[:2])
@@ -319,7 +331,7 @@ HOST = {  # where tensors without a device are right, by file or folder, or by f
     "evaluation/": "predictions and figures are gathered in host memory",
     "examples/": "data sets are those of the host",
     "schedules/plot.py": "the stand-ins of weights, for an optimizer that no device has",
-    "strategies/fsdp2/folders.py": "files are read into host memory",
+    "strategies/fsdp2/checkpoint_files.py": "files are read into host memory",
     "core/lightning/fit_sampler.py checked_lengths": "samplers are those of the host",
     "schedules/lr_finder.py Sweep": "a sum that begins at zero and moves to the device of the first loss",
     "callbacks/data_wait.py DataWait.on_train_epoch_end": "a logged number is in host memory already",

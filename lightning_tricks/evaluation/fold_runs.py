@@ -1,4 +1,4 @@
-"""Trains folds one after another or in worker processes, and stores results so that a later run skips them."""
+"""Trains folds in turn or in worker processes, and stores results; apart from cross_validate, whose process waits."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_without_pytorch_lightning_the_extra_is_named() -> None:
         ("`import pytorch_lightning_tricks as lt`", "`import lightning_tricks as lt`"),
         ("pip install 'lightning-tricks[plot]'", "pip install 'lightning-tricks[plot]'"),
         ("ray.train.lightning.pytorch", "ray.train.lightning.pytorch"),
-        ("core/lightning/patch_points.py", "core/lightning/patch_points.py"),
+        ("core/lightning/patching.py", "core/lightning/patching.py"),
         ("tests.pytorch_lightning", "tests.pytorch_lightning"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Measuring the memory of a forward and backward pass on fake tensors."""
+"""The memory of a forward and backward pass, measured on fake tensors; apart from the estimate, which computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``validate="both"``: the raw weights are validated before the averaged ones, and the metrics of both are kept."""
+"""Validation of raw weights before averaged ones; apart from the callback, which knows nothing of metrics."""
 
 from __future__ import annotations
 

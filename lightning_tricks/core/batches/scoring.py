@@ -1,4 +1,4 @@
-"""The losses of samples before training on them; apart from the filter, whose file they would make 400 lines long."""
+"""The losses of samples before training on them; apart from the filter, whose hooks only choose by them."""
 
 from __future__ import annotations
 

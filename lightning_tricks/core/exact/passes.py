@@ -1,4 +1,4 @@
-"""The passes over all loaders of a fit, followed fetch by fetch."""
+"""The passes over all loaders of a fit, fetch by fetch; apart from reading, which resumes them."""
 
 from __future__ import annotations
 

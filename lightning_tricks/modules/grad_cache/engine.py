@@ -1,4 +1,4 @@
-"""A contrastive step in chunks: embeddings without graphs, their gradients, then the graph of a chunk at a time."""
+"""A contrastive step in chunks, and its gradients; apart from the mixin, whose hooks say when one begins."""
 
 from __future__ import annotations
 

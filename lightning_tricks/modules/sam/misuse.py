@@ -1,4 +1,4 @@
-"""Steps by hand that SAM would take once more: refused, with the lines that are right."""
+"""Steps by hand that SAM would take once more are refused; apart from the engine, which takes the others."""
 
 from __future__ import annotations
 

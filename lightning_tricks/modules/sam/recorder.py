@@ -1,4 +1,4 @@
-"""Recording of the training step that SAM runs again; apart from the engine, which is long enough without it."""
+"""Recording of the training step that SAM runs again; apart from the engine, which runs it."""
 
 from __future__ import annotations
 

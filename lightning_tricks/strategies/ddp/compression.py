@@ -1,4 +1,4 @@
-"""Compressed gradients for data parallelism: in 16 bits, as low-rank factors, or averaged within a node only."""
+"""Compressed gradients, by communication hooks of torch; apart from the preset, which installs one at most."""
 
 from __future__ import annotations
 

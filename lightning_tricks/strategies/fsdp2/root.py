@@ -1,4 +1,4 @@
-"""The root of a sharded module: it runs a step as if the step were the module's forward pass."""
+"""The root of a sharded module, which runs a step as its forward pass; apart from the strategy, which is no module."""
 
 from __future__ import annotations
 

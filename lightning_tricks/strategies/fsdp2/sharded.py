@@ -1,4 +1,4 @@
-"""Sharding by FSDP2, without the split of layers that ``FSDP2Preset`` adds."""
+"""Sharding by FSDP2; apart from ``FSDP2Preset``, which adds the split of layers that few need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
-from lightning_tricks.strategies.fsdp2.files import full_state, load_module, load_optimizer
+from lightning_tricks.strategies.fsdp2.checkpoint_files import full_state, load_module, load_optimizer
 from lightning_tricks.strategies.fsdp2.prepare import prepare, require_untied
 from lightning_tricks.strategies.fsdp2.root import Root
 
@@ -235,7 +235,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from lightning_tricks.strategies.fsdp2.folders import read_module, read_optimizer
+        from lightning_tricks.strategies.fsdp2.checkpoint_files import read_module, read_optimizer
 
         path = Path(self.broadcast(checkpoint_path))
         self.require_complete(path)
