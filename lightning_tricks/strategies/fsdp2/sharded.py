@@ -128,6 +128,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
             loop.inference_mode = False  # whose tensors have no versions, which torch's FSDP2 asks for
         if self._layer_sync is not None:  # Set by Trainer(sync_batchnorm=True).
             self._layer_sync.apply(module)
+        require_untied(module)  # before a plan is compared with ties that a real device would undo
         self._shard(module)
         self._root = Root(module)
         # Lightning's strategy requires a configure_model hook that shards. The user's own hook has already run.
@@ -146,7 +147,6 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
     def _shard(self, module: pl.LightningModule) -> None:
         """Shard what the user has not sharded, group by group: a device never holds two unsharded groups."""
         groups = sharding_groups(module, self.modules)
-        require_untied(module)
         if self.activation_checkpointing:
             checkpoint_blocks(module, self.modules, self._undo)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
