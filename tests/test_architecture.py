@@ -169,6 +169,12 @@ def test_what_is_heavy_is_imported_where_it_is_used() -> None:
         assert not found & HEAVY, file
 
 
+def test_lightning_is_imported_in_one_style() -> None:
+    folders = ("lightning_tricks", "lightning_tricks_cli", "benchmarks", "notebooks", "configs", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    assert not [path for path in files if re.search(r"^import lightning\.\w+ as", path.read_text(), re.M)]
+
+
 def test_only_lightning_pytorch_is_imported() -> None:
     for file in FILES:
         assert "pytorch_lightning" not in top_levels(file), f"{file}: its classes are not those of lightning.pytorch"

@@ -153,7 +153,7 @@ def _select(checkpoint: Mapping[str, Any], state: dict[str, Any], which: str, ca
         return _replace(state, averages[in_state_dict[0]]["raw"])
     if not checkpoint.get("optimizer_states"):
         raise ValueError(
-            "without the state of an optimizer (save_weights_only=True) raw and averaged weights cannot be told apart:"
+            "without the state of an optimizer (save_weights_only=True) raw and averaged weights are not distinct:"
             " which='averaged' exports the state_dict as it is."
         )
     return checkpoint.get("current_model_state", state)  # The raw weights, if saved by Lightning's WeightAveraging.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -107,7 +107,7 @@ def optimizer(
     slow = {key: settings.pop(key) for key in ("alpha", "k") if row.is_lookahead and key in settings}
     made = _make(row, kind, module, [{**group, "optimizer": name} for group in groups], lr, settings)
     made.register_load_state_dict_pre_hook(partial(_require_same, name))
-    if not isinstance(module, pl.LightningModule):
+    if not isinstance(module, L.LightningModule):
         _require_whole_weights(row, made)
     if not row.tensor_parallel and any(is_split(weight) for group in made.param_groups for weight in group["params"]):
         raise _wrong_on_shards(row, "tensor parallelism")
@@ -140,7 +140,7 @@ def _groups(
 
 
 def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
-    if row.name == "adamw" and isinstance(module, pl.LightningModule) and settings.keys() <= {"betas", "eps"}:
+    if row.name == "adamw" and isinstance(module, L.LightningModule) and settings.keys() <= {"betas", "eps"}:
         return adamw(module, lr, params=groups, **settings)
     if row.base == "muon":
         groups = _muon_groups(row, module, groups, lr, settings)
@@ -234,7 +234,7 @@ def _with_hidden(
 
 def _require_trains_right(row: Row, module: nn.Module) -> None:
     """Raise if the Trainer's strategy shards weights in a way that changes what the optimizer does."""
-    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+    trainer = trainer_of(module) if isinstance(module, L.LightningModule) else None
     if trainer is None:
         return
     if row.library == "schedulefree" and not any(

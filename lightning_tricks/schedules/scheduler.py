@@ -9,7 +9,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -147,7 +147,7 @@ class CurveLR(Participant, LRScheduler):
         self._step_count = self.last_epoch + 1
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         return curve_row(self.settings)
 
     def lr_at(self, step: int) -> float:

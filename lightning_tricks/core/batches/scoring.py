@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,7 +23,7 @@ _TRICK = "HardExampleFilter"
 
 
 def per_sample_losses(
-    trainer: pl.Trainer,
+    trainer: L.Trainer,
     batch: Any,
     targets: Sequence[Path],
     change_arguments: ChangeArguments | None,

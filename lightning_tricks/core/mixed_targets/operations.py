@@ -1,4 +1,4 @@
-"""What torch's functions do with their arguments; functions are told apart by name, as methods or in ``torch``."""
+"""What torch's functions do with their arguments; functions are known by their names, as methods or in ``torch``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, Sim
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, range)
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 _VALUES = (Enum, PurePath, re.Pattern, date, time, timedelta, torch.dtype, torch.device)
 _IMMUTABLE = (*SIMPLE, *_CODE, *_VALUES, logging.Logger)  # a loggers' handlers are shared by all of the program
-_LIBRARIES = {"torch", "torchmetrics", "lightning_fabric", pl.__name__.split(".")[0], __name__.split(".")[0]}
+_LIBRARIES = {"torch", "torchmetrics", "lightning_fabric", L.__name__.split(".")[0], __name__.split(".")[0]}
 
 Contents = tuple[str, Sequence[Any], list[Any]]  # the form of a path, keys or names, and the items at them
 

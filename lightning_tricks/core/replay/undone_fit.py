@@ -13,7 +13,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
@@ -42,14 +42,14 @@ from lightning_tricks.core.weights.fsdp2 import FSDP2
 from lightning_tricks.core.weights.tensors import bits
 
 
-def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str) -> None:
+def require_undoable(trainer: L.Trainer, module: Any, loaders: Any, trick: str) -> None:
     """Raise unless a fit with this Trainer, module and loaders can be undone."""
     module = getattr(module, "_orig_mod", module)  # the module inside torch.compile(module)
     require_same_lightning(trainer, trick)
     require_same_lightning(module, trick)
-    if not isinstance(trainer, pl.Trainer):
+    if not isinstance(trainer, L.Trainer):
         raise TypeError(f"trainer must be a lightning.pytorch Trainer, got {type(trainer).__name__}.")
-    if not isinstance(module, pl.LightningModule):
+    if not isinstance(module, L.LightningModule):
         raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
     several = loaders.values() if isinstance(loaders, dict) else loaders
     given = several if isinstance(loaders, dict | list | tuple) else [loaders]
@@ -71,7 +71,7 @@ def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str)
         raise MisconfigurationException(f"{trick} runs a fit of its own: call it before trainer.fit, not inside.")
 
 
-def is_trial(trainer: pl.Trainer) -> bool:
+def is_trial(trainer: L.Trainer) -> bool:
     """Whether the present fit will be undone."""
     return bool(callbacks_of(trainer, UndoneFit))
 
@@ -88,7 +88,7 @@ class UndoneFit(Callback):
         self._kept = ObjectState()
 
     def fit(
-        self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any, beside: Sequence[Callback] = ()
+        self, trainer: L.Trainer, module: Any, loaders: Any, datamodule: Any, beside: Sequence[Callback] = ()
     ) -> None:
         """Fit, and undo the fit.
 
@@ -114,7 +114,7 @@ class UndoneFit(Callback):
                 raise
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Not earlier: configure_optimizers makes its schedules for the training that will follow.
         self._kept.note(trainer.optimizers)
         fit_of(trainer).is_trial = True
@@ -125,12 +125,12 @@ class UndoneFit(Callback):
             config.frequency = sys.maxsize  # the scheduler is never stepped, but a module may read it
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.exception = exception
 
 
 @contextmanager
-def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any], state: ObjectState) -> Iterator[None]:
+def _as_before(trainer: L.Trainer, module: L.LightningModule, data: list[Any], state: ObjectState) -> Iterator[None]:
     """Restore what a fit changes: module, Trainer, loaders, random numbers, and the handler of Ctrl-C."""
     state.note(
         [trainer, getattr(trainer.fit_loop, NAME, None), data], any_class=True, without=[trainer.strategy.launcher]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -48,7 +48,7 @@ class GradCache:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.trainer: pl.Trainer = module.trainer
+        self.trainer: L.Trainer = module.trainer
         self.name = f"GradCacheMixin(chunk={module.chunk})"
         self.in_chunks = False  # whether the present step is cut
         self._shards = engine_of(self.trainer) is Engine.FSDP2

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -48,7 +48,7 @@ class SAMEngine:
         weights: The weights of the module that this process holds.
     """
 
-    def __init__(self, module: pl.LightningModule, sam: SAM, weights: LocalWeights) -> None:
+    def __init__(self, module: L.LightningModule, sam: SAM, weights: LocalWeights) -> None:
         self.module = module
         self.sam = sam
         self.weights = weights
@@ -268,7 +268,7 @@ class SAMEngine:
             return loss_of(run())
 
 
-def _acts_in_backward(module: pl.LightningModule) -> bool:
+def _acts_in_backward(module: L.LightningModule) -> bool:
     """Whether code of the user's runs in the backward pass: a ``backward`` of the module's own, or hooks of weights."""
     ours = ("lightning_tricks.", "lightning.pytorch.")
     own = any("backward" in vars(kind) and not kind.__module__.startswith(ours) for kind in type(module).__mro__)

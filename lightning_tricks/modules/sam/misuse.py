@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,7 +41,7 @@ _RIGHT = {
 }
 
 
-def misuse(module: pl.LightningModule, rule: str, method: str) -> MisconfigurationException:
+def misuse(module: L.LightningModule, rule: str, method: str) -> MisconfigurationException:
     """The error for a step by hand, with the lines that are right."""
     return MisconfigurationException(f"{type(module).__name__}: {rule}. Write it so:\n{_RIGHT[method]}")
 
@@ -53,7 +53,7 @@ class ClosureGuard:
         module: The module in a fit.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule) -> None:
         self.module = module
         self.method = ""  # the one that calls the closure now
 
@@ -103,7 +103,7 @@ class StepWatch:
         module: The module in a fit.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule) -> None:
         self.module = module
         self.calls: dict[Optimizer, int] = {}  # the calls of sam_step since it last stepped an optimizer
         self._methods: dict[Tensor, str] = {}  # of weights with a gradient that is not stepped, the method it is of
@@ -203,7 +203,7 @@ class ScheduleWatch:
         module: The module in a fit.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule) -> None:
         self.module = module
         self._counts: dict[Any, int] = {}  # the schedules' steps at the start of the batch, or after sam_step
         self._stepped: set[Optimizer] = set()  # the optimizers that sam_step had in this batch

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -116,7 +116,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         return processes, 1
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         module = self._module
         if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             raise MisconfigurationException(
@@ -144,7 +144,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
                 " parameters groups of one optimizer, or choose a DDP preset."
             )
 
-    def _shard(self, module: pl.LightningModule) -> None:
+    def _shard(self, module: L.LightningModule) -> None:
         """Shard what the user has not sharded, group by group: a device never holds two unsharded groups."""
         groups = sharding_groups(module, self.modules)
         if self.activation_checkpointing:
