@@ -52,10 +52,10 @@ class QAT(Trick):
     """Quantization-aware training: linear layers compute with ``w' = scale * round(w / scale)``.
 
     The weights w take the gradient of w', and the network learns ones that keep their accuracy when
-    ``quantize(module, precision)`` quantizes them after the fit: with the same ``precision`` and ``modules`` it computes
-    what was validated. In checkpoints the weights are w, under their usual names, so they load anywhere. Validation,
-    ``trainer.test`` and ``trainer.predict`` compute with w', too, where this callback is given. The arithmetic is
-    torchao's. It pays for few bits and small networks; 8 bits seldom need it.
+    ``quantize(module, precision)`` quantizes them after the fit: with the same ``precision`` and ``modules`` it
+    computes what was validated. In checkpoints the weights are w, under their usual names, so they load anywhere.
+    Validation, ``trainer.test`` and ``trainer.predict`` compute with w', too, where this callback is given. The
+    arithmetic is torchao's. It pays for few bits and small networks; 8 bits seldom need it.
 
     Args:
         precision: "int8" or "int4".

@@ -48,6 +48,7 @@ def step_in_backward(optimizer: Optimizer, loss: Tensor) -> None:
     reads, passes = _StaleReads(), list[int]()
 
     def step(group: dict[str, Any], weight: Tensor) -> None:
+        # A backward pass inside another one reaches a weight before the outer pass has added its own share.
         if torch._C._current_graph_task_id() not in passes:
             raise MisconfigurationException(
                 "StepInBackward: a second backward pass runs inside the first, as"

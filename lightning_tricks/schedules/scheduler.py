@@ -117,6 +117,7 @@ class CurveLR(Participant, LRScheduler):
 
     @override
     def get_lr(self) -> list[float | Tensor]:
+        # From the base rate, and not from the present one as torch's chainable forms: rounding would add up.
         factor = self.curve(self.last_epoch)
         if self.momentum is not None:
             self._set_momentum(self.momentum(self.last_epoch))

@@ -210,6 +210,7 @@ class Coordinator:
                 which = callback.measured(self.trainer, filepath)
                 for key, averages in callback.running().items():
                     saved[key] = averages
+                    # A save may come between a forward and its backward pass, whose graph keeps the weights.
                     weights = [*averages.parts(), *averages.weights.model_copies()]
                     stack.enter_context(hidden_from_autograd(weights))
                     stack.enter_context(averages.showing(which))

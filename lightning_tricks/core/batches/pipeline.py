@@ -129,6 +129,7 @@ class BatchPipeline:
         return {**output, "loss": returned_loss(output["loss"])} if "loss" in output else output
 
     def _numbers(self, trainer: L.Trainer, number: int) -> random.Random:
+        # A number for each batch, so that a fit that is resumed on it draws what the uninterrupted one has drawn.
         rank, ranks = data_parallel(trainer)
         key = f"{self.seed} {number * ranks + rank}"
         return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
@@ -168,6 +169,7 @@ class BatchPipeline:
     def drop(self) -> None:
         """Make the targets of the last batch plain labels again."""
         if self._context is not None:
+            # Targets may live on in a buffer or a list of the user's, where they must be labels and nothing else.
             self._context.plan.open = False
             self._context = None
 

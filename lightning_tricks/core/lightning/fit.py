@@ -92,7 +92,7 @@ class Fit(_BaseProgress):
             if self._unknown:
                 raise UnknownTotalSteps(self._unknown)
             return self.place.total
-        # A checkpoint is not restored yet; it may have been trained with another plan.
+        # A checkpoint is restored only when the fit begins, and its position may be one of another plan.
         position = (0, 0, 0) if self._trainer.ckpt_path else self._position()
         return max(1, plan_of(self._trainer).placed(*position)[0])
 

@@ -228,13 +228,14 @@ class StepGuard:
             self._counted += 1
             scaler = grad_scaler(self._trainer)
             if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
+                # A GradScaler requires update() after unscaling, which would count a step that was not made.
                 state = scaler.state_dict()
-                scaler.update()  # a GradScaler requires update() after unscaling
+                scaler.update()
                 scaler.load_state_dict(state)
             return None
 
     def _schedule(self, original: Callable[..., None], interval: str, *args: Any, **kwargs: Any) -> None:
-        if self._counted:
+        if self._counted:  # Lightning counts a step once optimizer_step has returned, which is too late to say no
             subtract_steps(self._trainer, self._counted)
             self._counted = 0
         if not (self._left_out and interval == "step"):

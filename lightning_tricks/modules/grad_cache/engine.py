@@ -203,6 +203,7 @@ class GradCache:
         gradients, of_contrast = self._gradients(step, descend)
         with run_again(step.start) as again, again.running(), replaying():
             for chunk, place in step.chunks:
+                # DDP reduces all of .grad in one pass: every chunk's share of it must be there by then.
                 last = place is step.chunks[-1][1]
                 with nullcontext() if last else unsynced(self.trainer):
                     part = partial(self._surrogate, step, gradients, place, of_contrast if last else {})
@@ -215,7 +216,8 @@ class GradCache:
         """The gradients of the embeddings, and of the parameters in ``contrast``, unless those are in ``.grad``."""
         loss = scaled(self.trainer, step.loss)
         leaves = [embedding for embedding in step.embeddings if embedding.requires_grad]
-        if self._shards:  # FSDP2 reduces gradients in a backward pass
+        # FSDP2 reduces gradients in the hooks of a backward pass, which torch.autograd.grad does not run.
+        if self._shards:
             descend(loss)
             return [embedding.grad for embedding in step.embeddings], {}
         weights = [weight for weight in self.module.parameters() if weight.requires_grad]

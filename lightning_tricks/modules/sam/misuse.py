@@ -91,6 +91,7 @@ class ClosureGuard:
 
 def _gradients(module: nn.Module) -> dict[Tensor, tuple[int, int]]:
     """The id and the version of the gradient of every weight that has one."""
+    # A backward pass adds to a gradient in place, or puts another tensor there: one of the two changes.
     return {
         weight: (id(weight.grad), weight.grad._version) for weight in module.parameters() if weight.grad is not None
     }
@@ -170,6 +171,7 @@ class StepWatch:
         """Clear the gradients of the last step by hand, as the ``zero_grad`` at the start of the next one would."""
         for weight in weights_of(optimizer):
             spent, version = self._spent.pop(weight, (None, 0))
+            # What was added since that step belongs to the next one, and clearing it would lose a gradient silently.
             if spent is not None and weight.grad is spent() and weight.grad is not None:
                 weight.grad = None if weight.grad._version == version else weight.grad
 
