@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 
@@ -42,13 +43,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from lightning_tricks_cli.runs.find_workers import find_workers_of
+    from lightning_tricks.data import find_num_workers
+    from lightning_tricks_cli.runs.find_lr import read_model
+    from lightning_tricks_cli.runs.target import train_loader_of
 
-    find_workers_of(
-        options.config,
-        as_json=options.json,
+    result = find_num_workers(
+        train_loader_of(read_model(options.config)),
         step_seconds=options.step_seconds,
         most=options.most,
         seconds=options.seconds,
         rounds=options.rounds,
     )
+    print(json.dumps(result.to_dict()) if options.json else result)
