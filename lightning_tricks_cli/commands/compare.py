@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks_cli.commands.target import add_config
+
 BASE = "base"
 
 
@@ -25,14 +27,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "  lightning-tricks compare -c config.yaml --without EMA --seeds 3 --metric val_loss --mode min",
     )
     compare.set_defaults(run=run)
-    compare.add_argument(
-        *("-c", "--config"),
-        type=Path,
-        action="append",
-        required=True,
-        metavar="YAML",
-        help="the configuration that fit takes; later ones override earlier ones",
-    )
+    add_config(compare)
     compare.add_argument(
         "--with",
         dest="added",
@@ -139,7 +134,7 @@ class Configured:
 
     def __call__(self, folder: Path) -> tuple[Any, ...]:
         """Make Trainer, model and data."""
-        from lightning_tricks_cli.runs.find_lr import read_config, settings_of
+        from lightning_tricks_cli.runs.config import read_config, settings_of
 
         own = (f"default_root_dir={folder}", "enable_progress_bar=false", "enable_model_summary=false")
         trainer = [f"--trainer.{setting}" for setting in own]

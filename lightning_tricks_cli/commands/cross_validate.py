@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks_cli.commands.target import at_least_one
+from lightning_tricks_cli.commands.target import add_config, at_least_one
 
 if TYPE_CHECKING:
     import lightning as L
@@ -26,14 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: lightning-tricks cross-validate -c config.yaml --folds 5",
     )
     cross.set_defaults(run=run)
-    cross.add_argument(
-        *("-c", "--config"),
-        type=Path,
-        action="append",
-        required=True,
-        metavar="YAML",
-        help="the configuration; later ones override earlier ones",
-    )
+    add_config(cross)
     cross.add_argument("--folds", type=int, default=5, metavar="N", help="number of folds (default: 5)")
     cross.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the folds and of the first training (default: 0)"
@@ -63,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     from lightning_tricks.evaluation import cross_validate
     from lightning_tricks.evaluation.fold_runs import RESULTS
     from lightning_tricks.evaluation.plan import require_lock, require_plan, this_rank
-    from lightning_tricks_cli.runs.find_lr import read_config, settings_of
+    from lightning_tricks_cli.runs.config import read_config, settings_of
 
     predictions, folder = options.predictions, options.output
     if predictions is not None:
@@ -108,7 +101,7 @@ class _Fits:
 
     def module(self, fold: int) -> L.LightningModule:
         """The model of a fold."""
-        from lightning_tricks_cli.runs.find_lr import read_config
+        from lightning_tricks_cli.runs.config import read_config
 
         root = f"--trainer.default_root_dir={self.folder / f'fold{fold}'}"
         self._made = read_config(self.configs, f"--seed_everything={self.seed + fold}", root)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+
+from lightning_tricks_cli.commands.target import add_config
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,14 +19,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: lightning-tricks find-workers -c config.yaml --step-seconds 0.05",
     )
     find.set_defaults(run=run)
-    find.add_argument(
-        *("-c", "--config"),
-        type=Path,
-        action="append",
-        required=True,
-        metavar="YAML",
-        help="the configuration; later ones override earlier ones",
-    )
+    add_config(find)
     find.add_argument(
         "--step-seconds",
         type=float,
@@ -44,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from lightning_tricks.data import find_num_workers
-    from lightning_tricks_cli.runs.find_lr import read_model
+    from lightning_tricks_cli.runs.config import read_model
     from lightning_tricks_cli.runs.target import train_loader_of
 
     result = find_num_workers(
