@@ -243,6 +243,19 @@ def test_the_samples_are_the_same_with_other_workers(name: str, before: int, now
     assert fit(LOADERS[name](num_workers=now), lt.ExactResume(), ckpt_path=path).seen[:3] == whole.seen[9:12]
 
 
+class Early(Seen):
+    """Has its loaders made before the checkpoint is restored."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == EPOCHS * 6
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("name", few(["shuffled", "sequential", "lazy", "eager", "buckets"], 2))
+def test_so_it_does_where_loaders_are_made_before_the_checkpoint_is_restored(name: str, tmp_path: Path) -> None:
+    check(LOADERS[name], tmp_path, "on_train_batch_end", "on_train_epoch_end", every=4, kind=Early)
+
+
 def test_a_generator_that_validation_draws_from_goes_on(tmp_path: Path) -> None:
     class Shared(Validated):
         def __init__(self) -> None:

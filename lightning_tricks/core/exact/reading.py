@@ -153,8 +153,13 @@ class Reading:
         return self._knows_place and self._why_not is None
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Take the reading of a checkpoint, if it has one."""
+        """Take the reading of a checkpoint, if it has one.
+
+        Loaders that were made before it, as ``estimated_stepping_batches`` makes them in ``configure_optimizers``, have
+        begun at the beginning, and Lightning makes them anew.
+        """
         self._ranks = saved["ranks"] if saved else []
+        self._trainer.fit_loop._combined_loader = None
 
     def _plan(self) -> None:
         """Find out how the loaders go on in a resumed fit, when it has made them."""

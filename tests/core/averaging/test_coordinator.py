@@ -79,13 +79,18 @@ def test_a_checkpoint_that_was_loaded_is_not_kept_while_training(tmp_path: Path)
 
 
 def test_after_an_exception_each_average_is_completed_whatever_another_one_raises() -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                raise KeyError("the user's own")  # the averages have not seen the second step yet
+
     class Fails(lt.EMA):  # type: ignore[misc]
         def catch_up(self, trainer: pl.Trainer) -> bool:
             if trainer.global_step == 2:
                 raise ValueError("it cannot")
             return super().catch_up(trainer)
 
-    average = lt.EMA(0.9)
-    with pytest.raises(ValueError, match="it cannot"):
-        fit(build(NormNet), callbacks=[Fails(0.5, validate="raw", at_end="raw"), average])
-    assert [averages.steps for averages in average.running().values()] == [2]
+    average, module = lt.EMA(0.9), build(NormNet)
+    with pytest.raises(KeyError, match="the user's own"):
+        fit(module, callbacks=[Stop(), average, Fails(0.5, validate="raw", at_end="raw")])
+    assert [(averages.steps, averages.holds) for averages in average.running().values()] == [(2, "raw")]
