@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
+from lightning.pytorch import callbacks
 
 import lightning_tricks as lt
 
@@ -20,11 +21,11 @@ def names() -> dict[str, Any]:
         [
             name
             for name in package.__all__
-            if inspect.isclass(thing := getattr(package, name)) and issubclass(thing, pl.Callback)
+            if inspect.isclass(thing := getattr(package, name)) and issubclass(thing, L.Callback)
         ]
-        for package in (lt, pl.callbacks)
+        for package in (lt, callbacks)
     )
-    arguments = [name for name in inspect.signature(pl.Trainer).parameters if name != "self"]
+    arguments = [name for name in inspect.signature(L.Trainer).parameters if name != "self"]
     return {
         "presets": lt.presets(),
         "optimizers": lt.optimizers(),

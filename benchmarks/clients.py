@@ -48,7 +48,7 @@ LEGEND = """\
     `single_bf16`: bit-equal to `precision="bf16-mixed"`. `find_lr`: the fit after it is bit-equal to one without.
     `cross_validate`: folds that were fitted by hand. **callbacks**: EarlyStopping and ModelCheckpoint of the project's
     Lightning work beside ours. **resume**: bit-equal to the project's own resume.
-- *refused*: an error by name before the first optimizer step. *refused late*: by name, after it. n/a: has no meaning.
+- *refused*: an error by name before the first optimizer step. *refused late*: by name, after it. n/a: not applicable.
 - **wrong**: silently, or **error**: not ours, from inside."""
 
 

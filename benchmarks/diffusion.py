@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from machine import machine
 from rows import written
@@ -27,7 +27,7 @@ ALPHAS = torch.cumprod(1 - torch.linspace(1e-4, 2e-2, TIMESTEPS), 0)
 OUTPUT = Path(__file__).parent / "results" / "diffusion.json"
 
 
-class Diffusion(pl.LightningModule):
+class Diffusion(L.LightningModule):
     """Predicts the noise, the image or v from noisy digits (B, 64) and their timesteps."""
 
     def __init__(self, prediction: Any, weighted: bool) -> None:
@@ -91,7 +91,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def fitted(images: Tensor, prediction: str, weighted: bool, seed: int) -> float:
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module = Diffusion(prediction, weighted)
     loader = DataLoader(TensorDataset(images), BATCH, shuffle=True, drop_last=True)
     quiet = {
@@ -100,7 +100,7 @@ def fitted(images: Tensor, prediction: str, weighted: bool, seed: int) -> float:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    pl.Trainer(accelerator="cpu", max_steps=STEPS, max_epochs=-1, **quiet).fit(module, loader)
+    L.Trainer(accelerator="cpu", max_steps=STEPS, max_epochs=-1, **quiet).fit(module, loader)
     return distance(module.eval().generate(len(images)), images)
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from machine import machine
 from rows import written
 
@@ -29,7 +29,7 @@ def fit(rho: float, others: bool, folder: Path) -> tuple[Any, ...]:
     module = SharpDigits(schedule=others)
     module.sam = lt.SAM(rho)
     callbacks = [lt.EMA()] if others else []
-    trainer = pl.Trainer(max_epochs=EPOCHS, check_val_every_n_epoch=EPOCHS, callbacks=callbacks, **QUIET)
+    trainer = L.Trainer(max_epochs=EPOCHS, check_val_every_n_epoch=EPOCHS, callbacks=callbacks, **QUIET)
     return trainer, module, DigitsData(NOISE)
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from settings import SEED
@@ -30,7 +30,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-class Net(pl.LightningModule):
+class Net(L.LightningModule):
     """A network with the loss and the optimizer of any classifier."""
 
     def __init__(self, net: nn.Module) -> None:
@@ -82,7 +82,7 @@ class Laps(Callback):
         self.every = every
         self.marks: list[float] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Note the time."""
         if batch_idx % self.every == 0:
             if pl_module.device.type == "cuda":
@@ -95,7 +95,7 @@ class Laps(Callback):
 
 
 def fit(
-    module: pl.LightningModule,
+    module: L.LightningModule,
     batch: Batch,
     steps: int,
     callbacks: Sequence[Callback] = (),
@@ -105,7 +105,7 @@ def fit(
 ) -> float:
     """Microseconds of a training step on the batch's device."""
     laps = Laps(every)
-    trainer = pl.Trainer(accelerator=batch[0].device.type, callbacks=[laps, *callbacks], **{**QUIET, **settings})
+    trainer = L.Trainer(accelerator=batch[0].device.type, callbacks=[laps, *callbacks], **{**QUIET, **settings})
     trainer.fit(module, DataLoader([batch] * steps, batch_size=None))
     return laps.step()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -104,7 +104,7 @@ def blurred(figure: Any) -> None:
     _images(figure, {**images, "with add_blur_pool": strided(x)})
 
 
-class Layers(pl.LightningModule):
+class Layers(L.LightningModule):
     """Six layers, with a list of which of them train in each step."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Layers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def _trained_layers(figure: Any, trick: pl.Callback) -> None:
+def _trained_layers(figure: Any, trick: L.Callback) -> None:
     """Which layers a fit of 60 steps trains in each."""
     import matplotlib.colors
 
@@ -134,7 +134,7 @@ def _trained_layers(figure: Any, trick: pl.Callback) -> None:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[trick], **quiet).fit(module, loader)
+    L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[trick], **quiet).fit(module, loader)
     axis = figure.subplots()
     trains = torch.tensor(module.trains).T.flip(0)
     colours = matplotlib.colors.ListedColormap([GREY, OURS])
@@ -369,7 +369,7 @@ def _rates(
     module = Curved()
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     callbacks = [Saved(save)] if save else []
-    run = pl.Trainer(
+    run = L.Trainer(
         max_epochs=epochs, accumulate_grad_batches=accumulate, callbacks=callbacks, accelerator="cpu", **quiet
     )
     run.fit(module, DataLoader(TensorDataset(torch.ones(20, 1))), ckpt_path=ckpt_path, weights_only=True)
@@ -377,18 +377,18 @@ def _rates(
     return [begun + step * accumulate / 20 for step in range(len(module.rates))], module.rates
 
 
-class Saved(pl.Callback):
+class Saved(L.Callback):
     """Saves a checkpoint at the end of the second epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch == 1:
             trainer.save_checkpoint(self.path)
 
 
-class Curved(pl.LightningModule):
+class Curved(L.LightningModule):
     """One weight, whose optimizer follows a cosine."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from machine import lent, prepare
@@ -70,19 +70,19 @@ class Course(Callback):
         self.points: list[tuple[float, float, float]] = []
         self.seconds = self.millions = 0.0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Start the clock."""
         self.since = time.process_time()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count the inputs."""
         self.millions += batch[0].numel() / 1e6
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Stop the clock."""
         self.seconds += time.process_time() - self.since
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Note the accuracy, and start the clock again."""
         self.points.append((self.seconds, self.millions, trainer.callback_metrics["val_accuracy"].item()))
         self.since = time.process_time()
@@ -100,11 +100,11 @@ class Ended(NamedTuple):
 
 
 def fitted(task: Task, data: Split, variant: Callable[[], Callback] | None, seed: int) -> Ended:
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module, course = Classifier(task.network(), **task.settings), Course()
     train, val = (TensorDataset(*data[part]) for part in ("train", "val"))
     callbacks = [lt.LRSchedule("flat_cos", warmup=0.05), course, *([variant()] if variant else [])]
-    run = pl.Trainer(max_epochs=task.epochs, val_check_interval=task.every, callbacks=callbacks, **QUIET)
+    run = L.Trainer(max_epochs=task.epochs, val_check_interval=task.every, callbacks=callbacks, **QUIET)
     run.fit(module, DataLoader(train, task.batch, shuffle=True, drop_last=True), DataLoader(val, 500))
     return Ended(course.points, accuracy(module.network.eval(), *data["test"]).item())
 

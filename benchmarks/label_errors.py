@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from machine import machine
 from rows import written
@@ -33,9 +33,9 @@ def found(images: Tensor, labels: Tensor, epochs: int, seed: int) -> list[lt.Lab
     """What was found in all epochs, and in the last one alone."""
     callbacks = [lt.LabelErrors(), lt.LabelErrors(start=1 - 1 / epochs)]
     for callback in callbacks:
-        pl.seed_everything(seed, verbose=False)
+        L.seed_everything(seed, verbose=False)
         loader = DataLoader(TensorDataset(images, labels), BATCH, shuffle=True)
-        trainer = pl.Trainer(max_epochs=epochs, callbacks=[callback], limit_val_batches=0, **QUIET)
+        trainer = L.Trainer(max_epochs=epochs, callbacks=[callback], limit_val_batches=0, **QUIET)
         trainer.fit(Digits(), loader)
     return callbacks
 

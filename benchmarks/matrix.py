@@ -37,7 +37,7 @@ HEADS = {
 SIGNS = {"right": "✓", "refused": "refused", "none": "n/a"}
 LEGEND = (
     "✓: a test shows that it is right: equal to a naive reference, or to the run in one process, without interruption,"
-    " uncompiled. *refused*: an error by name before the first optimizer step. n/a: has no meaning."
+    " uncompiled. *refused*: an error by name before the first optimizer step. n/a: not applicable."
 )
 TITLE = "# What works with what"
 COLUMNS = """\
@@ -109,7 +109,7 @@ def markdown() -> str:
         groups.setdefault((refused, none), []).append(f"`{row}`")
     ordered = sorted(groups.items(), key=lambda group: (sum(map(len, group[0])), group[1]))
     lines = [f"|{', '.join(rows)}|{refused or 'nothing'}|{none}|" for (refused, none), rows in ordered]
-    return "\n".join(["|tricks and presets|refused|has no meaning|", "|---|---|---|", *lines])
+    return "\n".join(["|tricks and presets|refused|not applicable|", "|---|---|---|", *lines])
 
 
 def page() -> str:

@@ -41,7 +41,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 import quality_report
 import torch
 import torch.nn.functional as F
@@ -172,7 +172,7 @@ class Trick(NamedTuple):
 class Rounded(Callback):
     """Rounds the trained weights to 4 bits."""
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Test what an export has."""
         lt.quantize(pl_module, "int4")
 
@@ -383,7 +383,7 @@ def fit(task: str, regime: str, trick: Trick, rate: Rate, scale: Scale, folder: 
     weight_decay = settings.weight_decay if recipe.weight_decay is None else recipe.weight_decay
     arguments: dict[str, Any] = {"optimizer": settings.optimizer, "weight_decay": weight_decay, "lr": rates.pop("lr")}
     arguments |= {"classes": CLASSES[task], "name": recipe.optimizer, "label_smoothing": recipe.smoothing}
-    trainer = pl.Trainer(
+    trainer = L.Trainer(
         max_epochs=epochs,
         check_val_every_n_epoch=epochs,
         limit_train_batches=scale.batches,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from fitted import QUIET, AdamNet, drawn
 from machine import prepare
@@ -27,13 +27,13 @@ class WideNet(AdamNet):
         return lt.adamw(self, lr=1e-3)
 
 
-class Held(pl.Callback):
+class Held(L.Callback):
     """Reads the averages after the last step."""
 
     def __init__(self, ema: lt.EMA) -> None:
         self.ema = ema
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         (averages,) = self.ema.running().values()
         self.nbytes = sum(tensor.nbytes for tensor in averages.tensors.values())
 
@@ -49,7 +49,7 @@ def main(strategy: str, device: str, folder: str) -> None:
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     settings = {**QUIET, "devices": ranks, "strategy": strategy, "callbacks": [ema, held]}
     loader = DataLoader([tuple(each[0] for each in drawn((1, WIDTH), 4, "cpu"))] * 2 * ranks * 4, batch_size=4)
-    pl.Trainer(accelerator=device, max_steps=2, **settings).fit(module, loader)
+    L.Trainer(accelerator=device, max_steps=2, **settings).fit(module, loader)
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(held.nbytes / whole))
 
 

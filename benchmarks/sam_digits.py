@@ -19,7 +19,7 @@ from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 from machine import machine, table
 
 import lightning_tricks as lt
@@ -66,9 +66,7 @@ def fit(labels: str, variant: Variant, rho: float | None, epochs: int, folder: P
     if rho is not None:
         module = SharpClassifier(network(), lt.SAM(rho, **variant.settings), **settings)
     length = epochs * variant.epochs
-    trainer = pl.Trainer(
-        max_epochs=length, check_val_every_n_epoch=length, callbacks=[lt.LRSchedule("cosine")], **QUIET
-    )
+    trainer = L.Trainer(max_epochs=length, check_val_every_n_epoch=length, callbacks=[lt.LRSchedule("cosine")], **QUIET)
     return trainer, module, DigitsData(WRONG[labels], BATCH)
 
 

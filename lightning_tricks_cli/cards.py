@@ -1,7 +1,7 @@
 """The card of a trick: what it does, when to take it, code, cost, evidence, limits, paper. In Markdown.
 
-``lightning-tricks tricks EMA`` prints a card, and ``make tables`` writes ``docs/tricks/EMA.md``. The prose is in
-``cards/EMA.md``; everything else comes from the catalogue, from the matrix of tests that passed, and from
+``lightning-tricks tricks EMA`` prints a card, and ``make tables`` writes ``docs/tricks/EMA.md``. Its row in lists and
+the prose are in ``cards/EMA.md``; everything else comes from the matrix of tests that passed, and from
 ``evidence.json``, which ``make tables`` makes of docstrings, declared conflicts and committed figures. Nothing is
 imported for it, so a card is there at once.
 """
@@ -17,10 +17,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lightning_tricks_cli.catalogue import CATALOGUE, Row
+from lightning_tricks_cli.catalogue import CATALOGUE, FOLDER, Row
 
 HERE = Path(__file__).parent
-FOLDER = HERE / "cards"
 # What the keys of the matrix mean, where they do not say it.
 REGIMES = {
     "accumulate": "gradient accumulation",
@@ -108,8 +107,8 @@ def matrix() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """The text before the first heading of the second level, and the sections."""
-    intro, *sections = text.split("\n## ")
+    """The text before the first heading of the second level, without the front matter, and the sections."""
+    intro, *sections = text.split("\n---\n", 1)[1].split("\n## ")
     return intro, [f"## {section}" for section in sections]
 
 

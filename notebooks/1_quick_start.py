@@ -18,11 +18,11 @@
 # %%
 if "google.colab" in str(get_ipython()):
     get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks,cli]")
-import lightning.pytorch as pl
+import lightning as L
 
 import lightning_tricks as lt
 
-_ = pl.seed_everything(0, verbose=False)
+_ = L.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -74,7 +74,7 @@ for ax, image, label, truth in zip(axes, *data["train"], right, strict=False):
 
 
 # %%
-class Net(pl.LightningModule):
+class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.network = nn.Sequential(
@@ -99,8 +99,8 @@ class Net(pl.LightningModule):
 # ```diff
 # +import lightning_tricks as lt
 #
-# -class Net(pl.LightningModule):
-# +class Net(lt.SAMMixin, pl.LightningModule):
+# -class Net(L.LightningModule):
+# +class Net(lt.SAMMixin, L.LightningModule):
 # +    sam = lt.SAM(rho=0.3)
 #
 #      def configure_optimizers(self):
@@ -108,8 +108,8 @@ class Net(pl.LightningModule):
 # +        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 # +        return lt.flat_cos(optimizer, self, warmup=0.05)
 #
-# -trainer = pl.Trainer(max_epochs=epochs)
-# +trainer = pl.Trainer(max_epochs=epochs, callbacks=[lt.EMA()])
+# -trainer = L.Trainer(max_epochs=epochs)
+# +trainer = L.Trainer(max_epochs=epochs, callbacks=[lt.EMA()])
 # ```
 #
 # - `SAM` takes the gradient where the loss is worst nearby, at `w + rho * g/||g||`:
@@ -139,9 +139,9 @@ class Curve(Callback):
 
 
 def fit(module_class, seed, *callbacks):
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module = module_class()
-    trainer = pl.Trainer(
+    trainer = L.Trainer(
         max_epochs=EPOCHS,
         callbacks=[*callbacks, Curve()],
         accelerator="cpu",

@@ -22,11 +22,11 @@
 # %%
 if "google.colab" in str(get_ipython()):
     get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
-import lightning.pytorch as pl
+import lightning as L
 
 import lightning_tricks as lt
 
-_ = pl.seed_everything(0, verbose=False)
+_ = L.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -80,9 +80,9 @@ class Curves(Callback):
 
 
 def fit(average, noise, seed, schedule=False):
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module, curves = Digits(schedule=schedule), Curves()
-    pl.Trainer(max_epochs=EPOCHS, callbacks=[average, curves], **QUIET).fit(module, *loaders(noise))
+    L.Trainer(max_epochs=EPOCHS, callbacks=[average, curves], **QUIET).fit(module, *loaders(noise))
     return module, curves
 
 
@@ -141,9 +141,9 @@ for schedule in (False, True):
 
 # %%
 folder = Path(tempfile.mkdtemp())
-pl.seed_everything(0, verbose=False)
+L.seed_everything(0, verbose=False)
 module = Digits()
-trainer = pl.Trainer(max_epochs=EPOCHS, callbacks=[lt.EMA()], **QUIET)
+trainer = L.Trainer(max_epochs=EPOCHS, callbacks=[lt.EMA()], **QUIET)
 trainer.fit(module, *loaders(0.4))
 trainer.save_checkpoint(folder / "last.ckpt")
 
@@ -169,9 +169,9 @@ for name, state in checkpoint["callbacks"].items():
 
 # %%
 def half_by_half(epochs, ckpt_path=None):
-    pl.seed_everything(0, verbose=False)
+    L.seed_everything(0, verbose=False)
     module = Digits()
-    trainer = pl.Trainer(max_epochs=epochs, callbacks=[lt.EMA()], **QUIET)
+    trainer = L.Trainer(max_epochs=epochs, callbacks=[lt.EMA()], **QUIET)
     trainer.fit(module, loaders(0.4, shuffle=False)[0], ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / f"{epochs}.ckpt")
     return module.state_dict()
@@ -199,10 +199,10 @@ def score(state_dict):
 
 rows = {"last": [], "best": [], "mean of the last ten": [], "greedy soup of all": []}
 for seed in range(SEEDS):
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     place = folder / f"seed {seed}"
     every = ModelCheckpoint(place, filename="{epoch:02d}", save_top_k=-1)
-    pl.Trainer(max_epochs=EPOCHS, callbacks=[every], **QUIET | {"enable_checkpointing": True}).fit(
+    L.Trainer(max_epochs=EPOCHS, callbacks=[every], **QUIET | {"enable_checkpointing": True}).fit(
         Digits(), *loaders(0.4)
     )
     files = sorted(place.glob("*.ckpt"))
@@ -249,9 +249,9 @@ cases["batch 256, scaled decay"] = (256, 0.16, lt.functional.scale_ema_decay(0.9
 for name, (batch_size, lr, decay) in cases.items():
     values = []
     for seed in range(SEEDS):
-        pl.seed_everything(seed, verbose=False)
+        L.seed_everything(seed, verbose=False)
         module, average = Classifier(network(), lr), lt.EMA(decay, warmup=False)
-        pl.Trainer(max_epochs=EPOCHS, callbacks=[average], **QUIET).fit(module, loaders(0.4, batch_size)[0])
+        L.Trainer(max_epochs=EPOCHS, callbacks=[average], **QUIET).fit(module, loaders(0.4, batch_size)[0])
         values.append(accuracy(module.network, *load_digits(0.4)["test"]).item())
     print(f"{name:23}  decay {decay:.3f}  {shown(values)}")
 

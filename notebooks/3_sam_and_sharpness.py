@@ -22,11 +22,11 @@
 # %%
 if "google.colab" in str(get_ipython()):
     get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
-import lightning.pytorch as pl
+import lightning as L
 
 import lightning_tricks as lt
 
-_ = pl.seed_everything(0, verbose=False)
+_ = L.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -85,10 +85,10 @@ def loaders(noise):
 
 
 def fit(sam, noise, seed):
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module, curve = SAMDigits(sam) if sam else Digits(), Curve()
     start = time.process_time()
-    pl.Trainer(max_epochs=EPOCHS, callbacks=[curve], **QUIET).fit(module, *loaders(noise))
+    L.Trainer(max_epochs=EPOCHS, callbacks=[curve], **QUIET).fit(module, *loaders(noise))
     return {
         "module": module,
         "curve": curve.values,

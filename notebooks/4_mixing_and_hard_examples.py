@@ -24,11 +24,11 @@
 # %%
 if "google.colab" in str(get_ipython()):
     get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
-import lightning.pytorch as pl
+import lightning as L
 
 import lightning_tricks as lt
 
-_ = pl.seed_everything(0, verbose=False)
+_ = L.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -87,9 +87,9 @@ for ax, (name, patches) in zip(axes, rows.items(), strict=True):
 # %%
 def train(data, network, *callbacks, seed, lr=0.1, optimizer="sgd", epochs=EPOCHS):
     """Test accuracy after training on a split into train, val and test."""
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module = Classifier(network(), lr, optimizer)
-    trainer = pl.Trainer(max_epochs=epochs, callbacks=list(callbacks), **QUIET)
+    trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **QUIET)
     trainer.fit(module, DataLoader(list(zip(*data["train"], strict=True)), batch_size=64, shuffle=True))
     return accuracy(module.network.eval(), *data["test"]).item()
 
@@ -179,10 +179,10 @@ for name, make in {"plain": lambda: [], "HiddenMixup": lambda: [lt.HiddenMixup("
 
 # %%
 data, right = digits.load_digits(0.4), digits.load_digits(0.0)["train"][1]
-pl.seed_everything(0, verbose=False)
+L.seed_everything(0, verbose=False)
 module = Classifier(digits.network())
 loader = DataLoader(list(zip(*data["train"], strict=True)), batch_size=64, shuffle=True)
-pl.Trainer(max_epochs=10, **QUIET).fit(module, loader)
+L.Trainer(max_epochs=10, **QUIET).fit(module, loader)
 
 images, labels = data["train"]
 with torch.no_grad():

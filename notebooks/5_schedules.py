@@ -19,11 +19,11 @@
 # %%
 if "google.colab" in str(get_ipython()):
     get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks]")
-import lightning.pytorch as pl
+import lightning as L
 
 import lightning_tricks as lt
 
-_ = pl.seed_everything(0, verbose=False)
+_ = L.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -129,7 +129,7 @@ settings = [
 ]
 print("900 images in batches of 64 are 15 batches an epoch\n\nplanned  taken  Trainer")
 for setting in settings:
-    module, trainer = Counted(), pl.Trainer(**setting, **QUIET)
+    module, trainer = Counted(), L.Trainer(**setting, **QUIET)
     trainer.fit(module, *loaders())
     shown = ", ".join(f"{name}={value}" for name, value in setting.items())
     print(f"{module.planned:7}  {trainer.global_step:5}  {shown}")
@@ -144,8 +144,8 @@ for setting in settings:
 # everything is as it was: weights, random numbers, loaders, callbacks.
 
 # %%
-pl.seed_everything(0, verbose=False)
-found = lt.find_lr(pl.Trainer(max_epochs=1, **QUIET), Digits(), loaders(0.4)[0], min_lr=1e-4, max_lr=10)
+L.seed_everything(0, verbose=False)
+found = lt.find_lr(L.Trainer(max_epochs=1, **QUIET), Digits(), loaders(0.4)[0], min_lr=1e-4, max_lr=10)
 figure, ax = plt.subplots(figsize=(6, 3))
 found.plot(ax)
 print(f"suggestion {found.suggestion():.3g}")
@@ -164,9 +164,9 @@ def train(schedule=None, *, seed, lr=0.1, optimizer="sgd", noise=0.0, batch_size
             optimizer = super().configure_optimizers()
             return schedule(optimizer, self) if schedule else optimizer
 
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module = Scheduled(network(), lr, optimizer)
-    trainer = pl.Trainer(max_epochs=EPOCHS, callbacks=list(callbacks), **QUIET)
+    trainer = L.Trainer(max_epochs=EPOCHS, callbacks=list(callbacks), **QUIET)
     trainer.fit(module, loaders(noise, batch_size)[0])
     return accuracy(module.network, *load_digits(noise)["test"]).item(), trainer.global_step
 
@@ -240,7 +240,7 @@ for optimizer, lr in (("sgd", 0.1), ("adamw", 0.01), ("adamw", 0.1)):
 # %%
 large = lt.scale_lr(0.02, batch_size=256, base_batch_size=16, warmup=0.1)
 growth = lt.BatchSizeWarmup(initial=1, final=16, over=0.5, lr_rule="linear")
-planned = pl.Trainer(max_epochs=EPOCHS, callbacks=[growth], **QUIET)
+planned = L.Trainer(max_epochs=EPOCHS, callbacks=[growth], **QUIET)
 figure, ax = plt.subplots(figsize=(6, 2.5))
 ax.step(range(EPOCHS), [16 * growth.factor(planned, epoch) for epoch in range(EPOCHS)], where="post")
 _ = ax.set(xlabel="epoch", ylabel="samples a step", title="BatchSizeWarmup(final=16) over batches of 16")

@@ -18,11 +18,11 @@
 # %%
 if "google.colab" in str(get_ipython()):
     get_ipython().run_line_magic("pip", "install -q lightning-tricks[notebooks,deepspeed]")
-import lightning.pytorch as pl
+import lightning as L
 
 import lightning_tricks as lt
 
-_ = pl.seed_everything(0, verbose=False)
+_ = L.seed_everything(0, verbose=False)
 
 # %%
 import logging
@@ -132,7 +132,7 @@ for reason in lt.suggest_strategy(7_000_000_000, hardware=machines["1 x 24 GB"])
 
 # %%
 try:
-    pl.Trainer(strategy="ddp_bf16", devices=2, accelerator="cpu")
+    L.Trainer(strategy="ddp_bf16", devices=2, accelerator="cpu")
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -146,7 +146,7 @@ folder = Path(tempfile.mkdtemp())
 (folder / "train.py").write_text("""
 import json, sys
 from pathlib import Path
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import lightning_tricks as lt
 from lightning_tricks.examples.digits import Digits, DigitsData
@@ -157,8 +157,8 @@ class Counted(Digits):
         return lt.flat_cos(super().configure_optimizers(), self)
 
 preset, devices, epochs, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-pl.seed_everything(0)
-trainer = pl.Trainer(strategy=preset, devices=devices, accelerator="cpu", max_epochs=epochs, callbacks=[lt.EMA()],
+L.seed_everything(0)
+trainer = L.Trainer(strategy=preset, devices=devices, accelerator="cpu", max_epochs=epochs, callbacks=[lt.EMA()],
                      logger=False, enable_checkpointing=False, enable_progress_bar=False)
 module = Counted()
 trainer.fit(module, datamodule=DigitsData(batch_size=64 // devices))

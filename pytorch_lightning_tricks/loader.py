@@ -20,6 +20,7 @@ from typing import Any
 PACKAGE = Path(__file__).parent.name
 SOURCE = Path(__file__).parents[1] / "lightning_tricks"
 RENAMED = {
+    "import lightning as L": "import pytorch_lightning as L",  # "lightning" alone names many things
     "lightning.pytorch": "pytorch_lightning",
     "lightning.fabric": "lightning_fabric",
     "lightning_tricks": "pytorch_lightning_tricks",
@@ -37,7 +38,7 @@ class Rename(ast.NodeTransformer):
     """Exchanges the names in imports and strings; whatever is imported keeps the name that the file has for it."""
 
     def visit_Import(self, node: ast.Import) -> ast.Import:
-        """``import lightning.pytorch as pl``."""
+        """``import lightning as L``."""
         for alias in node.names:
             old, alias.name = alias.name, "pytorch_lightning" if alias.name == "lightning" else rename(alias.name)
             if alias.name != old and alias.asname is None and "." not in old:

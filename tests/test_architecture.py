@@ -146,6 +146,18 @@ def test_no_imports_go_in_a_circle() -> None:
             raise AssertionError(f"imports in a circle: {' <- '.join(error.args[1])}") from None
 
 
+def test_a_file_with_one_importer_says_why_it_is_apart_from_it() -> None:
+    """What only one other file needs is read with that file, and is in it unless a reason speaks against it."""
+    importers: dict[str, set[str]] = {file: set() for file in FILES}
+    for file in FILES:
+        for found in ours(file):
+            importers[found].add(file)
+    for file in (file for file in SOURCES if file.split("/")[0] != "examples" and len(importers[file]) == 1):
+        (only,) = importers[file]
+        reason = re.search(r"; apart from [^,]+, \w+", (PACKAGE / file).read_text().partition("\n")[0])
+        assert reason or only.endswith("__init__.py"), f"{file} is imported by {only} alone: merge them, or say why not"
+
+
 def room(file: str) -> str:
     """A sub-package of core, or a file beside them."""
     return "/".join(file.split("/")[:2])
@@ -155,6 +167,12 @@ def test_what_is_heavy_is_imported_where_it_is_used() -> None:
     for file in FILES:
         found = {each.module.split(".")[0] for each in imports(file) if each.at_module_level}
         assert not found & HEAVY, file
+
+
+def test_lightning_is_imported_in_one_style() -> None:
+    folders = ("lightning_tricks", "lightning_tricks_cli", "benchmarks", "notebooks", "configs", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    assert not [path for path in files if re.search(r"^import lightning\.\w+ as", path.read_text(), re.M)]
 
 
 def test_only_lightning_pytorch_is_imported() -> None:
@@ -224,7 +242,7 @@ def lacks(found: Any) -> Iterator[str]:
     if found.on_top and name not in NO_ROW and not any(name in words(str(file)) for file in folder.rglob("test_*.py")):
         yield f"a test in tests/{found.kind}/"
     if found.on_top and name not in every_name():
-        yield "a row in lightning_tricks_cli/catalogue.py, and a card in lightning_tricks_cli/cards/"
+        yield "its card in lightning_tricks_cli/cards/, whose front matter is its row in lists"
     is_callback = inspect.isclass(thing) and issubclass(thing, Callback)
     if found.on_top and (is_callback or found.kind == "modules") and name not in tried() | left_out():
         yield "a test in tests/clients/of_*.py, or in its entry no_client=, why not (a function: in LEFT_OUT)"
@@ -319,7 +337,7 @@ HOST = {  # where tensors without a device are right, by file or folder, or by f
     "evaluation/": "predictions and figures are gathered in host memory",
     "examples/": "data sets are those of the host",
     "schedules/plot.py": "the stand-ins of weights, for an optimizer that no device has",
-    "strategies/fsdp2/folders.py": "files are read into host memory",
+    "strategies/fsdp2/checkpoint_files.py": "files are read into host memory",
     "core/lightning/fit_sampler.py checked_lengths": "samplers are those of the host",
     "schedules/lr_finder.py Sweep": "a sum that begins at zero and moves to the device of the first loss",
     "callbacks/data_wait.py DataWait.on_train_epoch_end": "a logged number is in host memory already",

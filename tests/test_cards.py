@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_tricks as lt
 from lightning_tricks_cli.cards import FOLDER, card, cards, every_name, row_of
-from lightning_tricks_cli.catalogue import CATALOGUE
+from lightning_tricks_cli.catalogue import CATALOGUE, Row, row_in
 from tests.public import PUBLIC
 
 ROOT = Path(__file__).parent.parent
@@ -145,6 +145,21 @@ def test_the_yaml_of_the_cards_configures_trainers(tmp_path: Path, monkeypatch: 
 
 def kinds(trainer: dict[str, Any]) -> set[str]:
     return {callback["class_path"] for callback in trainer.get("callbacks", [])}
+
+
+@pytest.mark.parametrize("row", CATALOGUE, ids=lambda row: row.names[0])
+def test_the_front_matter_is_yaml(row: Row) -> None:
+    """As a viewer of Markdown reads it, which is how the catalogue does."""
+    _, front, _ = (FOLDER / f"{row.names[0]}.md").read_text().split("---\n", 2)
+    lists = {"names": ", ".join(row.names), "beside": ", ".join(row.beside)}
+    said = {**row._asdict(), **lists}
+    assert yaml.safe_load(front) == {field: said[field] for field in yaml.safe_load(front)}
+
+
+def test_a_card_without_its_row_is_named(tmp_path: Path) -> None:
+    (card := tmp_path / "Jitter.md").write_text("Noise.\n")
+    with pytest.raises(ValueError, match=r"begins with names:.*got Noise\. in .*Jitter\.md"):
+        row_in(card)
 
 
 def test_every_name_of_the_top_level_has_a_card() -> None:

@@ -58,7 +58,7 @@ def test_one_message_names_everything_that_is_missing(tmp_path: Path) -> None:
     assert missing(with_source(tmp_path / "copy")) == [
         "a line in CHANGELOG.md",
         "a test in tests/callbacks/",
-        "a row in lightning_tricks_cli/catalogue.py, and a card in lightning_tricks_cli/cards/",
+        "its card in lightning_tricks_cli/cards/, whose front matter is its row in lists",
         "a test in tests/clients/of_*.py, or in its entry no_client=, why not (a function: in LEFT_OUT)",
         "an entry in SETTINGS of tests/conformance/settings.py, which enrols it in every regime",
     ]
@@ -77,7 +77,7 @@ def test_the_example_passes_every_conformance_case(tmp_path: Path) -> None:
     copy = with_everything(tmp_path / "copy")
     assert missing(copy) == [
         "a line in CHANGELOG.md",
-        "a row in lightning_tricks_cli/catalogue.py, and a card in lightning_tricks_cli/cards/",
+        "its card in lightning_tricks_cli/cards/, whose front matter is its row in lists",
         "a row in the compatibility matrix: run `make matrix`",
     ]
     output = told(copy, "-m", "", "-k", "jitter", "--ignore=tests/conformance/test_matrix.py", "tests/conformance")

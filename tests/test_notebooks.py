@@ -132,8 +132,8 @@ def test_its_first_cell_installs_imports_and_seeds(stem: str) -> None:
     (extras,) = re.findall(r'"install -q lightning-tricks\[(\S+)\]"', install)
     known = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in known for extra in extras.split(","))
-    imports = ["import lightning.pytorch as pl", "import lightning_tricks as lt"]
-    assert rest == [*imports, "_ = pl.seed_everything(0, verbose=False)"]
+    imports = ["import lightning as L", "import lightning_tricks as lt"]
+    assert rest == [*imports, "_ = L.seed_everything(0, verbose=False)"]
 
 
 @each

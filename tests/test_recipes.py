@@ -12,7 +12,7 @@ import yaml
 
 from lightning_tricks.examples.tasks import accuracy
 from lightning_tricks_cli.catalogue import CATALOGUE
-from lightning_tricks_cli.runs.find_lr import read_config
+from lightning_tricks_cli.runs.config import read_config
 from tests.ranks import run_alone, run_ranks
 from tests.test_configs import commands, fitted, folder
 

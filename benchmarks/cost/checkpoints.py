@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from fitted import PLAIN, QUIET, AdamNet, Callbacks, architecture, drawn, empty, tiny
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -29,12 +29,12 @@ CALLBACKS: dict[str, Callbacks] = {
 }
 
 
-def trained(name: str, callbacks: Callbacks, device: str, resume: Path | None = None) -> pl.Trainer:
+def trained(name: str, callbacks: Callbacks, device: str, resume: Path | None = None) -> L.Trainer:
     """A Trainer after two steps, or one that takes up a checkpoint of them and has nothing left to do."""
     torch.manual_seed(SEED)
     shape = (32, 32) if name == "tiny" else (2, 3, 64, 64)
     network = tiny() if name == "tiny" else architecture(name)
-    trainer = pl.Trainer(accelerator=device, max_steps=2, callbacks=callbacks(), **QUIET)
+    trainer = L.Trainer(accelerator=device, max_steps=2, callbacks=callbacks(), **QUIET)
     loader = DataLoader([drawn(shape, 4, device)] * 2, batch_size=None)
     trainer.fit(AdamNet(network), loader, ckpt_path=resume, weights_only=False if resume else None)
     return trainer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from fitted import QUIET, AdamNet, architecture, drawn, tiny
 from lightning.pytorch.callbacks import Callback
@@ -51,7 +51,7 @@ class Measure(Callback):
         self.name, self.rounds, self.device = name, rounds, device
         self.rows: list[Row] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Measure."""
         from timm.utils import adaptive_clip_grad
 
@@ -75,7 +75,7 @@ class Measure(Callback):
         self.rows += rows_of(f"{case}, {self.name}", measured, next(iter(contenders)))
 
 
-def step_of(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
+def step_of(callback: Any, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> None:
     """All that a callback does in a step in which nothing is wrong."""
     callback.on_train_batch_start(trainer, module, batch, 0)
     callback.on_before_backward(trainer, module, torch.ones((), device=module.device))
@@ -88,7 +88,7 @@ def of_network(name: str, rounds: int, device: str) -> list[Row]:
     torch.manual_seed(SEED)
     network, shape = NETWORKS[name]
     measure, ours = Measure(name, rounds, device), [make() for make in OURS.values()]
-    trainer = pl.Trainer(accelerator=device, max_steps=1, callbacks=[*ours, measure], **QUIET)
+    trainer = L.Trainer(accelerator=device, max_steps=1, callbacks=[*ours, measure], **QUIET)
     fill = {"norms": {0: torch.rand(HISTORY)}}
     clip = next(each for each in ours if isinstance(each, lt.AutoClip))
     measure.on_train_start = lambda *_: clip.load_state_dict(fill)  # type: ignore[method-assign]

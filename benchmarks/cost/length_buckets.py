@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from fitted import QUIET, Net
 from rows import Row, figure, ratio, row, rows_of, target
@@ -81,7 +81,7 @@ def padding(sampler: Sampler[int], lengths: Sequence[int]) -> tuple[float, int]:
 def epoch(make: Callable[[], Sampler[int]], data: list[Tensor], longest: int, device: str) -> float:
     """Microseconds of an epoch in a fit, the loader included."""
     torch.manual_seed(SEED)
-    trainer = pl.Trainer(accelerator=device, **QUIET)
+    trainer = L.Trainer(accelerator=device, **QUIET)
     loader = DataLoader(data, batch_size=BATCH, sampler=make(), collate_fn=padded)
     module = Reader(longest)
     begin = perf_counter()

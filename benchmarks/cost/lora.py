@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from fitted import QUIET, AdamNet, architecture, drawn, fit
 from rows import Row, figure, ratio, row, rows_of, target
@@ -79,7 +79,7 @@ def callbacks(what: str, name: str) -> list[Any]:
     return [lt.LoRA(pattern, r=RANK, train=head(name).replace("^", r"^net\."))] if what == OURS else []
 
 
-def module(what: str, name: str) -> pl.LightningModule:
+def module(what: str, name: str) -> L.LightningModule:
     return Trainable(adapted(name) if what in (TRAINER, LOOP) else network(name))
 
 
@@ -115,7 +115,7 @@ def size(what: str, name: str, batch: Any) -> float:
             torch.save({"weights": trained, "optimizer": optimizer.state_dict()}, path)
         else:
             device = batch[0].device.type
-            trainer = pl.Trainer(accelerator=device, callbacks=callbacks(what, name), **QUIET)
+            trainer = L.Trainer(accelerator=device, callbacks=callbacks(what, name), **QUIET)
             trainer.fit(made, DataLoader([batch] * 2, batch_size=None))
             trainer.save_checkpoint(path)
         return path.stat().st_size

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from fitted import QUIET, architecture
 from lightning.pytorch.callbacks import Callback
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-class Classifier(pl.LightningModule):
+class Classifier(L.LightningModule):
     """Images or tokens to classes, with an optimizer from outside."""
 
     def __init__(self, network: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
@@ -80,7 +80,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], int]] = {
 class Meter(Callback):
     """Bytes of the second step: what lasts, and the peaks before and in the optimizer's step."""
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         on_cpu = pl_module.device.type == "cpu"
         if batch_idx == 0 and on_cpu:  # the profiler sees a block freed only if it saw it made
             self.before = total([*pl_module.parameters(), *pl_module.buffers(), *batch])
@@ -92,13 +92,13 @@ class Meter(Callback):
             if not on_cpu:
                 torch.cuda.reset_peak_memory_stats()
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         self.stepped = time.time_ns()
         if pl_module.device.type == "cuda" and trainer.global_step == 1:
             self.activations = torch.cuda.max_memory_allocated() - self.lasting
             torch.cuda.reset_peak_memory_stats()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:
             return
         if pl_module.device.type == "cuda":
@@ -107,7 +107,7 @@ class Meter(Callback):
             self.profiler.stop()
             self._read()
 
-    def _note_lasting(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _note_lasting(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
         self.weights = total(pl_module.parameters())
         self.gradients = total(p.grad for p in pl_module.parameters() if p.grad is not None)
@@ -129,10 +129,10 @@ def total(tensors: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def trained(module: pl.LightningModule, batch: Any, precision: Any, device: str) -> Meter:
+def trained(module: L.LightningModule, batch: Any, precision: Any, device: str) -> Meter:
     """A meter that has seen two steps of a Trainer."""
     meter = Meter()
-    trainer = pl.Trainer(accelerator=device, precision=precision, callbacks=[meter], **QUIET)
+    trainer = L.Trainer(accelerator=device, precision=precision, callbacks=[meter], **QUIET)
     trainer.fit(module, DataLoader([batch] * 2, batch_size=None))
     return meter
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from fitted import PLAIN, empty, tiny_fits
@@ -57,7 +57,7 @@ def our_mixed(callback: lt.Mixup | lt.CutMix) -> Mixed:
     def mixed(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         number = next(numbers)
         work = batches.BatchContext((x, labels), number, random.Random(f"{SEED} {number}"))
-        callback._change(cast(pl.Trainer, None), work)  # which mixing does not need
+        callback._change(cast(L.Trainer, None), work)  # which mixing does not need
         return work.finished()
 
     return mixed

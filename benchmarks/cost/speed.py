@@ -8,7 +8,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from fitted import PLAIN, Laps, architecture
@@ -110,10 +110,10 @@ def idle(rounds: int, device: str) -> list[Row]:
     layers["ChannelsLast"].register_forward_pre_hook(to_channels_last)
     layers["torch.compile"].forward = torch.compile(layers[PLAIN].forward, backend="eager")
     layers["Compile"] = nn.Identity()
-    module = pl.LightningModule()
+    module = L.LightningModule()
     module.net = nn.Sequential(nn.Linear(1, 1), layers["Compile"])
     compiled = lt.Compile("net.1", backend="eager")
-    trainer = pl.Trainer(callbacks=[compiled], accelerator="cpu", logger=False, enable_model_summary=False)
+    trainer = L.Trainer(callbacks=[compiled], accelerator="cpu", logger=False, enable_model_summary=False)
     compiled.on_train_start(trainer, module)
     contenders = {key: lambda layer=layer: partial(calls, layer) for key, layer in layers.items()}
     return rows_of("a call of an empty module", in_turns(works(contenders, device), rounds), PLAIN, per=CALLS)
@@ -122,7 +122,7 @@ def idle(rounds: int, device: str) -> list[Row]:
 # -- the Trainer ------------------------------------------------------------------------------------------------------
 
 
-class Tiny(pl.LightningModule):
+class Tiny(L.LightningModule):
     """A step of which the Trainer is most."""
 
     def __init__(self, logs: bool = True) -> None:
@@ -162,7 +162,7 @@ def of_trainer(arguments: dict[str, Any], logs: bool, steps: int, device: str) -
     laps = Laps(20)
     with TemporaryDirectory() as folder:
         settings = {"accelerator": device, "devices": 1, "max_epochs": 1, "default_root_dir": folder}
-        trainer = pl.Trainer(**settings, callbacks=[laps], **arguments)
+        trainer = L.Trainer(**settings, callbacks=[laps], **arguments)
         trainer.fit(Tiny(logs), DataLoader([batch] * steps, batch_size=None))
     return laps.step()
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import ray.train
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -16,7 +16,7 @@ from lightning_tricks.examples.digits import Digits, DigitsData
 
 def train(options: dict[str, Any]) -> None:
     """Train in a worker; after a failure go on from the newest checkpoint that is complete."""
-    pl.seed_everything(0)
+    L.seed_everything(0)
     folder = Path(options["storage"], ray.train.get_context().get_experiment_name(), "checkpoints")
     trainer = lt.ray_trainer(
         options["strategy"],

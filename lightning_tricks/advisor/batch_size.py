@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
@@ -56,7 +56,7 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
-def require_trials(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def require_trials(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise if ranks would wait for one that runs out of memory, or if a callback sets the batch size."""
     strategy, devices = trainer.strategy, f"{trainer.world_size} devices, which wait for one that runs out of memory"
     if trainer.world_size > 1 and engine_of(trainer) is Engine.FSDP2:
@@ -93,7 +93,7 @@ class BatchTrial(UndoneFit):
         self._outcome = _FITS  # The worst of all ranks.
         self._has_begun = False
 
-    def run(self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any) -> tuple[bool, int]:
+    def run(self, trainer: L.Trainer, module: Any, loaders: Any, datamodule: Any) -> tuple[bool, int]:
         """Try the size.
 
         Returns:
@@ -113,7 +113,7 @@ class BatchTrial(UndoneFit):
         return self._outcome == _FITS, self._available
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # UndoneFit restores all attributes of the strategy and the module, and with them these methods.
         wrap_method(trainer.strategy, "process_dataloader", _resizable)
         wrap_method(pl_module, "log", lambda *_, **__: None)  # Logging may wait for other ranks.
@@ -121,7 +121,7 @@ class BatchTrial(UndoneFit):
             wrap_method(pl_module, "all_gather", _refuse_all_gather)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         trainer.limit_train_batches = 1.0
         trainer.reload_dataloaders_every_n_epochs = 0  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ class BatchTrial(UndoneFit):
             scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loaders = train_loader(trainer).flattened
         samples = sized_len(loaders[0].batch_sampler.sampler)
         if len(loaders) != 1 or samples is None:
@@ -151,7 +151,7 @@ class BatchTrial(UndoneFit):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         over_margin = self._is_over_margin(trainer.strategy.root_device)
         self._share_outcome(trainer, _OUT_OF_MEMORY if over_margin else _FITS)
@@ -167,7 +167,7 @@ class BatchTrial(UndoneFit):
         return torch.cuda.max_memory_allocated(device) > (1 - self._margin) * total
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         if not self._has_begun or self._outcome != _FITS or not isinstance(exception, Exception):
             return
@@ -177,7 +177,7 @@ class BatchTrial(UndoneFit):
             garbage_collection_cuda()
         self._share_outcome(trainer, outcome)
 
-    def _share_outcome(self, trainer: pl.Trainer, outcome: int) -> None:
+    def _share_outcome(self, trainer: L.Trainer, outcome: int) -> None:
         """Set the outcome to the worst of all ranks."""
         _, self._outcome = extremes(trainer, outcome)
 
@@ -287,10 +287,10 @@ class BatchSizeResult:
 
 
 def find_batch_size(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
+    trainer: L.Trainer,
+    module: L.LightningModule,
     train_dataloaders: Any = None,
-    datamodule: pl.LightningDataModule | None = None,
+    datamodule: L.LightningDataModule | None = None,
     *,
     effective: int | None = None,
     margin: float = 0.1,
@@ -339,7 +339,7 @@ def find_batch_size(
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> trainer = pl.Trainer(
+        >>> trainer = L.Trainer(
         ...     accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
         ...     enable_model_summary=False,
         ... )
@@ -386,13 +386,13 @@ def find_batch_size(
     return BatchSizeResult(batch_size, accumulation, trainer.world_size, tried)
 
 
-def initial_accumulation(trainer: pl.Trainer) -> int:
+def initial_accumulation(trainer: L.Trainer) -> int:
     """The number of batches of an optimizer step at the beginning of the Trainer's fit."""
     schedulers = callbacks_of(trainer, GradientAccumulationScheduler)
     return schedulers[-1].get_accumulate_grad_batches(0) if schedulers else trainer.accumulate_grad_batches
 
 
-def _require_effective(trainer: pl.Trainer, module: pl.LightningModule, effective: int | None) -> None:
+def _require_effective(trainer: L.Trainer, module: L.LightningModule, effective: int | None) -> None:
     if effective is None:
         return
     if effective < trainer.world_size:

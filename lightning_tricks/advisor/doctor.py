@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
@@ -81,7 +81,7 @@ def redundant_biases(module: nn.Module) -> Iterator[str]:
         )
 
 
-def bf16_weights_in_fp16(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+def bf16_weights_in_fp16(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     """Find weights that were pretrained in bf16, which has a larger range than fp16."""
     if not str(trainer.precision).startswith("16"):
         return
@@ -104,7 +104,7 @@ def _configured_dtype(module: nn.Module) -> object:
     return getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
 
 
-def loader_workers(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+def loader_workers(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     """Find loaders with more workers than this machine has cores, over all of its processes."""
     cores = available_cores()
     for loader in _loaders(trainer):
@@ -115,7 +115,7 @@ def loader_workers(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
             )
 
 
-def pinned_memory(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+def pinned_memory(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     """Find loaders with ``pin_memory`` but no GPU, and loaders without it for a GPU."""
     for loader in _loaders(trainer):
         if loader.pin_memory and isinstance(trainer.accelerator, CPUAccelerator):
@@ -124,7 +124,7 @@ def pinned_memory(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
             yield "a training loader has no pin_memory=True: copies of batches to the GPU block. Pass pin_memory=True."
 
 
-def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+def schedule_length(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     """Find torch schedules that are longer or shorter than the training, for example because of accumulation."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -148,7 +148,7 @@ def schedule_length(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
             )
 
 
-def schedule_interval(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+def schedule_interval(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     """Find torch schedules that count steps and are stepped once an epoch, and the reverse."""
     try:
         steps, epochs = optimizer_steps(trainer), trainer.max_epochs
@@ -191,7 +191,7 @@ def _length_of(factor: Callable[[int], float], steps: int) -> int:
     return length if length <= steps else 0
 
 
-def forgotten_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+def forgotten_parameters(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     """Find parameters that train, and that no optimizer holds."""
     if engine_of(trainer).is_deepspeed:
         return  # It holds flat copies.
@@ -204,7 +204,7 @@ def forgotten_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str
         )
 
 
-def frozen_parameters(module: nn.Module, trainer: pl.Trainer) -> Iterator[str]:
+def frozen_parameters(module: nn.Module, trainer: L.Trainer) -> Iterator[str]:
     """Find frozen parameters that an optimizer holds, unless a callback decides when they train."""
     if any(isinstance(callback, StagedCallback | BaseFinetuning) for callback in callbacks_of(trainer, Callback)):
         return
@@ -226,7 +226,7 @@ MODULE_RULES: dict[str, Callable[[nn.Module], Iterator[str]]] = {
     "reused-modules": reused_modules,
     "redundant-biases": redundant_biases,
 }
-TRAINER_RULES: dict[str, Callable[[nn.Module, pl.Trainer], Iterator[str]]] = {
+TRAINER_RULES: dict[str, Callable[[nn.Module, L.Trainer], Iterator[str]]] = {
     "bf16-weights-in-fp16": bf16_weights_in_fp16,
     "loader-workers": loader_workers,
     "pinned-memory": pinned_memory,
@@ -244,18 +244,18 @@ def lint(module: nn.Module) -> list[Finding]:
     return [Finding(name, text) for name, rule in MODULE_RULES.items() for text in rule(module)]
 
 
-def lint_training(module: nn.Module, trainer: pl.Trainer) -> list[Finding]:
+def lint_training(module: nn.Module, trainer: L.Trainer) -> list[Finding]:
     """Find probable mistakes in how a Trainer is about to train a module."""
     return [Finding(name, text) for name, rule in TRAINER_RULES.items() for text in rule(module, trainer)]
 
 
-def _loaders(trainer: pl.Trainer) -> list[DataLoader[object]]:
+def _loaders(trainer: L.Trainer) -> list[DataLoader[object]]:
     loaders: list[DataLoader[object]] = []
     apply_to_collection(trainer.train_dataloader, DataLoader, loaders.append)
     return loaders
 
 
-def same_on_all_ranks(trainer: pl.Trainer, batch: Any) -> bool:
+def same_on_all_ranks(trainer: L.Trainer, batch: Any) -> bool:
     """Whether the tensors of a batch are the same on every rank, of which there are several."""
     tensors: list[torch.Tensor] = []
     apply_to_collection(batch, torch.Tensor, tensors.append)
@@ -265,7 +265,7 @@ def same_on_all_ranks(trainer: pl.Trainer, batch: Any) -> bool:
     return smallest == largest
 
 
-def shuffled_by_each_rank(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
+def shuffled_by_each_rank(trainer: L.Trainer, loader: DataLoader[Any]) -> bool:
     """Whether every rank draws from all samples, with torch's own sampler and the same data set."""
     if type(loader.sampler) is not RandomSampler:  # Lightning puts a DistributedSampler in its place
         return False
@@ -302,8 +302,8 @@ class Doctor(Trick):
         ValueError: If there is no such rule.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[Doctor(silence=["loader-workers"])], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[Doctor(silence=["loader-workers"])], accelerator="cpu", logger=False)
     """
 
     def __init__(self, silence: str | Sequence[str] = ()) -> None:
@@ -316,13 +316,13 @@ class Doctor(Trick):
         self._watched: set[str] = set()  # The rules that look at the first batch and have found nothing yet.
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             self._warn(lint(pl_module))  # Tracing must come before the module is sharded or compiled.
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._warn(lint_training(pl_module, trainer))
         self._watched.clear()
@@ -333,7 +333,7 @@ class Doctor(Trick):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         _, ranks = data_parallel(trainer)
         if SAME_SAMPLES not in self._watched or ranks == 1:
@@ -351,7 +351,7 @@ class Doctor(Trick):
 
     def _check_log(self, log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
         log(name, *args, **kwargs)
-        arguments = inspect.signature(pl.LightningModule.log).bind(None, name, *args, **kwargs).arguments
+        arguments = inspect.signature(L.LightningModule.log).bind(None, name, *args, **kwargs).arguments
         if arguments.get("sync_dist") and arguments.get("on_step") is not False:
             text = (
                 f"self.log({name!r}, sync_dist=True) in training_step makes each step wait for all ranks. Log it with"
@@ -360,7 +360,7 @@ class Doctor(Trick):
             self._warn_once(SYNC_DIST, text)
 
     def _check_gather(self, gather: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(pl.LightningModule.all_gather).bind(None, data, *args, **kwargs).arguments
+        arguments = inspect.signature(L.LightningModule.all_gather).bind(None, data, *args, **kwargs).arguments
         traced: list[bool] = []
         apply_to_collection(data, torch.Tensor, lambda tensor: traced.append(tensor.requires_grad))
         if any(traced) and torch.is_grad_enabled() and not arguments.get("sync_grads"):
@@ -373,7 +373,7 @@ class Doctor(Trick):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._close()  # The first batch has shown what there is.
         self._watched.clear()

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from torch.torch_version import TorchVersion
 
@@ -130,7 +130,7 @@ def environment() -> Environment:
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "lightning": pl.__version__,
+        "lightning": L.__version__,
     }
     broken = {}
     for package in ("deepspeed", "ray"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -143,16 +143,16 @@ class Inspector(GradientCallback):
         self._look: Look | None = None
 
     @abstractmethod
-    def _is_due(self, trainer: pl.Trainer) -> bool:
+    def _is_due(self, trainer: L.Trainer) -> bool:
         """Whether to begin to look now."""
 
     @abstractmethod
-    def _report(self, trainer: pl.Trainer, inspection: TrainingInspection) -> None:
+    def _report(self, trainer: L.Trainer, inspection: TrainingInspection) -> None:
         """Called when it has looked."""
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._look is None and self._is_due(trainer):
             assert self._weights is not None, "set in setup"
@@ -160,32 +160,30 @@ class Inspector(GradientCallback):
             self._look = Look(pl_module, trainer.optimizers, trainer.global_step)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._look is not None:
             super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     @override
     def _change(
-        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+        self, trainer: L.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
         assert self._look is not None, "it looks"
         self._look.gradients(parameters)
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._look is not None and trainer.global_step >= self._look.first + self.steps:
             self._end(trainer)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._look is not None and trainer.global_step > self._look.first:
             self._end(trainer)
 
-    def _end(self, trainer: pl.Trainer) -> None:
+    def _end(self, trainer: L.Trainer) -> None:
         assert self._look is not None, "it looks"
         assert self._weights is not None, "set in setup"
         look = self._look
@@ -214,11 +212,11 @@ class _Once(Inspector):
         self.inspection: TrainingInspection | None = None
 
     @override
-    def _is_due(self, trainer: pl.Trainer) -> bool:
+    def _is_due(self, trainer: L.Trainer) -> bool:
         return self.inspection is None
 
     @override
-    def _report(self, trainer: pl.Trainer, inspection: TrainingInspection) -> None:
+    def _report(self, trainer: L.Trainer, inspection: TrainingInspection) -> None:
         self.inspection = inspection
 
 
@@ -230,16 +228,16 @@ class _Trial(UndoneFit):
         self._count = steps
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + self._count
 
 
 def inspect_training(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
+    trainer: L.Trainer,
+    module: L.LightningModule,
     train_dataloaders: Any = None,
-    datamodule: pl.LightningDataModule | None = None,
+    datamodule: L.LightningDataModule | None = None,
     *,
     steps: int = 20,
 ) -> TrainingInspection:
@@ -267,7 +265,7 @@ def inspect_training(
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> trainer = pl.Trainer(accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=1)
+        >>> trainer = L.Trainer(accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=1)
         >>> inspection = inspect_training(trainer, BoringModel(), steps=5)
         >>> [layer.name for layer in inspection.layers], inspection.steps
         (['layer'], 5)
@@ -309,7 +307,7 @@ class InspectTraining(Inspector):
 
     Example:
         >>> callback = InspectTraining("inspections", every_n_steps=1000)
-        >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
     """
 
     def __init__(self, folder: str | Path, *, every_n_steps: int = 1000, steps: int = 10) -> None:
@@ -323,25 +321,25 @@ class InspectTraining(Inspector):
         self._next = 0  # the step at which the next picture begins
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             pyplot()
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._next = math.ceil(trainer.global_step / self.every_n_steps) * self.every_n_steps
 
     @override
-    def _is_due(self, trainer: pl.Trainer) -> bool:
+    def _is_due(self, trainer: L.Trainer) -> bool:
         if trainer.global_step < self._next:
             return False
         self._next = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
         return True
 
     @override
-    def _report(self, trainer: pl.Trainer, inspection: TrainingInspection) -> None:
+    def _report(self, trainer: L.Trainer, inspection: TrainingInspection) -> None:
         if trainer.is_global_zero:
             folder = Path(self.folder)
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Statistics of the layers of a network in some steps of training, by hooks that are there only meanwhile."""
+"""Statistics of the layers of a network in some steps, by hooks; apart from the report, which only reads them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -256,7 +256,7 @@ class _Step(UndoneFit):
         self.reached: list[str] = []
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         trainer.limit_train_batches, trainer.overfit_batches = 1, 0.0  # type: ignore[attr-defined]
         # Attributes, which are removed with the module's state: the batch was kept after these hooks had changed it.
@@ -264,24 +264,22 @@ class _Step(UndoneFit):
         wrap_method(pl_module, "on_after_batch_transfer", lambda _, batch, dataloader_idx: batch)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         _load(trainer, pl_module, self._path)
         self.weights = [name for name, weight in pl_module.named_parameters() if _kinds(weight)]
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self.watch = self._watching.enter_context(Watch(pl_module))
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._end_if(nonfinite_names({"the loss": loss.detach()}))
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if grad_scaler(trainer) is None:  # which finds its scale by infinite gradients
             named = pl_module.named_parameters()
             names = nonfinite_names({name: weight.grad for name, weight in named if weight.grad is not None})
@@ -295,18 +293,18 @@ class _Step(UndoneFit):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._watching.close()
         trainer.should_stop = True
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         self._watching.close()
 
 
-def _load(trainer: pl.Trainer, module: pl.LightningModule, path: Path) -> None:
+def _load(trainer: L.Trainer, module: L.LightningModule, path: Path) -> None:
     """Load the weights that the optimizer was training, its states, the loss scale, and the counts of batches."""
     if path.is_dir():
         module.load_state_dict(_of_folder(path), strict=module.strict_loading)
@@ -343,7 +341,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: PathLike) -> NonFiniteOrigin:
+def find_non_finite(trainer: L.Trainer, module: L.LightningModule, folder: PathLike) -> NonFiniteOrigin:
     """Repeats the step at which ``TerminateOnNonFinite`` stopped, and finds the operations that made inf and NaN.
 
     It runs one training step with the weights, the optimizer states and the batch of the folder, by the Trainer's own
@@ -375,7 +373,7 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
     Example:
         >>> import tempfile
         >>> from lightning_tricks.callbacks import TerminateOnNonFinite
-        >>> class Net(pl.LightningModule):
+        >>> class Net(L.LightningModule):
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.scale = nn.Parameter(torch.zeros(()))
@@ -385,11 +383,11 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
         >>> quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     trainer = pl.Trainer(max_steps=1, callbacks=[TerminateOnNonFinite(folder)], **quiet)
+        ...     trainer = L.Trainer(max_steps=1, callbacks=[TerminateOnNonFinite(folder)], **quiet)
         ...     try:
         ...         trainer.fit(Net(), DataLoader(torch.ones(2)))
         ...     except FloatingPointError:
-        ...         found = find_non_finite(pl.Trainer(**quiet), Net(), f"{folder}/non_finite-step=0")
+        ...         found = find_non_finite(L.Trainer(**quiet), Net(), f"{folder}/non_finite-step=0")
         >>> [(operation.operation, operation.made, operation.backward) for operation in found.operations]
         [('torch.Tensor.sqrt', 'inf', True)]
     """
@@ -410,7 +408,7 @@ def find_non_finite(trainer: pl.Trainer, module: pl.LightningModule, folder: Pat
     return found
 
 
-def _repeat(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path, file: Path) -> NonFiniteOrigin:
+def _repeat(trainer: L.Trainer, module: L.LightningModule, checkpoint: Path, file: Path) -> NonFiniteOrigin:
     batch = _batch(file)
     loader: DataLoader[Any] = DataLoader([batch], batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
     step, error = _Step(checkpoint), ""

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
@@ -79,7 +79,7 @@ class _Profiler(Callback):
         self._began = 0.0
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._undo.close()
         self._training = False
         if not is_fitting(trainer):
@@ -130,19 +130,19 @@ class _Profiler(Callback):
             self._training, self.profile.total = False, self.profile.total + self._now() - self._began
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._training, self._began = True, self._now()
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._end()
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._end()
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
             self.on_train_epoch_start(trainer, pl_module)
 
@@ -151,11 +151,11 @@ class _Profiler(Callback):
         self.profile.steps += 1
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._undo.close()
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._end()
         self._undo.close()
 
@@ -176,7 +176,7 @@ def owner_of(wrapper: Any) -> str:
 
 
 @contextmanager
-def profile_tricks(trainer: pl.Trainer) -> Iterator[TricksProfile]:
+def profile_tricks(trainer: L.Trainer) -> Iterator[TricksProfile]:
     """Measure the time of a training step that each active trick takes, in the fits within a ``with`` block.
 
     Hooks of callbacks of this package are timed, what they do to batches, and methods of Lightning that they wrap, each
@@ -191,13 +191,13 @@ def profile_tricks(trainer: pl.Trainer) -> Iterator[TricksProfile]:
         TypeError: If ``trainer`` is none.
 
     Example:
-        >>> trainer = pl.Trainer(accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(accelerator="cpu", logger=False)
         >>> with profile_tricks(trainer) as profile:
         ...     pass  # trainer.fit(...)
         >>> profile.steps
         0
     """
-    if not isinstance(trainer, pl.Trainer):
+    if not isinstance(trainer, L.Trainer):
         raise TypeError(f"trainer must be a lightning.pytorch Trainer, got {type(trainer).__name__}.")
     profiler = _Profiler(TricksProfile())
     trainer.callbacks.insert(0, profiler)  # type: ignore[attr-defined]

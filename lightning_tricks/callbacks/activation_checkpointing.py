@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, final, get_args
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -60,8 +60,8 @@ class ActivationCheckpointing(Trick):
             its ``.data``.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[ActivationCheckpointing()], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[ActivationCheckpointing()], accelerator="cpu", logger=False)
 
     References:
         Chen et al., arXiv 1604.06174; for "selective" Korthikanti et al., arXiv 2205.05198.
@@ -87,7 +87,7 @@ class ActivationCheckpointing(Trick):
         self.policy = policy
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         # The blocks exist only now, after configure_model.
         try:

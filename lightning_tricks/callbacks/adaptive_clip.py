@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ class AdaptiveClip(GradientCallback):
             that are sharded along another dimension than the first.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[AdaptiveClip(0.02)], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[AdaptiveClip(0.02)], accelerator="cpu", logger=False)
 
     References:
         Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, arXiv 2102.06171.
@@ -142,7 +142,7 @@ class AdaptiveClip(GradientCallback):
         self._clipped: set[int] = set()  # ids of parameters
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         assert self._weights is not None, "set in setup"
         self._weights.reshard()
@@ -155,7 +155,7 @@ class AdaptiveClip(GradientCallback):
 
     @override
     def _change(
-        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+        self, trainer: L.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
         clipped = [parameter for parameter in parameters if id(parameter) in self._clipped]
         for parameter in clipped:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -113,7 +113,7 @@ class AutoClip(GradientCallback):
             step, for a fused optimizer under fp16.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[AutoClip(percentile=10)], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[AutoClip(percentile=10)], accelerator="cpu", logger=False)
 
     References:
         Seetharaman et al., AutoClip: Adaptive Gradient Clipping for Source Separation Networks, arXiv 2007.14469.
@@ -130,13 +130,13 @@ class AutoClip(GradientCallback):
         self._last: dict[int, tuple[float | Tensor, float | Tensor]] = {}  # norm and clip value of the last step
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._norms, self._last = {}, {}
 
     @override
     def _change(
-        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+        self, trainer: L.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
         number = optimizer_number(trainer, optimizer)
         gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
@@ -170,7 +170,7 @@ class AutoClip(GradientCallback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._last:
             log_every_n_steps(trainer, self._metrics)

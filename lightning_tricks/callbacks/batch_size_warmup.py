@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -87,9 +87,9 @@ class BatchSizeWarmup(EpochPlan, Trick):
             cannot grow, or a resume after epochs with other factors.
 
     Example:
-        >>> import lightning.pytorch as pl
+        >>> import lightning as L
         >>> growth = BatchSizeWarmup(initial=1, final=8, over=0.5)
-        >>> trainer = pl.Trainer(callbacks=[growth], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[growth], accelerator="cpu", logger=False)
 
     References:
         Smith et al., Don't Decay the Learning Rate, Increase the Batch Size, arXiv 1711.00489; McCandlish et al., An
@@ -140,30 +140,30 @@ class BatchSizeWarmup(EpochPlan, Trick):
         """Whether the learning rate changes around optimizer steps."""
         return self.lr_rule is not None
 
-    def factor(self, trainer: pl.Trainer, epoch: int) -> int:
+    def factor(self, trainer: L.Trainer, epoch: int) -> int:
         """The number of the loader's batches in an optimizer step of an epoch."""
         return factor_at(epoch, self._sequence, self._growth(trainer))
 
-    def _growth(self, trainer: pl.Trainer) -> int:
+    def _growth(self, trainer: L.Trainer) -> int:
         if isinstance(self.over, int):
             return self.over
         return max(1, math.floor(self.over * (trainer.max_epochs or 0) + 1e-9))  # 0.29 * 100 is less than 29
 
     @override
-    def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
+    def step_of(self, trainer: L.Trainer, epoch: int) -> tuple[int, int]:
         factor = self.factor(trainer, epoch)
         return (factor, 1) if self.grow == "accumulate" else (trainer.accumulate_grad_batches, factor)
 
     @override
-    def changes(self, trainer: pl.Trainer) -> list[int]:
+    def changes(self, trainer: L.Trainer) -> list[int]:
         return first_epochs(self._sequence, self._growth(trainer))
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         return "BatchSizeWarmup", {"factors": self._sequence, "over": f"{self._growth(trainer)} epochs"}
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -177,7 +177,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
         if self.lr_rule:
             self._wrap(trainer.strategy, "optimizer_step", partial(self._step, trainer))
 
-    def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _refuse(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = type(trainer.strategy).__name__
         if not pl_module.automatic_optimization:
             found = f"{type(pl_module).__name__}.automatic_optimization=False: step after more batches in training_step"
@@ -191,7 +191,7 @@ class BatchSizeWarmup(EpochPlan, Trick):
             return
         raise MisconfigurationException(f"BatchSizeWarmup cannot work with {found}, or remove BatchSizeWarmup.")
 
-    def _grown(self, trainer: pl.Trainer, process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
+    def _grown(self, trainer: L.Trainer, process: Callable[[Any], Any], loader: Any) -> DataLoader[Any]:
         loader = process(loader)
         if not trainer.training:  # a validation loader
             return loader
@@ -201,14 +201,14 @@ class BatchSizeWarmup(EpochPlan, Trick):
         batches.batch_size = batches.base * self.factor(trainer, trainer.current_epoch)
         return loader
 
-    def _step(self, trainer: pl.Trainer, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
+    def _step(self, trainer: L.Trainer, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
         scale = self.factor(trainer, trainer.current_epoch) / self._sequence[-1]
         scale = math.sqrt(scale) if self.lr_rule == "sqrt" else scale
         with scaled_lrs(optimizer, scale, f"BatchSizeWarmup(lr_rule={self.lr_rule!r})"):
             return step(optimizer, *args, **kw)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         planned = [self.step_of(trainer, epoch) for epoch in range(max(trainer.current_epoch, len(self._past)))]
         if self._past != planned or (trainer.ckpt_path and trainer.global_step and not self._past):
@@ -224,10 +224,10 @@ class BatchSizeWarmup(EpochPlan, Trick):
         self._begin(trainer)  # a resumed epoch has no on_train_epoch_start
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin(trainer)
 
-    def _begin(self, trainer: pl.Trainer) -> None:
+    def _begin(self, trainer: L.Trainer) -> None:
         accumulation, multiple = now = self.step_of(trainer, trainer.current_epoch)
         self._past[trainer.current_epoch :] = [now]
         if self.grow == "accumulate":

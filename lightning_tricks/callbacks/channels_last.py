@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -54,8 +54,8 @@ class ChannelsLast(Trick):
         MisconfigurationException: When a fit or an evaluation starts, if the module has no 2-D convolution.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[ChannelsLast()], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[ChannelsLast()], accelerator="cpu", logger=False)
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ChannelsLast(Trick):
         self._begun = False
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if engine_of(trainer) not in UNSHARDED:
             return
@@ -76,7 +76,7 @@ class ChannelsLast(Trick):
         self._wrap(trainer.strategy, "lightning_module_state_dict", _contiguous)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self._begun:
             return  # a validation in a fit

@@ -8,7 +8,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -63,8 +63,8 @@ class Compile(Trick):
             nothing that is compiled was called.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[Compile("model.encoder")], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[Compile("model.encoder")], accelerator="cpu", logger=False)
 
     References:
         Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
@@ -105,7 +105,7 @@ class Compile(Trick):
         self._called = self._eager = False
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._called = self._eager = False
         self._undo.callback(self._unwrap.clear)
@@ -132,11 +132,11 @@ class Compile(Trick):
             self._unwrap[name] = wrap_method(module, "forward", _Compiled(self, runs[kind], name, module))
             self._undo.callback(self._unwrap[name])
 
-    def _found(self, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
+    def _found(self, pl_module: L.LightningModule) -> dict[str, nn.Module]:
         error: object = "it has neither submodules with parameters nor a forward"
         if self.modules is None:
             found: dict[str, nn.Module] = dict(_networks(pl_module))
-            if type(pl_module).forward is not pl.LightningModule.forward:
+            if type(pl_module).forward is not L.LightningModule.forward:
                 found[""] = pl_module
         else:
             try:
@@ -165,18 +165,18 @@ class Compile(Trick):
         )
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if pl_module.automatic_optimization:  # in manual optimization another loss may follow
             self._require_call(pl_module)
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step:
             self._require_call(pl_module)
 
-    def _require_call(self, pl_module: pl.LightningModule) -> None:
+    def _require_call(self, pl_module: L.LightningModule) -> None:
         if not self._called:
             raise MisconfigurationException(
                 f"Compile did nothing: {type(pl_module).__name__}.training_step called none of"

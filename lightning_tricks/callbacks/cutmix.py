@@ -95,8 +95,8 @@ class CutMix(MixingCallback):
             targets of another size, and for a mask in the batch that is not named.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[CutMix(prob=0.5)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[CutMix(prob=0.5)], accelerator="cpu", logger=False)
 
     References:
         Yun et al., arXiv 1905.04899.

@@ -1,4 +1,4 @@
-"""DataWait: the share of training that waits for data."""
+"""DataWait: the share of training that waits for data loading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
@@ -68,7 +68,7 @@ def useful_workers(wait: float, work: float, cpu: float, workers: int, cores: in
 
 @final
 class DataWait(Trick):
-    """Measures how long training waits for data, and says what would help.
+    """Measures how long training waits for data loading, and says what would help.
 
     ``share = time in the loader's next() / time`` since the last logged value, without validation, is logged as
     ``tricks/data_wait``; before a first value is logged, ``trainer.callback_metrics`` has that of the first epoch. On
@@ -85,7 +85,7 @@ class DataWait(Trick):
         ValueError: If ``warn`` is out of range.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[DataWait(warn=0.2)], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[DataWait(warn=0.2)], accelerator="cpu", logger=False)
     """
 
     def __init__(self, *, warn: float = 0.1) -> None:
@@ -102,7 +102,7 @@ class DataWait(Trick):
         self._epoch: tuple[Moment, int] | None = None  # the beginning of the first epoch, and the batches before it
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._reset()
         if is_fitting(trainer):
@@ -136,14 +136,14 @@ class DataWait(Trick):
         return Moment(time.perf_counter() - self._pause, self._wait, time.process_time())
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._logged = self._moment()
         self._epoch = self._logged, trainer.fit_loop.total_batch_idx
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if will_step(trainer):
             log_every_n_steps(trainer, self._values)
@@ -154,15 +154,15 @@ class DataWait(Trick):
         return {"tricks/data_wait": self._logged.share_since(before)}
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._paused = time.perf_counter()
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._pause += time.perf_counter() - self._paused
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._epoch is None:
             return
         (before, batches), now, self._epoch = self._epoch, self._moment(), None
@@ -173,7 +173,7 @@ class DataWait(Trick):
             work = (now.time - before.time) / steps - wait
             rank_zero_warn(f"Training waits for data {share:.0%} of the time. {self._remedy(trainer, wait, work, cpu)}")
 
-    def _remedy(self, trainer: pl.Trainer, wait: float, work: float, cpu: float) -> str:
+    def _remedy(self, trainer: L.Trainer, wait: float, work: float, cpu: float) -> str:
         loaders = train_loader(trainer).flattened
         if len(loaders) > 1:
             return "lightning_tricks.find_num_workers(loader) says how many workers each of the loaders needs."

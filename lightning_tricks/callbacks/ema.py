@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-import lightning.pytorch as pl
+import lightning as L
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages
@@ -129,8 +129,8 @@ class EMA(AveragingCallback):
             raw weights are lost, or if the module's hooks change weights in a way that cannot be done to both kinds.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[EMA(decay=0.999)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[EMA(decay=0.999)], accelerator="cpu", logger=False)
 
     References:
         Polyak and Juditsky 1992; warm-up as in TensorFlow's ``ExponentialMovingAverage(num_updates=...)`` and, for
@@ -170,7 +170,7 @@ class EMA(AveragingCallback):
         self.label = str(decay)
 
     @override
-    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _update(self, trainer: L.Trainer, averages: Averages) -> None:
         averages.steps += 1
         if averages.steps % self.every_n_steps == 0:
             averages.lerp(1 - self._decay(averages.updates))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-import lightning.pytorch as pl
+import lightning as L
 from typing_extensions import override
 
 from lightning_tricks.core.exact.reading import follow_reading
@@ -38,12 +38,12 @@ class ExactResume(Trick):
             samples that are left are not known, since the sampler gives others or its settings have changed.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[ExactResume()], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[ExactResume()], accelerator="cpu", logger=False)
         >>> # trainer.fit(module, data, ckpt_path="last.ckpt")
     """
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             follow_reading(trainer, "ExactResume")

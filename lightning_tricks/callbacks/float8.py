@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final, get_args
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Float8(Trick):
             layers, or if one has adapters, a weight computed from others, or another forward pass by another trick.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[Float8(emulate=True)], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[Float8(emulate=True)], accelerator="cpu", logger=False)
 
     References:
         Micikevicius et al., arXiv 2209.05433.
@@ -119,7 +119,7 @@ class Float8(Trick):
         self.modules, self.recipe, self.emulate = modules, recipe, emulate
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         # Products in float8 save a view of the weight for the backward pass, which ZeRO-3 does not free.
         freed = (*TORCH, Engine.ZERO0, Engine.ZERO1, Engine.ZERO2)
@@ -152,7 +152,7 @@ class Float8(Trick):
                 f" {device.type!r}: leave it out there, or train on cuda or cpu."
             ) from error
 
-    def _layers(self, pl_module: pl.LightningModule) -> dict[str, nn.Linear]:
+    def _layers(self, pl_module: L.LightningModule) -> dict[str, nn.Linear]:
         """The layers that compute in float8, by name."""
         try:
             found = linear_layers(pl_module, self.modules)

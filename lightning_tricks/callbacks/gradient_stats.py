@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,7 +57,7 @@ class GradientStats(GradientCallback):
             step, for sparse gradients, and for a fused optimizer under fp16.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[GradientStats(every_n_steps=100)], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[GradientStats(every_n_steps=100)], accelerator="cpu", logger=False)
     """
 
     def __init__(self, *, every_n_steps: int = 50, depth: int = 2) -> None:
@@ -73,14 +73,12 @@ class GradientStats(GradientCallback):
         self._measured: list[_Measured] = []  # in the present batch
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._forget()
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         now, last = stepped_batches(trainer), self._last.get(id(optimizer))
         if last is None or now - last >= self.every_n_steps:
             self._last[id(optimizer)] = now
@@ -89,7 +87,7 @@ class GradientStats(GradientCallback):
     @override
     @torch.no_grad()
     def _change(
-        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+        self, trainer: L.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
         """Measure gradients, which stay as they are, and keep what the weights are."""
         known = {id(each.parameter) for each in self._measured}  # of a step before in this batch
@@ -105,7 +103,7 @@ class GradientStats(GradientCallback):
     @override
     @torch.no_grad()
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         measured, self._measured = self._measured, []
         if not measured:

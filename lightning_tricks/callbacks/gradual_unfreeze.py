@@ -7,7 +7,7 @@ from copy import deepcopy
 from itertools import compress, islice, pairwise, takewhile
 from typing import Any, Literal, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -94,7 +94,7 @@ class GradualUnfreeze(StagedCallback):
 
     Example:
         >>> callback = GradualUnfreeze([1, 2], parameters=["^net.layer4", "^net"], unit="epoch", lr_factor=0.3)
-        >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
 
     References:
         Howard and Ruder, ULMFiT, arXiv 1801.06146.
@@ -141,7 +141,7 @@ class GradualUnfreeze(StagedCallback):
         return sum(1 for _ in takewhile(lambda time: time == 0, self.at))
 
     @override
-    def _optimizers_made(self, trainer: pl.Trainer, stages: Stages) -> None:
+    def _optimizers_made(self, trainer: L.Trainer, stages: Stages) -> None:
         named = stages.named()
         held = {
             id(parameter)
@@ -157,7 +157,7 @@ class GradualUnfreeze(StagedCallback):
         if self.lr_factor != 1:
             self._split(trainer, [[named[name] for name in names] for names in stages.order])
 
-    def _split(self, trainer: pl.Trainer, order: list[list[nn.Parameter]]) -> None:
+    def _split(self, trainer: L.Trainer, order: list[list[nn.Parameter]]) -> None:
         parts = [(parameters, self.lr_factor**k) for k, parameters in enumerate(order, 1)]
         for optimizer in trainer.optimizers:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -169,7 +169,7 @@ class GradualUnfreeze(StagedCallback):
                 raise MisconfigurationException(f"GradualUnfreeze(lr_factor={self.lr_factor}): {error}") from error
 
     @override
-    def _due(self, trainer: pl.Trainer, stages: Stages) -> int:
+    def _due(self, trainer: L.Trainer, stages: Stages) -> int:
         due = stages.joined
         while due > self._joined_before and not self._is_due(trainer, due - 1):  # after a rewind
             due -= 1
@@ -177,12 +177,12 @@ class GradualUnfreeze(StagedCallback):
             due += 1
         return due
 
-    def _is_due(self, trainer: pl.Trainer, group: int) -> bool:
+    def _is_due(self, trainer: L.Trainer, group: int) -> bool:
         now = trainer.current_epoch if self._in_epochs(self.at[group]) else plan_step(trainer)
         return bool(now >= self._steps["at"][group])
 
     @override
-    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> list[float]:
+    def _in_steps(self, trainer: L.Trainer, name: str, duration: Any) -> list[float]:
         """The times in their units: epochs, or optimizer steps."""
         in_steps = super()._in_steps
         return [time if self._in_epochs(time) else in_steps(trainer, name, time) for time in duration]

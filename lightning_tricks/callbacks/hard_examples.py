@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -116,8 +116,8 @@ class HardExampleFilter(BatchCallback):
             ``.data``, into parameters.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[HardExampleFilter(keep=0.5, start=0.2)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[HardExampleFilter(keep=0.5, start=0.2)], accelerator="cpu", logger=False)
 
     References:
         Jiang et al., arXiv 1910.00762; Shrivastava et al., arXiv 1604.03540.
@@ -168,7 +168,7 @@ class HardExampleFilter(BatchCallback):
         self._scoring = WithoutGradients()
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -194,12 +194,12 @@ class HardExampleFilter(BatchCallback):
         self._filtered = False
 
     @override
-    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
+    def _in_steps(self, trainer: L.Trainer, name: str, duration: Any) -> Any:
         # With keep=1 nothing is filtered, so that the length of the training need not be known.
         return 0.0 if self.keep == 1 else super()._in_steps(trainer, name, duration)
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         if self.keep == 1 or context.number % self.every_n_batches:
             return
         size = self._samples(context.batch)
@@ -218,7 +218,7 @@ class HardExampleFilter(BatchCallback):
             context.plan_targets(self, self.targets_in(context.batch))
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         if self.keep == 1:
             return
         size = self._samples(context.batch)
@@ -229,7 +229,7 @@ class HardExampleFilter(BatchCallback):
         self._losses(trainer, context)
         self._selected(context.batch, slice(0, size), size)
 
-    def _losses(self, trainer: pl.Trainer, context: BatchContext) -> Tensor | None:
+    def _losses(self, trainer: L.Trainer, context: BatchContext) -> Tensor | None:
         batch, targets = context.batch, self.targets_in(context.batch)
         if others := [other for target in targets for other in other_samples(batch, target)]:
             raise MisconfigurationException(
@@ -253,7 +253,7 @@ class HardExampleFilter(BatchCallback):
         self._kept, self._filtered = (count / len(losses), losses[kept].min()), count < len(losses)
         return kept
 
-    def _keep_of_all(self, trainer: pl.Trainer, losses: Tensor, smallest: int, largest: int) -> tuple[Tensor, float]:
+    def _keep_of_all(self, trainer: L.Trainer, losses: Tensor, smallest: int, largest: int) -> tuple[Tensor, float]:
         """This rank's samples among the hardest of all ranks; a rank without any keeps one, with factor 0."""
         count = kept_count(smallest, self.keep)
         everyone = trainer.strategy.all_gather(F.pad(losses, (0, largest - len(losses)), value=-torch.inf)).flatten()
@@ -265,7 +265,7 @@ class HardExampleFilter(BatchCallback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._kept is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -54,8 +54,8 @@ class HiddenMixup(MixingCallback):
             labels.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[HiddenMixup("model.classifier")], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[HiddenMixup("model.classifier")], accelerator="cpu", logger=False)
 
     References:
         Sun et al., arXiv 2010.02394; Verma et al., arXiv 1806.05236.
@@ -90,7 +90,7 @@ class HiddenMixup(MixingCallback):
         self._called = False
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         # The layer may exist only now, after configure_model.
         layers = dict(pl_module.named_modules())
@@ -155,14 +155,14 @@ class HiddenMixup(MixingCallback):
         return all(target.ndim == 1 or target.is_floating_point() for target in targets)
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
         if pl_module.automatic_optimization:
             self._require_call(pl_module)
         super().on_before_backward(trainer, pl_module, loss)
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._pipeline is not None, "setup comes first"
         if self._pipeline.descends:
@@ -170,7 +170,7 @@ class HiddenMixup(MixingCallback):
         self._context = None
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def _require_call(self, pl_module: pl.LightningModule) -> None:
+    def _require_call(self, pl_module: L.LightningModule) -> None:
         if self._context is not None and not self._called:
             raise MisconfigurationException(
                 f"HiddenMixup did nothing: {type(pl_module).__name__}.training_step did not call the layer"

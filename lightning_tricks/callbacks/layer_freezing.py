@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
@@ -125,7 +125,7 @@ class LayerFreezing(StagedCallback):
 
     Example:
         >>> callback = LayerFreezing(0.5, start=0.6, parameters=["^net.stem", "^net.layer1", "^net.layer2"])
-        >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
 
     References:
         Brock et al., FreezeOut, arXiv 1706.04983; the schedule is that of Composer's LayerFreezing.
@@ -164,7 +164,7 @@ class LayerFreezing(StagedCallback):
         self.fraction, self.start, self.stop, self.parameters = fraction, start, stop, parameters
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps = {name: self._in_steps(trainer, name, getattr(self, name)) for name in self.durations}
         if self._steps["stop"] < self._steps["start"]:
             raise MisconfigurationException(
@@ -174,7 +174,7 @@ class LayerFreezing(StagedCallback):
         super().on_train_start(trainer, pl_module)
 
     @override
-    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> float:
+    def _in_steps(self, trainer: L.Trainer, name: str, duration: Any) -> float:
         """A duration in optimizer steps; a ``stop`` of 1.0 is the last one, where layers stop at even intervals."""
         return steps_of(trainer, duration, "LayerFreezing", name)
 
@@ -191,13 +191,13 @@ class LayerFreezing(StagedCallback):
         return len(stages.order) - math.floor(round(len(stages.order) * self.fraction, 9))
 
     @override
-    def _due(self, trainer: pl.Trainer, stages: Stages) -> int:
+    def _due(self, trainer: L.Trainer, stages: Stages) -> int:
         layers = len(stages.order)
         stopped = frozen_layers(plan_step(trainer), layers, fraction=self.fraction, **self._steps)
         return min(layers - stopped, self._joined_before)
 
     @override
-    def _changed(self, trainer: pl.Trainer, stages: Stages) -> None:
+    def _changed(self, trainer: L.Trainer, stages: Stages) -> None:
         named = stages.named()
         for parameter in map(named.__getitem__, stages.frozen()):
             parameter.grad = None

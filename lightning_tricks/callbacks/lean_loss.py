@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -36,7 +36,7 @@ class LeanLoss(Trick):
             the first step, if no loss was computed from this head.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[LeanLoss("model")], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[LeanLoss("model")], accelerator="cpu", logger=False)
 
     References:
         Wijmans et al., arXiv 2411.09009.
@@ -48,7 +48,7 @@ class LeanLoss(Trick):
         self.module = module
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         whole = (*UNSHARDED, Engine.ZERO0, Engine.ZERO1, Engine.ZERO2)
         require_engine(trainer, type(self).__name__, *whole, why="which keep the weights of the head in one piece")
@@ -60,9 +60,7 @@ class LeanLoss(Trick):
         self._wrap(head, "forward", self._head)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not self._head.losses:
             raise MisconfigurationException(
                 f"{self.written()} saved nothing: no F.cross_entropy has had the logits of this head. Name the model"

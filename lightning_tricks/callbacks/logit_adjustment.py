@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -47,7 +47,7 @@ class LogitAdjustment(BatchCallback):
             in the first step, for another loss of the labels, or if it has fewer classes than there are labels.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[LogitAdjustment()], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[LogitAdjustment()], accelerator="cpu", logger=False)
 
     References:
         Menon et al., Long-tail Learning via Logit Adjustment, ICLR 2021, arXiv 2007.07314.
@@ -70,12 +70,12 @@ class LogitAdjustment(BatchCallback):
         self._priors: dict[Any, Tensor] = {}  # the same on a device, with an entry for each class of a loss
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._forget()
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.counts:  # those of a checkpoint
             return
@@ -106,12 +106,12 @@ class LogitAdjustment(BatchCallback):
         self._context = None
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         self._context, context.plan.change_arguments = context, self._adjusted
         context.plan_targets(self, self.targets_in(context.batch))
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         raise AssertionError("it is active in every batch")
 
     def _adjusted(self, func: Loss, call: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
     return F.pad(one, (0, longest - len(one))) + F.pad(other, (0, longest - len(other)))
 
 
-def _sum_of_ranks(trainer: pl.Trainer, counts: Tensor) -> list[int]:
+def _sum_of_ranks(trainer: L.Trainer, counts: Tensor) -> list[int]:
     """The counts of all processes, which have seen labels of their own."""
     longest = extremes(trainer, len(counts))[1]
     counts = F.pad(counts, (0, longest - len(counts)))

@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 from types import NoneType
 from typing import Any, Literal, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.plugins import BitsandbytesPrecision
 from lightning.pytorch.utilities import rank_zero_warn
@@ -88,7 +88,7 @@ class LoRA(Trick):
             before the first step and when a checkpoint is saved, if something has changed frozen weights.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[LoRA("attn.qkv", r=8, train="head")], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[LoRA("attn.qkv", r=8, train="head")], accelerator="cpu", logger=False)
 
     References:
         Hu et al., arXiv 2106.09685; "dora": Liu et al., arXiv 2402.09353; "rslora": Kalajdzievski, arXiv 2312.03732.
@@ -154,7 +154,7 @@ class LoRA(Trick):
     # -- injection ----------------------------------------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._begun_with = ""
         engine = require_engine(trainer, "LoRA", *TORCH, Engine.ZERO1, Engine.ZERO2, Engine.ZERO3)
@@ -188,7 +188,7 @@ class LoRA(Trick):
                 strategy.exclude_frozen_parameters = True
 
     def _inject_after(
-        self, trainer: pl.Trainer, module: pl.LightningModule, hook: Callable[..., Any], *args: Any, **kwargs: Any
+        self, trainer: L.Trainer, module: L.LightningModule, hook: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run the module's own hook, then give its layers their adapters."""
         output = hook(*args, **kwargs)
@@ -210,7 +210,7 @@ class LoRA(Trick):
             )
         return output
 
-    def _injected(self, trainer: pl.Trainer, module: pl.LightningModule) -> Record:
+    def _injected(self, trainer: L.Trainer, module: L.LightningModule) -> Record:
         name = type(module).__name__
         if adapters := adapted_layers(module):
             raise MisconfigurationException(
@@ -263,7 +263,7 @@ class LoRA(Trick):
             checksum=checksum,
         )
 
-    def _checksum(self, trainer: pl.Trainer, module: nn.Module, trained: Mapping[str, nn.Parameter]) -> str:
+    def _checksum(self, trainer: L.Trainer, module: nn.Module, trained: Mapping[str, nn.Parameter]) -> str:
         """The checksum of what will be frozen; all ranks take part."""
         trains = {id(parameter) for parameter in trained.values()}
         named = module.named_parameters(remove_duplicate=False)
@@ -272,7 +272,7 @@ class LoRA(Trick):
         if smallest != largest and self.base != "keep":  # else the strategy copies the weights of rank 0
             raise MisconfigurationException(
                 f"LoRA(base={self.base!r}): the ranks have different weights before quantizing, which no strategy makes"
-                " equal: load the same weights on all, or pl.seed_everything(...) before the module is made."
+                " equal: load the same weights on all, or L.seed_everything(...) before the module is made."
             )
         return trainer.strategy.broadcast(checksum)
 
@@ -283,7 +283,7 @@ class LoRA(Trick):
 
     # -- what trains --------------------------------------------------------------------------------------------------
 
-    def _require_held(self, module: pl.LightningModule, configure: Callable[[], Any]) -> Any:
+    def _require_held(self, module: L.LightningModule, configure: Callable[[], Any]) -> Any:
         """Make the optimizers; raise if they do not have all that trains."""
         with recorded_groups() as made:
             optimizers = configure()
@@ -297,13 +297,13 @@ class LoRA(Trick):
         return optimizers
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.save == "adapter" and not self._compares(trainer, self._running):
             self._begun_with, _ = _checksums(self._running, _parts(_frozen(pl_module)))
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self.save == "adapter":
             around_next_step(trainer, self._undo, partial(self._of_the_same_base, trainer, pl_module))
@@ -319,13 +319,13 @@ class LoRA(Trick):
             )
 
     @contextmanager
-    def _of_the_same_base(self, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    def _of_the_same_base(self, trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
         """Raise if hooks of the module, such as ``on_train_start``, have replaced frozen weights."""
         self._require_unchanged(trainer, self._running, _frozen(module))
         yield
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if engine_of(trainer) is Engine.ZERO3 or is_trial(trainer):
             return  # under ZeRO-3 a rank holds only a shard; a trial takes too few steps
@@ -343,7 +343,7 @@ class LoRA(Trick):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _saved(self, trainer: pl.Trainer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _saved(self, trainer: L.Trainer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state for a checkpoint: without frozen weights, and with placeholders that no other module loads."""
         state, module = state_dict(), trainer.lightning_module
         if not state or not hasattr(module, "lightning_tricks_lora"):
@@ -355,7 +355,7 @@ class LoRA(Trick):
             state = {name: value for name, value in state.items() if not _is_part(name, frozen)}
         return state if saves_folder(trainer) else {**state, **record.placeholders()}
 
-    def _require_unchanged(self, trainer: pl.Trainer, record: Record, frozen: Mapping[str, Tensor]) -> None:
+    def _require_unchanged(self, trainer: L.Trainer, record: Record, frozen: Mapping[str, Tensor]) -> None:
         """Raise if frozen weights, which no checkpoint has, differ from those that the adapters were made for.
 
         Where they are quantized, sharded, or were cast after the adapters were made, they are compared with those that
@@ -373,12 +373,12 @@ class LoRA(Trick):
                 " changes, or pass save='all'."
             )
 
-    def _compares(self, trainer: pl.Trainer, record: Record) -> bool:
+    def _compares(self, trainer: L.Trainer, record: Record) -> bool:
         """Whether frozen weights can be compared with those of before the adapters."""
         whole = record.base == "keep" and engine_of(trainer) in UNSHARDED
         return whole and trainer.precision in ("32-true", "16-mixed", "bf16-mixed")
 
-    def _load(self, trainer: pl.Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load(self, trainer: L.Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint; raise unless it belongs to this module with these settings."""
         meta = Path(path) / "meta.pt"  # the part of a folder by FSDP2 that is not sharded
         if meta.is_file():
@@ -428,9 +428,7 @@ class LoRA(Trick):
             )
 
     @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # With a state_dict the Trainer itself would refuse a second LoRA, with another reason than that of conflicts.
         if self._record is not None:
             checkpoint["callbacks"][self.state_key] = self._record.state()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
@@ -55,7 +55,7 @@ _CURVES = {
 
 def _swa_tail(
     optimizer: Optimizer,
-    module: pl.LightningModule,
+    module: L.LightningModule,
     *,
     of: str = "constant",
     total_steps: int | None = None,
@@ -117,9 +117,9 @@ class LRSchedule(Trick):
             or by a schedule that it steps itself.
 
     Example:
-        >>> import lightning.pytorch as pl
+        >>> import lightning as L
         >>> schedule = LRSchedule("swa_tail", of="cosine", warmup=0.05, start=0.75, swa_lr=0.01)
-        >>> trainer = pl.Trainer(callbacks=[schedule], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[schedule], accelerator="cpu", logger=False)
     """
 
     conflicts = (
@@ -182,7 +182,7 @@ class LRSchedule(Trick):
         return {"curve": self.curve, "total_steps": self.total_steps, "replace": self.replace, **self.settings}
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -211,7 +211,7 @@ class LRSchedule(Trick):
         restore_groups(self._made)
         return configured
 
-    def _drop_schedules(self, trainer: pl.Trainer, optimizer: Optimizer) -> list[Any]:
+    def _drop_schedules(self, trainer: L.Trainer, optimizer: Optimizer) -> list[Any]:
         """Leave out the schedules that the module has returned, and return them."""
         configs = trainer.strategy.lr_scheduler_configs
         made = [id(group) for group, _ in self._made]
@@ -227,7 +227,7 @@ class LRSchedule(Trick):
         return dropped
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         # after configure_optimizers and before the checkpoint's schedules are restored
         (optimizer,) = trainer.optimizers
@@ -252,7 +252,7 @@ class LRSchedule(Trick):
         trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(**config, reduce_on_plateau=needs_metric))
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         # resumed from a checkpoint without a schedule: nothing was restored, the steps were taken all the same
         scheduler = self._scheduler
@@ -263,9 +263,7 @@ class LRSchedule(Trick):
         self._taken = scheduler.last_epoch
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if optimizer is not self._scheduler.optimizer:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__} has made its optimizers anew, and LRSchedule({self.curve!r}) schedules the"
@@ -274,16 +272,16 @@ class LRSchedule(Trick):
         if not is_scaled(optimizer):
             self._require_own_rates(trainer)
 
-    def _step(self, trainer: pl.Trainer, original: Callable[..., None], scheduler: Any, metric: Any) -> None:
+    def _step(self, trainer: L.Trainer, original: Callable[..., None], scheduler: Any, metric: Any) -> None:
         """Step a scheduler as Lightning does, not as the module may do with its own."""
         own = scheduler is self._scheduler  # and not that of a LearningRateFinder
         if own:
             self._require_own_rates(trainer)  # a rate that was written after on_before_optimizer_step would be lost
-        pl.LightningModule.lr_scheduler_step(trainer.lightning_module, scheduler, metric)
+        L.LightningModule.lr_scheduler_step(trainer.lightning_module, scheduler, metric)
         if own:
             self._taken = scheduler.last_epoch
 
-    def _require_own_rates(self, trainer: pl.Trainer) -> None:
+    def _require_own_rates(self, trainer: L.Trainer) -> None:
         """Raise if something else has set a learning rate since the schedule did.
 
         Raises:
@@ -307,7 +305,7 @@ class LRSchedule(Trick):
                     " write param_groups[...]['lr'] or step a schedule by hand."
                 )
 
-    def _refuse_step(self, pl_module: pl.LightningModule, scheduler: Any, *_: Any, **__: Any) -> None:
+    def _refuse_step(self, pl_module: L.LightningModule, scheduler: Any, *_: Any, **__: Any) -> None:
         """Raise where the module steps a schedule of its own."""
         raise MisconfigurationException(
             f"{type(pl_module).__name__} steps {type(scheduler).__name__} itself beside LRSchedule({self.curve!r}):"

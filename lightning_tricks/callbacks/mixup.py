@@ -83,8 +83,8 @@ class Mixup(MixingCallback):
             depends on a part that is not mixed.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[Mixup(alpha=0.2, stop=0.9)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[Mixup(alpha=0.2, stop=0.9)], accelerator="cpu", logger=False)
 
     References:
         Zhang et al., arXiv 1710.09412.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -74,7 +74,7 @@ class MoEBalance(Trick):
             16 bits, in which small steps are rounded away, or checkpoints lack the biases.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[MoEBalance()], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[MoEBalance()], accelerator="cpu", logger=False)
 
     References:
         Wang et al., arXiv 2408.15664.
@@ -89,13 +89,13 @@ class MoEBalance(Trick):
         self._observer = StepObserver()
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             self._undo.callback(self._observer.stop)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         found = routers(pl_module)
         if lost := [
@@ -113,18 +113,18 @@ class MoEBalance(Trick):
             )
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._observer.start(trainer)
         # An exception may leave the counts of an unfinished batch.
         self._undo.callback(_forget_counts, pl_module)
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._observer.follow(trainer)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not self._observer.stepped():
             return
         for router in routers(pl_module).values():

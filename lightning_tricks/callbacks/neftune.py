@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, cast, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class NEFTune(BatchCallback):
             calls none of them, or for one whose output is not of shape (B, L, d).
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[NEFTune()], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[NEFTune()], accelerator="cpu", logger=False)
 
     References:
         Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, arXiv 2310.05914.
@@ -88,14 +88,14 @@ class NEFTune(BatchCallback):
         self._called = False  # whether a step has called an embedding
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._called = False
         torch.compiler.reset()  # code that was compiled without the hooks would not call them
         for name, embedding in self._embeddings(pl_module).items():  # which exist only after configure_model
             self._undo.callback(embedding.register_forward_hook(partial(self._behind, name)).remove)
 
-    def _embeddings(self, module: pl.LightningModule) -> dict[str, nn.Module]:
+    def _embeddings(self, module: L.LightningModule) -> dict[str, nn.Module]:
         """The embeddings by name; of nested ones the outermost.
 
         Raises:
@@ -124,11 +124,11 @@ class NEFTune(BatchCallback):
         self.drawn = None
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         self.drawn = context.numbers.getrandbits(32)
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         raise AssertionError("it is active in every batch")
 
     @torch.compiler.disable
@@ -148,7 +148,7 @@ class NEFTune(BatchCallback):
             return noisy_embeddings(output, self.alpha)
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
         super().on_before_backward(trainer, pl_module, loss)
         if not self._called:
             raise MisconfigurationException(
@@ -159,7 +159,7 @@ class NEFTune(BatchCallback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.drawn = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, ClassVar, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -93,7 +93,7 @@ class PostHocEMA(Averaging):
             length is unknown; on resume, from a checkpoint with other lengths or weights.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[PostHocEMA("runs/ema")], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[PostHocEMA("runs/ema")], accelerator="cpu", logger=False)
 
     References:
         Karras et al. 2024, Analyzing and Improving the Training Dynamics of Diffusion Models, arXiv 2312.02696.
@@ -131,7 +131,7 @@ class PostHocEMA(Averaging):
         self._saved = 0  # the step of the last snapshot, or that at which the fit began
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -139,15 +139,13 @@ class PostHocEMA(Averaging):
         if not coordinator_of(trainer).join(self):
             self._begin(trainer, pl_module)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin new averages, of a new run."""
         weights = local_weights(trainer, pl_module, type(self).__name__)
         self._averages, self._run = {length: Averages(weights) for length in self.sigma_rels}, ""
 
     @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if not is_fitting(trainer):
             return
@@ -173,7 +171,7 @@ class PostHocEMA(Averaging):
             averages.load_state_dict(state, state["averaged"])
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._every = self._steps_between(trainer)
         for averages in self._averages.values():
@@ -187,7 +185,7 @@ class PostHocEMA(Averaging):
             folder.mkdir(parents=True, exist_ok=True)
             mark(folder, "fit")
 
-    def _steps_between(self, trainer: pl.Trainer) -> int:
+    def _steps_between(self, trainer: L.Trainer) -> int:
         if self.every_n_steps is not None:
             return self.every_n_steps
         try:
@@ -199,7 +197,7 @@ class PostHocEMA(Averaging):
             ) from error
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         name, given = super().row(trainer)
         weights = [weight for weight in trainer.lightning_module.parameters() if weight.requires_grad]
         size = 2 * len(self.sigma_rels) * sum(weight.numel() for weight in weights if not is_lazy(weight))
@@ -211,7 +209,7 @@ class PostHocEMA(Averaging):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if batch_idx == 0:
@@ -221,7 +219,7 @@ class PostHocEMA(Averaging):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.catch_up(trainer)
         step, due = self._steps_so_far, self._steps_so_far % self._every == 0
@@ -231,11 +229,11 @@ class PostHocEMA(Averaging):
             self._snapshot(trainer)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._snapshot(trainer)
 
     @override
-    def catch_up(self, trainer: pl.Trainer) -> bool:
+    def catch_up(self, trainer: L.Trainer) -> bool:
         if not self._observer.stepped():
             return False
         for length, averages in self._averages.items():
@@ -258,7 +256,7 @@ class PostHocEMA(Averaging):
         found = averages.weights.trainable()
         averages.track({name: part for name, part in found.items() if joined or name in averages.tensors})
 
-    def _snapshot(self, trainer: pl.Trainer) -> None:
+    def _snapshot(self, trainer: L.Trainer) -> None:
         """Write a file for each average after a new step; all ranks take part where weights are sharded."""
         step, folder = self._steps_so_far, Path(self.folder) / self._run
         if step == self._saved or trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -68,7 +68,7 @@ class Preemption(Trick):
             found.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[Preemption("runs/a")], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[Preemption("runs/a")], accelerator="cpu", logger=False)
         >>> # trainer.fit(module, data, ckpt_path="newest") begins, or goes on with what is in runs/a
 
     References:
@@ -89,7 +89,7 @@ class Preemption(Trick):
         super().__init__()
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -110,22 +110,18 @@ class Preemption(Trick):
         self._wrap(trainer.fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, trainer))
 
     @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._saved and "callbacks" in checkpoint:  # Lightning would refuse a second one with a state before we do
             checkpoint["callbacks"][self.state_key] = {"saved": [*self._saved]}
 
     @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         saved = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("saved", [])
         self._saved = [name for name in saved if _NAME.fullmatch(name) and os.path.lexists(Path(self.folder) / name)]
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validated = True
         batches = sum(trainer.num_val_batches)
         fewest, most = extremes(trainer, -1 if math.isinf(batches) else int(batches))
@@ -133,7 +129,7 @@ class Preemption(Trick):
 
     @override
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._compares and (wish := self._agreed(trainer)):
             # Lightning would go on after the batches that are done, with their part of the metrics lost. It runs all
@@ -149,13 +145,13 @@ class Preemption(Trick):
     def _receive(self, wish: int, *_: Any) -> None:
         self._wish = max(self._wish, wish)
 
-    def _agreed(self, trainer: pl.Trainer) -> int:
+    def _agreed(self, trainer: L.Trainer) -> int:
         """What any rank was asked for; all ranks take part. A device that computes ahead tells it one call later."""
         before, self._asked = self._asked, later_extremes(trainer, self._wish)
         at_once = trainer.world_size == 1 or trainer.strategy.root_device.type == "cpu"
         return (self._asked if at_once else before)()[1]
 
-    def _after_batch(self, trainer: pl.Trainer, original: Callable[..., None], *args: Any) -> None:
+    def _after_batch(self, trainer: L.Trainer, original: Callable[..., None], *args: Any) -> None:
         self._validated = False
         original(*args)
         # No checkpoint holds accumulated gradients, and Lightning loses count of one made between the last batch of
@@ -164,7 +160,7 @@ class Preemption(Trick):
         if not done and not self._validated and will_step(trainer) and (wish := self._agreed(trainer)):
             self._stop(trainer, wish)
 
-    def _stop(self, trainer: pl.Trainer, wish: int) -> None:
+    def _stop(self, trainer: L.Trainer, wish: int) -> None:
         """Save, queue the job again if that was asked for, and end."""
         # Even the newest checkpoint could be lost while another was written over it.
         free = unused(Path(self.folder), f"preempted-step={trainer.global_step}", ".ckpt")
@@ -187,7 +183,7 @@ class Preemption(Trick):
 
     def _resume(
         self,
-        trainer: pl.Trainer,
+        trainer: L.Trainer,
         original: Callable[..., None],
         checkpoint_path: Any = None,
         weights_only: bool | None = None,
@@ -204,7 +200,7 @@ class Preemption(Trick):
         original(checkpoint_path, weights_only=weights_only)
 
     def _shield(
-        self, trainer: pl.Trainer, signals: Collection[int], original: Callable[..., Any], dataloader: Any
+        self, trainer: L.Trainer, signals: Collection[int], original: Callable[..., Any], dataloader: Any
     ) -> Any:
         """Let the workers of a loader outlive the signals, which a scheduler may send to all processes of a machine."""
         loader = original(dataloader)
@@ -215,7 +211,7 @@ class Preemption(Trick):
         return loader
 
 
-def _wishes(trainer: pl.Trainer) -> dict[int, int]:
+def _wishes(trainer: L.Trainer) -> dict[int, int]:
     """The signals, and what they ask for."""
     cluster = trainer._accelerator_connector.cluster_environment
     if not isinstance(cluster, SLURMEnvironment) or cluster.requeue_signal is None:

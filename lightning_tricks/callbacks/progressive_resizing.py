@@ -91,9 +91,9 @@ class ProgressiveResizing(GrowingInputs):
             training whose length is unknown.
 
     Example:
-        >>> import lightning.pytorch as pl
+        >>> import lightning as L
         >>> growth = ProgressiveResizing(0.5, stop=0.8)
-        >>> trainer = pl.Trainer(callbacks=[growth], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[growth], accelerator="cpu", logger=False)
 
     References:
         Howard, fast.ai's DAWNBench entry, 2018; Tan and Le, EfficientNetV2, arXiv 2104.00298; Touvron et al., Fixing

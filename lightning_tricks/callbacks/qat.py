@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -49,13 +49,13 @@ def rounded(weight: Tensor, precision: Precision) -> Tensor:
 
 @final
 class QAT(Trick):
-    """Linear layers compute with ``w' = scale * round(w / scale)``, and w takes the gradient of w'.
+    """Quantization-aware training: linear layers compute with ``w' = scale * round(w / scale)``.
 
-    The network learns weights that keep their accuracy when ``quantize(module, precision)`` rounds them after the fit:
-    with the same ``precision`` and ``modules`` it computes what was validated. In checkpoints the weights are not
-    rounded and have their usual names, so they load anywhere. Validation, ``trainer.test`` and ``trainer.predict``
-    round, too, where this callback is given. The arithmetic is torchao's. It pays for few bits and small networks; 8
-    bits seldom need it.
+    The weights w take the gradient of w', and the network learns ones that keep their accuracy when
+    ``quantize(module, precision)`` quantizes them after the fit: with the same ``precision`` and ``modules`` it
+    computes what was validated. In checkpoints the weights are w, under their usual names, so they load anywhere.
+    Validation, ``trainer.test`` and ``trainer.predict`` compute with w', too, where this callback is given. The
+    arithmetic is torchao's. It pays for few bits and small networks; 8 bits seldom need it.
 
     Args:
         precision: "int8" or "int4".
@@ -71,7 +71,7 @@ class QAT(Trick):
             bits or computed from others, or another forward pass by another trick or QAT.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[QAT("int4")], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[QAT("int4")], accelerator="cpu", logger=False)
 
     References:
         Jacob et al., arXiv 1712.05877.
@@ -111,33 +111,33 @@ class QAT(Trick):
         self._rounds = False
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._round(pl_module, rounds=self.start == 0)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._rounds = plan_step(trainer) >= self._steps["start"]
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, _: int) -> None:
         self._rounds = plan_step(trainer) >= self._steps["start"]
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not is_fitting(trainer):
             self._round(pl_module)
 
     @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._round(pl_module)
 
     @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._round(pl_module)
 
-    def _round(self, pl_module: pl.LightningModule, *, rounds: bool = True) -> None:
+    def _round(self, pl_module: L.LightningModule, *, rounds: bool = True) -> None:
         """Wrap the forward pass of each layer until this trick is closed."""
         self._rounds = rounds
         require_torchao()

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -99,8 +99,8 @@ class RewindOnSpike(Trick):
         FloatingPointError: At the first spike after ``max_rewinds`` rewinds; with the losses before it.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[RewindOnSpike(max_rewinds=3)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[RewindOnSpike(max_rewinds=3)], accelerator="cpu", logger=False)
 
     References:
         Khrushchev et al., YaLM 100B, 2022; Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1.
@@ -148,7 +148,7 @@ class RewindOnSpike(Trick):
         self._snapshot: tuple[Snapshot, list[float]] | None = None  # the last snapshot, and the good losses before it
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -162,7 +162,7 @@ class RewindOnSpike(Trick):
             )
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if lazy := [name for name, p in pl_module.named_parameters() if isinstance(p, nn.UninitializedParameter)]:
             raise MisconfigurationException(
@@ -176,7 +176,7 @@ class RewindOnSpike(Trick):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._guard.begin_batch()
         if starts_window(trainer, batch_idx):
@@ -190,13 +190,11 @@ class RewindOnSpike(Trick):
             self._snapshot = Snapshot(trainer, pl_module), list(self._losses)
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._parts.append(self._watch.note(trainer, loss))
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not self._parts:  # training_step returned None
             return
         mean = torch.stack(self._parts).mean()
@@ -219,8 +217,8 @@ class RewindOnSpike(Trick):
 
     def _step(
         self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
         original: Callable[..., Any],
         optimizer: Any,
         *args: Any,
@@ -233,7 +231,7 @@ class RewindOnSpike(Trick):
             self._rewind(trainer, pl_module)
         return result
 
-    def _rewind(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _rewind(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._snapshot is not None, "made when training started"
         self._spiked = False
         self.rewinds += 1
@@ -245,12 +243,12 @@ class RewindOnSpike(Trick):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         log_every_n_steps(trainer, lambda: {"tricks/rewinds": float(self.rewinds)})
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close()
 
     @override
@@ -267,7 +265,7 @@ class Snapshot:
     """The state of a fit between two optimizer steps, of this rank's shards; nothing is gathered."""
 
     @torch.no_grad()
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.step = trainer.global_step
         # Under FSDP2, validation leaves the root's weights gathered, in tensors that the next step frees.
         local_weights(trainer, module, "RewindOnSpike").reshard()
@@ -291,7 +289,7 @@ class Snapshot:
         self._wait = reached(module.device)  # the device writes the copies while the host goes on
 
     @torch.no_grad()
-    def restore(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def restore(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Restore the snapshot; this can be repeated."""
         self._wait()
         for now, before in self._places:
@@ -323,7 +321,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _scalers(trainer: pl.Trainer) -> list[Any]:
+def _scalers(trainer: L.Trainer) -> list[Any]:
     scaler = grad_scaler(trainer)
     return [] if scaler is None else [scaler]
 

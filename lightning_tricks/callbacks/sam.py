@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -46,8 +46,8 @@ class SAMCallback(SAMHooks):
         MisconfigurationException: At setup for manual optimization and beside ``SAMMixin``; otherwise as the mixin.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[SAMCallback(rho=0.05)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[SAMCallback(rho=0.05)], accelerator="cpu", logger=False)
 
     References:
         Foret et al., arXiv 2010.01412.
@@ -75,7 +75,7 @@ class SAMCallback(SAMHooks):
         self.every_n_steps, self.micro_batch_size, self.parameters = every_n_steps, micro_batch_size, parameters
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if is_fitting(trainer) and not pl_module.automatic_optimization:
             name = type(pl_module).__name__
             raise MisconfigurationException(

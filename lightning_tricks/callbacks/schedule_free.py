@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -35,8 +35,8 @@ class ScheduleFree(AveragingCallback):
             another average, which would each undo what the optimizer does; under DeepSpeed, which holds its states.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[ScheduleFree()], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[ScheduleFree()], accelerator="cpu", logger=False)
         >>> # in the module: return lt.optimizer("schedulefree_adamw", self, lr=2.5e-3)
 
     References:
@@ -62,7 +62,7 @@ class ScheduleFree(AveragingCallback):
         self.validate, self.at_end = "averaged", "averaged"
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if not any(map(is_schedule_free, trainer.optimizers)) or engine_of(trainer).is_deepspeed:
             names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
@@ -81,18 +81,18 @@ class ScheduleFree(AveragingCallback):
         require_recalibration(self, trainer, pl_module, "use a norm without statistics, as GroupNorm")
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in filter(is_schedule_free, trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
         super().on_train_start(trainer, pl_module)  # which remembers the weights
 
     @override
-    def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _begin(self, trainer: L.Trainer, averages: Averages) -> None:
         self._update(trainer, averages)
 
     @override
     @torch.no_grad()
-    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _update(self, trainer: L.Trainer, averages: Averages) -> None:
         parts, parameters = averages.parts(), dict(averages.module.named_parameters())
         ends = {weight: end for optimizer in trainer.optimizers for weight, end in _ends(optimizer).items()}
         for (name, average), y in zip(averages.tensors.items(), parts, strict=True):
@@ -107,7 +107,7 @@ class ScheduleFree(AveragingCallback):
         averages.updates += 1
 
     @override
-    def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _finish(self, trainer: L.Trainer, averages: Averages) -> None:
         recalibrate_averages(trainer, averages)
 
 

@@ -59,8 +59,8 @@ class SequenceLengthWarmup(GrowingInputs):
             fraction of a training whose length is unknown.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[SequenceLengthWarmup(0.25, stop=0.3)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[SequenceLengthWarmup(0.25, stop=0.3)], accelerator="cpu", logger=False)
 
     References:
         Li et al., The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -58,8 +58,8 @@ class SkipNonFinite(Trick):
         FloatingPointError: After ``max_consecutive`` skipped steps; names the parameters and the last finite loss.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[SkipNonFinite(max_consecutive=5)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[SkipNonFinite(max_consecutive=5)], accelerator="cpu", logger=False)
     """
 
     needs_step_hooks = True
@@ -83,14 +83,14 @@ class SkipNonFinite(Trick):
         self._watch, self._window, self._guard = FiniteCheck(), Window(), StepGuard()
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             require_skippable_steps(trainer, "SkipNonFinite")
             self.skipped_steps, self._in_a_row = 0, {}
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._watch, self._window = FiniteCheck(), Window()
         self._window.start(trainer, pl_module, self._undo)
@@ -100,7 +100,7 @@ class SkipNonFinite(Trick):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._guard.begin_batch()
         self._window.begin_batch(trainer, pl_module, batch_idx)
@@ -108,13 +108,11 @@ class SkipNonFinite(Trick):
             self._watch.forget()
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._watch.note(trainer, loss)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not is_fitting(trainer):  # a step that adapts the module to a test set
             return
         number = optimizer_number(trainer, optimizer)
@@ -141,12 +139,12 @@ class SkipNonFinite(Trick):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         log_every_n_steps(trainer, lambda: {"tricks/skipped_steps": float(self.skipped_steps)})
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close()
 
     @override

@@ -7,7 +7,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -48,6 +48,7 @@ def step_in_backward(optimizer: Optimizer, loss: Tensor) -> None:
     reads, passes = _StaleReads(), list[int]()
 
     def step(group: dict[str, Any], weight: Tensor) -> None:
+        # A backward pass inside another one reaches a weight before the outer pass has added its own share.
         if torch._C._current_graph_task_id() not in passes:
             raise MisconfigurationException(
                 "StepInBackward: a second backward pass runs inside the first, as"
@@ -141,7 +142,7 @@ class StepInBackward(Trick):
             In the backward pass before a weight would be used again with its new value.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[StepInBackward()], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[StepInBackward()], accelerator="cpu", logger=False)
 
     References:
         Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", ACL 2024,
@@ -180,12 +181,12 @@ class StepInBackward(Trick):
         self._postponed: list[Callable[[], None]] = []
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         _require_stock_step(trainer, pl_module)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         _require_no_hooks(trainer, pl_module)
         self._wrap(pl_module, "backward", partial(self._backward, trainer))
@@ -193,18 +194,18 @@ class StepInBackward(Trick):
         self._undo.callback(vars(self).update, _tried=None, _begun=None, _postponed=[])
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         while self._postponed:
             self._postponed.pop(0)()
 
-    def _save(self, trainer: pl.Trainer, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save(self, trainer: L.Trainer, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, after the batch if a signal handler asks while weights are stepped and not yet counted."""
         if trainer.global_step == self._begun:
             self._postponed.append(partial(original, *args, **kwargs))
         else:
             original(*args, **kwargs)
 
-    def _backward(self, trainer: pl.Trainer, original: Callable[..., None], loss: Tensor) -> None:
+    def _backward(self, trainer: L.Trainer, original: Callable[..., None], loss: Tensor) -> None:
         (optimizer,) = trainer.optimizers
         if optimizer is not self._tried:  # only now has every callback prepared it
             require_weight_by_weight(optimizer)
@@ -213,7 +214,7 @@ class StepInBackward(Trick):
         step_in_backward(optimizer, loss)
 
 
-def _require_stock_step(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _require_stock_step(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise where the Trainer needs gradients together, or has them from several processes."""
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -234,9 +235,9 @@ def _require_stock_step(trainer: pl.Trainer, module: pl.LightningModule) -> None
     raise MisconfigurationException(f"StepInBackward {rule}. {remedy}, or remove StepInBackward.")
 
 
-def _require_no_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _require_no_hooks(trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise for hooks of the user's that would see no gradients, or change when weights are stepped."""
-    owners: list[tuple[Any, type, Any]] = [(module, pl.LightningModule, _MODULE_HOOKS)]
+    owners: list[tuple[Any, type, Any]] = [(module, L.LightningModule, _MODULE_HOOKS)]
     others = [callback for callback in callbacks_of(trainer, Callback) if not isinstance(callback, Trick)]
     owners += [(callback, Callback, _CALLBACK_HOOKS) for callback in others]  # tricks are in the table of conflicts
     for owner, base, hooks in owners:

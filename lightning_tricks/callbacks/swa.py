@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, final
 
-import lightning.pytorch as pl
+import lightning as L
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages
@@ -55,8 +55,8 @@ class SWA(AveragingCallback):
         RuntimeError: When training ends, if the training loader cannot be read again.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[SWA(start=0.75)], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[SWA(start=0.75)], accelerator="cpu", logger=False)
 
     References:
         Izmailov et al., arXiv 1803.05407.
@@ -90,37 +90,37 @@ class SWA(AveragingCallback):
         self._failure: Exception | None = None
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self.recalibrate_batchnorm:
             require_recalibration(self, trainer, pl_module, "pass recalibrate_batchnorm=False")
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.is_last_batch:
             self._end_epoch()  # the epoch's last step may have been in an earlier batch
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         self._end_epoch()  # on_train_batch_start may have ended the epoch early
 
     @override
-    def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _begin(self, trainer: L.Trainer, averages: Averages) -> None:
         self._snapshot(averages)
 
     @override
-    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _update(self, trainer: L.Trainer, averages: Averages) -> None:
         averages.steps += 1
         # Not only in _end_epoch, so that a checkpoint right after the epoch's last step has the snapshot, too.
         if trainer.is_last_batch if self.every_n_steps is None else averages.steps >= self.every_n_steps:
             self._snapshot(averages)
 
     @override
-    def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _finish(self, trainer: L.Trainer, averages: Averages) -> None:
         if averages.steps:
             self._snapshot(averages)
         if self.recalibrate_batchnorm and averages.updates:
@@ -130,7 +130,7 @@ class SWA(AveragingCallback):
                 self._failure = error  # raised after the last validation and the last checkpoint
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if self._failure is not None:
             failure, self._failure = self._failure, None

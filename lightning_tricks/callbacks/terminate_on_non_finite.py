@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -49,8 +49,8 @@ class TerminateOnNonFinite(Trick):
         FloatingPointError: At the first loss or gradient that is not finite, with the paths and the parameters' names.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[TerminateOnNonFinite("debug")], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[TerminateOnNonFinite("debug")], accelerator="cpu", logger=False)
     """
 
     needs_step_hooks = True
@@ -65,7 +65,7 @@ class TerminateOnNonFinite(Trick):
         self._gradients = True  # whether gradients are checked
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             self._watch, self._window = FiniteCheck(), Window()
@@ -73,20 +73,20 @@ class TerminateOnNonFinite(Trick):
             self._gradients = not scaled and not engine_of(trainer).is_deepspeed
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._window.start(trainer, pl_module, self._undo)
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # A module may take parts out of its batch.
         self._batch = copy.copy(batch) if type(batch) in (dict, list) else batch
         self._window.begin_batch(trainer, pl_module, batch_idx)
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if not is_fitting(trainer):  # a step that adapts the module to a test set
             return
         self._watch.note(trainer, loss)
@@ -94,9 +94,7 @@ class TerminateOnNonFinite(Trick):
             self._stop(trainer, pl_module)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not is_fitting(trainer):
             return
         if self._gradients and not self._watch.finite(trainer, [optimizer]):
@@ -105,7 +103,7 @@ class TerminateOnNonFinite(Trick):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batch = None
 
@@ -114,7 +112,7 @@ class TerminateOnNonFinite(Trick):
         super()._close()
         self._batch = None
 
-    def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _stop(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         lost = self._window.restore()
         report = self._watch.report(trainer, pl_module)
         raise FloatingPointError(
@@ -123,7 +121,7 @@ class TerminateOnNonFinite(Trick):
             + (f" {some(lost)} are as the step has written them by itself." if lost else "")
         )
 
-    def _keep(self, trainer: pl.Trainer) -> str:
+    def _keep(self, trainer: L.Trainer) -> str:
         """Write the state and the batch, and return where; a failure must not hide the reason to stop."""
         logged = trainer.log_dir if trainer.loggers else None  # all ranks take part in log_dir
         parent = Path(self.dirpath or logged or trainer.default_root_dir)

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -61,7 +61,7 @@ class Throughput(Trick):
         MisconfigurationException: At the first batch, if ``tokens`` is not in it, or no tensor that has samples.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[Throughput()], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[Throughput()], accelerator="cpu", logger=False)
     """
 
     def __init__(self, *, tokens: Names = None) -> None:
@@ -82,12 +82,12 @@ class Throughput(Trick):
         self._since = self._paused = 0.0  # when the present window, or a pause in it, began
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._reset()
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._undo.push(self._counting)
         self._iterates = takes_dataloader_iter(pl_module)
@@ -95,7 +95,7 @@ class Throughput(Trick):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self._iterates:  # the step may change the batch
             self._here = samples_in(batch), self._tokens_in(batch)
@@ -110,7 +110,7 @@ class Throughput(Trick):
                 self._counting.callback(wrap_method(trainer.strategy, "training_step", step))
             self._counting.enter_context(self._counter)
 
-    def _step(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, module: L.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step, and once more if it fails, which may be because its operations are counted."""
         logs, again = LogsOnce(), with_own_batch(partial(original, *args, **kwargs))
         try:
@@ -132,7 +132,7 @@ class Throughput(Trick):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         samples, tokens = (samples_in(batch), self._tokens_in(batch)) if self._iterates else self._here
         self._batches += 1
@@ -161,7 +161,7 @@ class Throughput(Trick):
             return sum(get(batch, path).count_nonzero() for path in masks)
         return sum(get(batch, path).numel() for path in ids) if ids else None
 
-    def _rates(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
+    def _rates(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         """The rates since the last call."""
         seconds, now = time.perf_counter() - self._since, time.perf_counter()
         devices = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
@@ -181,11 +181,11 @@ class Throughput(Trick):
         return rates
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._paused = time.perf_counter()
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused
 
 
@@ -233,7 +233,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> int | None:
     return get_available_flops(device, dtype)
 
 
-def computing_dtype(trainer: pl.Trainer) -> torch.dtype:
+def computing_dtype(trainer: L.Trainer) -> torch.dtype:
     """The type in which a Trainer's precision multiplies matrices."""
     for name, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
         if str(trainer.precision).startswith(name):

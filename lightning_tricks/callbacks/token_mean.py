@@ -7,7 +7,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -64,7 +64,7 @@ class TokenMean(BatchCallback):
             DDP that has a state; in the first step, if the targets of the loss cannot be counted.
 
     Example:
-        >>> trainer = pl.Trainer(callbacks=[TokenMean()], accumulate_grad_batches=4, accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[TokenMean()], accumulate_grad_batches=4, accelerator="cpu", logger=False)
     """
 
     order = 2  # after what leaves samples out
@@ -107,7 +107,7 @@ class TokenMean(BatchCallback):
         self._unit: Tensor | None = None  # those of the window's first batch, the mean over the ranks
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._forget()
         if not is_fitting(trainer):
@@ -130,7 +130,7 @@ class TokenMean(BatchCallback):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:  # where Lightning sets gradients to zero
             self._counted = self._unit = None
@@ -140,7 +140,7 @@ class TokenMean(BatchCallback):
         self._plan = self._here = None
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         if self.count is not None:
             self._here = _as_count(self.count(context.batch), trainer.strategy.root_device)
             return
@@ -149,7 +149,7 @@ class TokenMean(BatchCallback):
         context.plan_targets(self, self.targets_in(context.batch))
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         raise AssertionError("it is active in every batch")
 
     @override
@@ -162,7 +162,7 @@ class TokenMean(BatchCallback):
         self._require_replaceable(batch, paths)
         return paths
 
-    def _step(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, trainer: L.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step, and let the gradient of its loss count as its targets do."""
         if self._plan is not None:
             self._plan.divisors = Divisors(self.ignore_index)  # SAM runs the step twice
@@ -200,7 +200,7 @@ class TokenMean(BatchCallback):
             )
         return found[0]
 
-    def _weight(self, trainer: pl.Trainer) -> Tensor:
+    def _weight(self, trainer: L.Trainer) -> Tensor:
         """How much the present batch counts, relative to the first one of the window."""
         assert self._here is not None, "just counted"
         if self._unit is None:
@@ -209,14 +209,14 @@ class TokenMean(BatchCallback):
         return self._here / self._unit
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
         super().on_before_backward(trainer, pl_module, loss)
         if self._here is not None:
             self._counted = self._here if self._counted is None else self._counted + self._here
 
     def _optimizer_step(
         self,
-        trainer: pl.Trainer,
+        trainer: L.Trainer,
         original: Callable[..., Any],
         optimizer: Optimizer,
         closure: Any,
@@ -233,7 +233,7 @@ class TokenMean(BatchCallback):
         return original(optimizer, divided, *args, **rest)
 
     @torch.no_grad()
-    def _divide(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    def _divide(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
         """Divide gradients by the targets of all batches and ranks, in place of the number of batches and ranks."""
         batches, unit, counted = trainer.accumulate_grad_batches, self._unit, self._counted
         self._counted = None
@@ -270,7 +270,7 @@ def _as_count(number: Any, device: torch.device) -> Tensor:
     return torch.full((), float(number), device=device)
 
 
-def _sum_of_ranks(trainer: pl.Trainer, number: Tensor) -> Tensor:
+def _sum_of_ranks(trainer: L.Trainer, number: Tensor) -> Tensor:
     """The sum of a number over all processes."""
     if trainer.world_size == 1:
         return number

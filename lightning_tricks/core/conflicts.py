@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -41,11 +41,11 @@ class Participant:
     durations: ClassVar[tuple[str, ...]] = ()  # names of the arguments that are durations
     needs_step_hooks: ClassVar[bool] = False  # whether its hooks must run before every optimizer step
 
-    def is_active(self, trainer: pl.Trainer) -> bool:
+    def is_active(self, trainer: L.Trainer) -> bool:
         """Whether it does anything in the present fit."""
         return True
 
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         """Its name and settings in the table of active tricks."""
         return type(self).__name__, settings(self, always=self.durations)
 
@@ -62,7 +62,7 @@ class _Part(NamedTuple):
     written: str
 
 
-def check_conflicts(trainer: pl.Trainer) -> None:
+def check_conflicts(trainer: L.Trainer) -> None:
     """Check the callbacks, the strategy and the settings of a Trainer against one another.
 
     Raises:
@@ -72,7 +72,7 @@ def check_conflicts(trainer: pl.Trainer) -> None:
     _check((one, other) for one, other in product(parts, parts) if one is not other)
 
 
-def check_schedule_conflicts(trainer: pl.Trainer) -> None:
+def check_schedule_conflicts(trainer: L.Trainer) -> None:
     """Check the schedules of ``configure_optimizers`` against everything else.
 
     Raises:
@@ -92,7 +92,7 @@ def _check(pairs: Iterable[tuple[_Part, _Part]]) -> None:
                 rank_zero_warn(text)
 
 
-def _parts(trainer: pl.Trainer) -> Iterator[_Part]:
+def _parts(trainer: L.Trainer) -> Iterator[_Part]:
     for thing in (*callbacks_of(trainer, Callback), trainer.strategy):
         if not isinstance(thing, Participant):
             yield _Part(thing, _names(thing), type(thing).__name__)
@@ -103,7 +103,7 @@ def _parts(trainer: pl.Trainer) -> Iterator[_Part]:
             yield _Part(trainer, frozenset({name}), written)
 
 
-def _settings(trainer: pl.Trainer) -> Mapping[str, tuple[bool, str]]:
+def _settings(trainer: L.Trainer) -> Mapping[str, tuple[bool, str]]:
     """The settings that conflicts name: whether they are set, and how."""
     strategy, batches = type(trainer.strategy).__name__, trainer.accumulate_grad_batches
     sharded = engine_of(trainer) is Engine.FSDP2
@@ -116,7 +116,7 @@ def _settings(trainer: pl.Trainer) -> Mapping[str, tuple[bool, str]]:
     }
 
 
-def _schedules(trainer: pl.Trainer) -> Iterator[_Part]:
+def _schedules(trainer: L.Trainer) -> Iterator[_Part]:
     callbacks = callbacks_of(trainer, Participant)
     for config in trainer.lr_scheduler_configs:
         if any(config.scheduler is value for callback in callbacks for value in vars(callback).values()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -17,7 +17,7 @@ from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting
 from lightning_tricks.core.report import active_tricks, spelled_rows
 
 
-def announce(trainer: pl.Trainer) -> None:
+def announce(trainer: L.Trainer) -> None:
     """Let a fit know of a trick, a schedule or a strategy; the first one has it checked and reported.
 
     Raises:
@@ -27,7 +27,7 @@ def announce(trainer: pl.Trainer) -> None:
         check_conflicts(trainer)
 
 
-def _begin(trainer: pl.Trainer, before: Place) -> None:
+def _begin(trainer: L.Trainer, before: Place) -> None:
     """Check what a fit brings when it begins, and report what is active in it."""
     check_schedule_conflicts(trainer)
     fit = fit_of(trainer)
@@ -43,7 +43,7 @@ def _begin(trainer: pl.Trainer, before: Place) -> None:
         rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
 
 
-def _changed_plan(trainer: pl.Trainer, before: Place, now: Place, schedules: list[Any]) -> str:
+def _changed_plan(trainer: L.Trainer, before: Place, now: Place, schedules: list[Any]) -> str:
     """The line that tells of another plan than that of the checkpoint, or of the Trainer's last fit."""
     step = trainer.global_step + now.offset
     rates = [(schedule.lr_at(step), schedule.lr_at(now.total)) for schedule in schedules if hasattr(schedule, "lr_at")]
@@ -54,7 +54,7 @@ def _changed_plan(trainer: pl.Trainer, before: Place, now: Place, schedules: lis
     )
 
 
-def active(trainer: pl.Trainer) -> list[tuple[str, str]]:
+def active(trainer: L.Trainer) -> list[tuple[str, str]]:
     """The active tricks of a fit with their settings; fractions of training in optimizer steps."""
     strategy = [trainer.strategy] if isinstance(trainer.strategy, Participant) else []
     tricks = [*strategy, *callbacks_of(trainer, Participant), *_schedules(trainer)]
@@ -62,13 +62,13 @@ def active(trainer: pl.Trainer) -> list[tuple[str, str]]:
     return spelled_rows(rows, _total_steps(trainer))
 
 
-def _schedules(trainer: pl.Trainer) -> list[Participant]:
+def _schedules(trainer: L.Trainer) -> list[Participant]:
     """The schedules of this package."""
     schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
     return [scheduler for scheduler in schedulers if isinstance(scheduler, Participant)]
 
 
-def _total_steps(trainer: pl.Trainer) -> int | None:
+def _total_steps(trainer: L.Trainer) -> int | None:
     try:
         return fit_of(trainer).total
     except UnknownTotalSteps:

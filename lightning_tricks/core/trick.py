@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -37,24 +37,22 @@ class Trick(Participant, Callback):
         self._steps: dict[str, Any] = {}  # the durations in steps of the plan, once training has started
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         require_same_lightning(trainer, self.written())
         self._close()
         announce(trainer)
 
     @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if callbacks_of(trainer, Trick)[0] is self:  # the file is read once
             require_undamaged_file(trainer.ckpt_path)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps = {name: self._in_steps(trainer, name, getattr(self, name)) for name in self.durations}
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         try:
             self._on_failure(trainer)
         except Exception as error:  # must not hide the original exception
@@ -62,14 +60,14 @@ class Trick(Participant, Callback):
             exception.add_note(note) if hasattr(exception, "add_note") else rank_zero_warn(note)
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._close()
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Wrap a method until this trick is closed."""
         self._undo.callback(wrap_method(owner, name, wrapper))
 
-    def _on_failure(self, trainer: pl.Trainer) -> None:
+    def _on_failure(self, trainer: L.Trainer) -> None:
         """Restore the module and the Trainer after an exception."""
         self._close()
 
@@ -77,7 +75,7 @@ class Trick(Participant, Callback):
         """Undo everything that this trick has changed outside of itself."""
         self._undo.close()
 
-    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
+    def _in_steps(self, trainer: L.Trainer, name: str, duration: Any) -> Any:
         """A duration in steps of the plan, not rounded; a ``stop`` of 1.0 is never reached."""
         if name == "stop" and isinstance(duration, float) and duration == 1:
             return math.inf

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Literal
 from urllib.parse import quote
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -104,7 +104,7 @@ def compare(
         >>> from lightning_tricks.examples.digits import Digits, DigitsData
         >>> from lightning_tricks.examples.tasks import QUIET
         >>> def fit(folder, *tricks):
-        ...     trainer = pl.Trainer(max_epochs=1, limit_train_batches=2, callbacks=[*tricks], **QUIET)
+        ...     trainer = L.Trainer(max_epochs=1, limit_train_batches=2, callbacks=[*tricks], **QUIET)
         ...     return trainer, Digits(), DigitsData(noise=0.4)
         >>> from lightning_tricks import EMA, compare
         >>> arms = {"plain": fit, "EMA": lambda folder: fit(folder, EMA(decay=0.5))}
@@ -196,7 +196,7 @@ class _Runs:
         plan = {
             "seeds": list(self._seeds),
             "checkpoint": self._checkpoint,
-            "versions": f"torch {torch.__version__}, lightning {pl.__version__}",
+            "versions": f"torch {torch.__version__}, lightning {L.__version__}",
             "configuration": getattr(arm, "settings", None),  # of the command's arms
             "length": {limit: value for limit, value in limits.items() if value not in (None, -1)},
             "initial weights": _checksum(module),
@@ -257,12 +257,12 @@ class _Runs:
 
     def _new(self, name: str, arm: Arm, seed: int) -> tuple[Any, ...]:
         """What an arm makes with a seed, all of it new."""
-        pl.seed_everything(seed, workers=True, verbose=False)
+        L.seed_everything(seed, workers=True, verbose=False)
         made = arm(self._of(name) / f"seed{seed}")
         if not isinstance(made, tuple) or len(made) < 2:
             raise TypeError(f"the arm {name!r} must give (trainer, module, ...), got {type(made).__name__}.")
         trainer, module, *data = made
-        for thing, kind in ((trainer, pl.Trainer), (module, pl.LightningModule)):
+        for thing, kind in ((trainer, L.Trainer), (module, L.LightningModule)):
             require_same_lightning(thing, "compare")
             if not isinstance(thing, kind):
                 raise TypeError(f"the arm {name!r} must give (trainer, module, ...), got {type(thing).__name__}.")
@@ -286,14 +286,14 @@ class _EpochSeeds(Callback):
         self._seed = seed
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         drawn = Random(f"{self._seed} {trainer.current_epoch}").getrandbits(32)
-        pl.seed_everything(drawn, workers=True, verbose=False)
+        L.seed_everything(drawn, workers=True, verbose=False)
 
 
-def _measured(trainer: pl.Trainer, module: Any, data: Sequence[Any], checkpoint: Checkpoint) -> dict[str, float]:
+def _measured(trainer: L.Trainer, module: Any, data: Sequence[Any], checkpoint: Checkpoint) -> dict[str, float]:
     """All metrics of validation and test."""
-    source = data[0] if data and isinstance(data[0], pl.LightningDataModule) else module
+    source = data[0] if data and isinstance(data[0], L.LightningDataModule) else module
     own = [] if source is module else [source]
     loaders = {"validate": own or [each for each in data[1:2] if each is not None], "test": own}
     found: dict[str, float] = {}
@@ -340,7 +340,7 @@ def _notes(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def _checksum(module: pl.LightningModule) -> str:
+def _checksum(module: L.LightningModule) -> str:
     """Of the weights that exist when the module is made: not of those on the meta device or without a shape."""
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return weights_checksum({name: value for name, value in state.items() if not (value.is_meta or is_lazy(value))})

@@ -1,4 +1,4 @@
-"""What a comparison over seeds says: paired differences, their intervals, the cost, and what is inconclusive."""
+"""What a comparison over seeds says, and what is inconclusive; apart from compare, which trains."""
 
 from __future__ import annotations
 

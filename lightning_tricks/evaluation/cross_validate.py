@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import lightning as L
 
 from lightning_tricks.checkpoints.files import folder_of
 from lightning_tricks.core.checks import check_bool, check_count, check_range
@@ -131,9 +131,9 @@ def _finite(row: dict[str, float]) -> dict[str, float | None]:
 
 
 def cross_validate(
-    make_module: Callable[[int], pl.LightningModule],
+    make_module: Callable[[int], L.LightningModule],
     dataset: Any,
-    make_trainer: Callable[[int, Path], pl.Trainer],
+    make_trainer: Callable[[int, Path], L.Trainer],
     *,
     splitter: Any = 5,
     targets: Any = None,
@@ -192,7 +192,7 @@ def cross_validate(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = cross_validate(
         ...         lambda fold: BoringModel(), RandomDataset(32, 12),
-        ...         lambda fold, folder: pl.Trainer(
+        ...         lambda fold, folder: L.Trainer(
         ...             max_epochs=1, accelerator="cpu", default_root_dir=folder, enable_checkpointing=False, **quiet
         ...         ),
         ...         splitter=3, folder=folder,

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def require_logits(logits: Tensor, dim: int | None = None) -> int:
     return dim
 
 
-def restored(kind: type[pl.LightningModule], file: Path, settings: Mapping[str, Any]) -> pl.LightningModule:
+def restored(kind: type[L.LightningModule], file: Path, settings: Mapping[str, Any]) -> L.LightningModule:
     """The module of a checkpoint, made with copies of ``settings`` and its other hyperparameters, on the CPU.
 
     Raises:
@@ -82,7 +82,7 @@ def restored(kind: type[pl.LightningModule], file: Path, settings: Mapping[str, 
     return _made(kind, file, _arguments(file, settings))
 
 
-def _made(kind: type[pl.LightningModule], file: Path, arguments: Mapping[str, Any]) -> pl.LightningModule:
+def _made(kind: type[L.LightningModule], file: Path, arguments: Mapping[str, Any]) -> L.LightningModule:
     return kind.load_from_checkpoint(file, map_location="cpu", weights_only=True, **arguments)
 
 
@@ -94,7 +94,7 @@ def _arguments(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**copy.deepcopy(dict(settings)), **require_values(checkpoint, file, settings)}
 
 
-class Ensemble(pl.LightningModule):
+class Ensemble(L.LightningModule):
     """Several trained modules as one: mean probabilities ``mean_i(softmax(x_i))``, or mean logits ``mean_i(x_i)``.
 
     It is the first of them, an instance of its class, whose ``forward`` gives the logits of the mean: all that
@@ -106,7 +106,7 @@ class Ensemble(pl.LightningModule):
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for name in "ab":
-        ...         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        ...         trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         ...         trainer.strategy.connect(BoringModel())
         ...         trainer.save_checkpoint(f"{folder}/{name}.ckpt", weights_only=True)
         ...     net = Ensemble.from_checkpoints([f"{folder}/a.ckpt", f"{folder}/b.ckpt"], BoringModel)
@@ -123,7 +123,7 @@ class Ensemble(pl.LightningModule):
     @staticmethod
     def from_checkpoints(
         paths: Iterable[PathLike],
-        kind: type[pl.LightningModule],
+        kind: type[L.LightningModule],
         *,
         mean: Mean = "probabilities",
         output: str = "",
@@ -239,11 +239,11 @@ class _Mean:
 
 
 @cache
-def _class_of(kind: type[pl.LightningModule]) -> type[pl.LightningModule]:
+def _class_of(kind: type[L.LightningModule]) -> type[L.LightningModule]:
     return type(f"EnsembleOf{kind.__name__}", (Ensemble, kind), {"__module__": kind.__module__})
 
 
-def _empty(kind: type[pl.LightningModule]) -> pl.LightningModule:
+def _empty(kind: type[L.LightningModule]) -> L.LightningModule:
     """An ensemble without state, for pickle: its class has no name of its own."""
     made = _class_of(kind)  # type: ignore[arg-type]
     return made.__new__(made)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
@@ -43,7 +43,7 @@ class FoldData:
             raise TypeError(f"loader must be None or a function that makes a DataLoader, got {loader!r}.")
         self._datamodule: Any = None
         self._loader: Any = loader or _default
-        if isinstance(dataset, pl.LightningDataModule):
+        if isinstance(dataset, L.LightningDataModule):
             self._datamodule = dataset
             dataset.prepare_data()
             dataset.setup("fit")
@@ -90,7 +90,7 @@ class FoldData:
         found = []
         for _ in range(2):
             with caller_unchanged():
-                pl.seed_everything(0, workers=True, verbose=False)
+                L.seed_everything(0, workers=True, verbose=False)
                 found.append(re.sub(r" at 0x\w+", "", repr(next(iter(self.validation_loader(fold))))))
         return fingerprint(found) if found[0] == found[1] else None
 
@@ -135,7 +135,7 @@ def _require_order(loader: Any, size: int) -> None:
         )
 
 
-def _own_loaders(data: pl.LightningDataModule) -> dict[bool, Any]:
+def _own_loaders(data: L.LightningDataModule) -> dict[bool, Any]:
     return {True: data.train_dataloader(), False: data.val_dataloader()}
 
 

@@ -1,4 +1,4 @@
-"""Trains folds one after another or in worker processes, and stores results so that a later run skips them."""
+"""Trains folds in turn or in worker processes, and stores results; apart from cross_validate, whose process waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -59,8 +59,8 @@ class FoldRuns:
 
     def __init__(
         self,
-        make_module: Callable[[int], pl.LightningModule],
-        make_trainer: Callable[[int, Path], pl.Trainer],
+        make_module: Callable[[int], L.LightningModule],
+        make_trainer: Callable[[int, Path], L.Trainer],
         data: FoldData,
         folds: Sequence[Fold],
         folder: Path,
@@ -151,13 +151,13 @@ class FoldRuns:
         folder = self._folder_of(number)
         if this_rank() == 0:
             new_folder(folder, "fit")
-        pl.seed_everything(self.seed + number, workers=True, verbose=False)
+        L.seed_everything(self.seed + number, workers=True, verbose=False)
         module = self.make_module(number)
         require_same_lightning(module, "cross_validate")
-        check_type("what make_module returns", module, pl.LightningModule)
+        check_type("what make_module returns", module, L.LightningModule)
         trainer = self.make_trainer(number, folder)
         require_same_lightning(trainer, "cross_validate")
-        check_type("what make_trainer returns", trainer, pl.Trainer)
+        check_type("what make_trainer returns", trainer, L.Trainer)
         self._given.require("make_module", parts_of_module(module))
         self._given.require("make_trainer", parts_of_trainer(trainer))
         _check(trainer, module, self.predict, alone)
@@ -226,7 +226,7 @@ def _end_with_parent() -> None:
     Thread(target=wait, daemon=True).start()
 
 
-def _check(trainer: pl.Trainer, module: pl.LightningModule, predict: bool, alone: bool) -> None:
+def _check(trainer: L.Trainer, module: L.LightningModule, predict: bool, alone: bool) -> None:
     """Raise unless a Trainer can validate and predict a fold."""
     if trainer.limit_val_batches == 0 or not is_overridden("validation_step", module):
         raise MisconfigurationException(
@@ -262,7 +262,7 @@ class _Writer(BasePredictionWriter):
         return json.loads((self.folder / "checkpoints.json").read_text())
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.tried is None:
             return
         modes = {each: each.training for each in pl_module.modules()}
@@ -281,7 +281,7 @@ class _Writer(BasePredictionWriter):
                 each.training = mode
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         monitoring = [each for each in callbacks_of(trainer, ModelCheckpoint) if each.monitor and each.best_model_path]
         if monitoring:
             best = [monitoring[0].best_model_path]
@@ -294,7 +294,7 @@ class _Writer(BasePredictionWriter):
             write_json(self.folder / "checkpoints.json", best)
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size == 1 or not (trainer.sanity_checking or trainer.state.fn == TrainerFn.VALIDATING):
             return  # later in a fit there are metrics of the training, too
         names = sorted(trainer.callback_metrics)
@@ -310,8 +310,8 @@ class _Writer(BasePredictionWriter):
     @override
     def write_on_epoch_end(
         self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -39,7 +39,7 @@ class Fresh:
             MisconfigurationException: For a part of an earlier fit, and a Trainer that was used.
         """
         for name, part in parts:
-            if isinstance(part, pl.Trainer) and part.state.fn is not None:
+            if isinstance(part, L.Trainer) and part.state.fn is not None:
                 raise MisconfigurationException(
                     f"{maker} must make a new Trainer for every fit, got one that was used before: its epochs are over."
                 )
@@ -52,14 +52,14 @@ class Fresh:
             self._seen[id(part)] = weakref.ref(part)
 
 
-def parts_of_module(module: pl.LightningModule) -> list[Part]:
+def parts_of_module(module: L.LightningModule) -> list[Part]:
     """A module, its parameters and its buffers."""
     parameters = [(f"the parameter {name}", each) for name, each in module.named_parameters()]
     buffers = [(f"the buffer {name}", each) for name, each in module.named_buffers()]
     return [(f"the module {type(module).__name__}", module), *parameters, *buffers]
 
 
-def parts_of_trainer(trainer: pl.Trainer) -> list[Part]:
+def parts_of_trainer(trainer: L.Trainer) -> list[Part]:
     """A Trainer, its plugins and its callbacks."""
     parts = (trainer, trainer.strategy, trainer.precision_plugin, *callbacks_of(trainer, Callback))
     return [(f"the {type(part).__name__}", part) for part in parts]

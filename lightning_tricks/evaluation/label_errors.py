@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -112,8 +112,8 @@ class LabelErrors(BatchCallback):
     ``binary_cross_entropy_with_logits``; without them samples are compared by their losses. Several margins of a sample
     (pixels, tokens, labels) have their mean.
 
-    Samples are told apart by the numbers that the loader's sampler gives; the data set stays as it is. Training is bit
-    for bit as without. A device is waited for once an epoch, and all ranks' samples are put together then and in
+    A sample is known by the number that the loader's sampler gives; the data set stays as it is. Training is bit for
+    bit as without. A device is waited for once an epoch, and all ranks' samples are put together then and in
     checkpoints; a fit that is resumed amid an epoch goes on exactly, as with ``ExactResume``. 56 bytes a sample are in
     host memory.
 
@@ -136,7 +136,7 @@ class LabelErrors(BatchCallback):
 
     Example:
         >>> callback = LabelErrors("runs/labels")
-        >>> trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
         >>> # after trainer.fit: print(callback.report), callback.report.suspects(), callback.report.plot()
 
     References:
@@ -188,7 +188,7 @@ class LabelErrors(BatchCallback):
         return self._all.report()
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -202,7 +202,7 @@ class LabelErrors(BatchCallback):
         self._losses, self._judged = [], []
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         paths = self.targets_in(context.batch)
         self._numbers = self._numbers_of(self._samples(context.batch, paths=paths))
         samples = len(self._numbers)
@@ -211,7 +211,7 @@ class LabelErrors(BatchCallback):
         context.plan_targets(self, paths)
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         self._change(trainer, context)
         self._numbers = []
 
@@ -248,7 +248,7 @@ class LabelErrors(BatchCallback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not (self._losses and self._numbers):
@@ -262,12 +262,12 @@ class LabelErrors(BatchCallback):
         self._losses, self._judged, self._numbers = [], [], []
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         self._join(trainer)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._join(trainer)
         if self.folder is None or not trainer.is_global_zero or not len(self._all.sums):
             return
@@ -279,7 +279,7 @@ class LabelErrors(BatchCallback):
             figure.savefig(temporary, format="png", dpi=150)
         pyplot().close(figure)
 
-    def _join(self, trainer: pl.Trainer, *, ranks: bool = True) -> None:
+    def _join(self, trainer: L.Trainer, *, ranks: bool = True) -> None:
         """Put together what was seen; by all ranks, which take part, or by this one alone."""
         self._mine.add(self._seen)
         self._seen = []
@@ -294,9 +294,7 @@ class LabelErrors(BatchCallback):
         self._mine = _Sums()
 
     @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the sums of all ranks, which take part, unless an error has come between them."""
         if "callbacks" in checkpoint and self._reading is not None:
             self._join(trainer, ranks=sys.exc_info()[0] is None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.checkpoints.average import average_checkpoints
@@ -58,9 +58,9 @@ class SoupAndEnsemble:
 
 def soup_and_ensemble(
     result: CrossValidation,
-    kind: type[pl.LightningModule],
+    kind: type[L.LightningModule],
     dataset: Any,
-    make_trainer: Callable[[int, Path], pl.Trainer],
+    make_trainer: Callable[[int, Path], L.Trainer],
     *,
     loader: MakeLoader | None = None,
     mean: Mean = "probabilities",
@@ -94,7 +94,7 @@ def soup_and_ensemble(
 
     Example:
         >>> one = CrossValidation([{"loss": 1.0}] * 2, None, [[Path("a.ckpt")], [Path("b.ckpt")]], [])
-        >>> soup_and_ensemble(one, pl.LightningModule, [], lambda fold, folder: pl.Trainer())
+        >>> soup_and_ensemble(one, L.LightningModule, [], lambda fold, folder: L.Trainer())
         Traceback (most recent call last):
         ValueError: each fold must have several checkpoints, got one of fold 0: pass ModelCheckpoint(save_top_k=3).
     """
@@ -120,7 +120,7 @@ def soup_and_ensemble(
     return SoupAndEnsemble(found, result.overlap)
 
 
-def _validated(module: pl.LightningModule, trainer: pl.Trainer, loaders: dict[str, Any]) -> dict[str, float]:
+def _validated(module: L.LightningModule, trainer: L.Trainer, loaders: dict[str, Any]) -> dict[str, float]:
     if trainer.world_size > 1:
         raise MisconfigurationException(f"soup_and_ensemble runs on one device, got {trainer.world_size}: devices=1.")
     given = {"datamodule": loaders.get("datamodule"), "dataloaders": loaders.get("val_dataloaders")}

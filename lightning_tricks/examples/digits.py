@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Curves(Callback):
         self.raw: list[float] = []
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Digits)
         self.logged.append(round(trainer.callback_metrics["val_accuracy"].item(), 4))
         self.raw.append(round(accuracy(pl_module.network, self.images, self.labels).item(), 4))
@@ -108,10 +108,10 @@ def run(
 ) -> dict[str, Any]:
     """Fit with a stock Trainer and the given tricks; return accuracies and the seconds it took."""
     data = load_digits(noise)
-    pl.seed_everything(seed, verbose=False)
+    L.seed_everything(seed, verbose=False)
     module = (SharpDigits if "SAM" in tricks else Digits)(schedule="flat_cos" in tricks)
     curves = Curves(*data["val"])
-    trainer = pl.Trainer(
+    trainer = L.Trainer(
         max_epochs=epochs,
         **QUIET,
         callbacks=[*([lt.EMA()] if "EMA" in tricks else []), curves],

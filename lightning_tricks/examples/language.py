@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -35,7 +35,7 @@ class TextClassifier(nn.Module):
         return self.head(output)
 
 
-class LanguageModel(pl.LightningModule):
+class LanguageModel(L.LightningModule):
     """A Llama that is trained to predict the next word of a gloss.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-class Classifier(pl.LightningModule):
+class Classifier(L.LightningModule):
     """Ordinary training of a network: cross entropy, one optimizer, no schedule.
 
     Args:
@@ -81,7 +81,7 @@ class SharpClassifier(lt.SAMMixin, Classifier):
         self.sam = sam or lt.SAM()
 
 
-class TaskData(pl.LightningDataModule, ABC):
+class TaskData(L.LightningDataModule, ABC):
     """Base of the tasks' data modules.
 
     Args:

@@ -1,4 +1,4 @@
-"""A trained network whose linear layers have weights of 8 or 4 bits, for inference."""
+"""Quantization after training: linear layers with weights of 8 or 4 bits, for inference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["quantize"]
 
 
 def quantize(module: nn.Module, precision: Precision = "int8", *, modules: Patterns | None = None) -> nn.Module:
-    r"""Round the weights of linear layers, in place: ``w' = scale * round(w / scale)``, for inference and export.
+    r"""Quantize the weights of linear layers, in place: ``w' = scale * round(w / scale)``, for inference and export.
 
     The scales are those of rows in 8 bits, and those of groups of 32 inputs in 4 bits (of rows, where 32 does not
     divide them); layers with one input keep their weights. Names stay the same, so the file that

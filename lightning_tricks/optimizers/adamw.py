@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_warn
@@ -23,7 +23,7 @@ __all__ = ["adamw"]
 
 
 def adamw(
-    module: pl.LightningModule,
+    module: L.LightningModule,
     lr: float,
     *,
     params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
@@ -63,7 +63,7 @@ def adamw(
         ValueError: If no weight requires gradients, or an argument is out of range.
 
     Example:
-        >>> class Net(pl.LightningModule):
+        >>> class Net(L.LightningModule):
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.layer = torch.nn.Linear(2, 2)
@@ -151,7 +151,7 @@ def _can_be_fused(weights: list[Tensor]) -> bool:
     return all(weight.is_floating_point() and weight.device.type in ("cpu", "cuda") for weight in weights)
 
 
-def _lightning_changes_gradients(trainer: pl.Trainer | None) -> bool:
+def _lightning_changes_gradients(trainer: L.Trainer | None) -> bool:
     """Whether Lightning unscales or clips gradients, which it refuses to do for fused optimizers."""
     if trainer is None or not isinstance(trainer.precision_plugin, MixedPrecision):
         return False

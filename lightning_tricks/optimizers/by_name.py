@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,11 +20,10 @@ from lightning_tricks.core.lightning.trainer import callbacks_of, trainer_of
 from lightning_tricks.core.selection import Patterns, check_patterns, select_parameters
 from lightning_tricks.core.weights.fsdp2 import is_split
 from lightning_tricks.optimizers.adamw import adamw
-from lightning_tricks.optimizers.hidden import is_hidden, is_matrix
-from lightning_tricks.optimizers.lookahead import lookahead
 from lightning_tricks.optimizers.plain_states import with_plain_states
 from lightning_tricks.optimizers.table import Row, check_settings, row_of
 from lightning_tricks.schedules.param_groups import Groups, layer_decay_groups, no_weight_decay_groups
+from lightning_tricks.schedules.scheduler import prepare_hooks
 
 __all__ = ["optimizer"]
 
@@ -108,7 +107,7 @@ def optimizer(
     slow = {key: settings.pop(key) for key in ("alpha", "k") if row.is_lookahead and key in settings}
     made = _make(row, kind, module, [{**group, "optimizer": name} for group in groups], lr, settings)
     made.register_load_state_dict_pre_hook(partial(_require_same, name))
-    if not isinstance(module, pl.LightningModule):
+    if not isinstance(module, L.LightningModule):
         _require_whole_weights(row, made)
     if not row.tensor_parallel and any(is_split(weight) for group in made.param_groups for weight in group["params"]):
         raise _wrong_on_shards(row, "tensor parallelism")
@@ -141,7 +140,7 @@ def _groups(
 
 
 def _make(row: Row, kind: Any, module: nn.Module, groups: Groups, lr: float, settings: dict[str, Any]) -> Optimizer:
-    if row.name == "adamw" and isinstance(module, pl.LightningModule) and settings.keys() <= {"betas", "eps"}:
+    if row.name == "adamw" and isinstance(module, L.LightningModule) and settings.keys() <= {"betas", "eps"}:
         return adamw(module, lr, params=groups, **settings)
     if row.base == "muon":
         groups = _muon_groups(row, module, groups, lr, settings)
@@ -235,7 +234,7 @@ def _with_hidden(
 
 def _require_trains_right(row: Row, module: nn.Module) -> None:
     """Raise if the Trainer's strategy shards weights in a way that changes what the optimizer does."""
-    trainer = trainer_of(module) if isinstance(module, pl.LightningModule) else None
+    trainer = trainer_of(module) if isinstance(module, L.LightningModule) else None
     if trainer is None:
         return
     if row.library == "schedulefree" and not any(
@@ -297,3 +296,70 @@ def _require_same(name: str, made: Optimizer, state: dict[str, Any]) -> dict[str
             " with the same name, or load the weights alone."
         )
     return {**state, "param_groups": [{**group, "optimizer": name} for group in state["param_groups"]]}
+
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
+_HEADS = ("head", "lm_head", "classifier", "fc_out", "score", "embed_out", "decoder_out")
+
+
+def is_hidden(module: nn.Module) -> set[Tensor]:
+    """The weights of layers with two or more dimensions, without embeddings, weights tied to them and output layers.
+
+    The output layer is the one that is called ``head``, ``lm_head``, ``classifier`` or the like, or else the last.
+    Parameters that are no layer's weight (class tokens, position embeddings) are not hidden either.
+
+    Example:
+        >>> network = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 8))
+        >>> is_hidden(network) == {network[1].weight}
+        True
+    """
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _LAYERS) or type(layer).__name__ == "Conv1D"  # that of transformers, as in GPT-2
+    }
+    heads = [layer for name, layer in layers.items() if any(part in _HEADS for part in name.split("."))]
+    outputs = heads or list(layers.values())[-1:]
+    left = {weight for layer in outputs for weight in layer.parameters(recurse=False)}
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            left.add(layer.weight)
+    return {
+        weight
+        for layer in layers.values()
+        for name, weight in layer.named_parameters(recurse=False)
+        if "weight" in name and weight.ndim >= 2 and weight not in left
+    }
+
+
+def is_matrix(weight: Tensor) -> bool:
+    """Whether a hidden weight is a matrix that can be orthogonalized, by the rule of timm's Muon.
+
+    The filters of a convolution are the rows. A vector, a filter of a single channel, and what has fewer than 4 rows or
+    columns or is more than 128 times as long as wide, are not.
+
+    Example:
+        >>> is_matrix(nn.Conv2d(8, 8, 3).weight), is_matrix(nn.Conv2d(8, 8, 3, groups=8).weight)
+        (True, False)
+    """
+    if weight.ndim < 2 or 1 in weight.shape[:2]:
+        return False
+    sides = sorted((weight.shape[0], weight.shape[1:].numel()))
+    return sides[0] >= 4 and sides[1] <= 128 * sides[0]
+
+
+def lookahead(kind: Any, inside: Optimizer, **settings: Any) -> Optimizer:
+    """Put Lookahead around an optimizer.
+
+    timm's own has an empty ``state``, so that whoever reads it (snapshots, FSDP2's checkpoints, local SGD) would miss
+    the slow weights and all else, and its first step calls no hooks.
+
+    Args:
+        kind: ``timm.optim.Lookahead``.
+        inside: The optimizer to put it around.
+        settings: ``alpha``, the way of the slow weights to the fast ones, and ``k``, the steps between.
+    """
+    state = property(lambda self: self._base_optimizer.state, lambda self, _: None)
+    made: Optimizer = type(kind.__name__, (kind,), {"__module__": kind.__module__, "state": state})(inside, **settings)
+    prepare_hooks(made)
+    return made

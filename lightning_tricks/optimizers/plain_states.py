@@ -1,4 +1,4 @@
-"""Optimizers whose states are objects, with plain tensors in their place in checkpoints.
+"""Optimizers whose states are objects, saved as plain tensors; apart from by_name, since only two need it.
 
 A stock Trainer loads a checkpoint with a function as ``map_location`` and ``weights_only=True``. So torch loads neither
 torchao's tensors of few bits nor GaLore's projectors.

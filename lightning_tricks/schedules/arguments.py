@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from torch.optim import Optimizer
 
 from lightning_tricks.core.checks import (
@@ -76,12 +76,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_arguments(optimizer: Optimizer, module: pl.LightningModule | None) -> None:
+def check_arguments(optimizer: Optimizer, module: L.LightningModule | None) -> None:
     """Raise unless they are an optimizer and a module, in this order."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch Optimizer (module comes second), got {optimizer!r}.")
     require_same_lightning(module, "A schedule")
-    if module is not None and not isinstance(module, pl.LightningModule):
+    if module is not None and not isinstance(module, L.LightningModule):
         raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
 
 
@@ -138,7 +138,7 @@ def in_steps(settings: Mapping[str, Any], place: Place, is_trial: bool) -> dict[
     return steps
 
 
-def count_steps(module: pl.LightningModule | None, schedule: str) -> int:
+def count_steps(module: L.LightningModule | None, schedule: str) -> int:
     """The number of optimizer steps of the fit that a module is in.
 
     Args:

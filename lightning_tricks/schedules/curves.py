@@ -2,7 +2,7 @@
 
 Every curve is a function of the step and nothing else: ``f(t)`` after t of T optimizer steps (``total_steps``), with a
 linear warm-up ``f(t) = min(1, (t+1)/W)`` while ``t < W`` (``warmup``). All lengths are in steps and may be fractional.
-p is the progress of the fall, clipped to [0, 1], so past T a curve stays at its last value. The factories of the same
+p is the progress of the decay, clipped to [0, 1], so past T a curve stays at its last value. The factories of the same
 names in ``lightning_tricks.schedules`` document the arguments.
 """
 
@@ -92,8 +92,8 @@ def one_cycle_momentum(
     [0.95, 0.9, 0.85, 0.855, 0.869, 0.889, 0.911, 0.931, 0.945, 0.95]
     """
     peak = (0.3 * total_steps if warmup is None else warmup) - 1
-    fall = _cosine(step / peak) if step < peak else 1 - _cosine(_progress(step, peak, total_steps - 1))
-    return low + (high - low) * fall
+    decay = _cosine(step / peak) if step < peak else 1 - _cosine(_progress(step, peak, total_steps - 1))
+    return low + (high - low) * decay
 
 
 def cosine_restarts(

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -67,7 +67,7 @@ Schedule = OptimizerLRSchedulerConfig
 
 def constant(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -80,7 +80,7 @@ def constant(
         module: The LightningModule, to count T from its Trainer; needed only if ``warmup`` is a fraction.
         total_steps: T, the number of optimizer steps, instead of counting it.
         warmup: W, length of the linear warm-up (int steps, float fraction).
-        floor: No effect, since a constant curve never falls; here so that all curves take the same arguments.
+        floor: No effect, since a constant curve never decays; here so that all curves take the same arguments.
 
     Raises:
         ValueError: If a length or the floor is out of range.
@@ -97,7 +97,7 @@ def constant(
 
 def linear(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -127,7 +127,7 @@ def linear(
 
 def cosine(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -160,7 +160,7 @@ def cosine(
 
 def polynomial(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -174,7 +174,7 @@ def polynomial(
         module: The LightningModule, to count T from its Trainer (``self`` in ``configure_optimizers``).
         total_steps: T, the number of optimizer steps, instead of counting it.
         warmup: W, length of the linear warm-up (int steps, float fraction).
-        power: Exponent of the fall, at least 0; 1 is a straight line.
+        power: Exponent of the decay, at least 0; 1 is a straight line.
         floor: Factor at T and after, in [0, 1].
 
     Raises:
@@ -192,7 +192,7 @@ def polynomial(
 
 def inverse_sqrt(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -225,7 +225,7 @@ def inverse_sqrt(
 
 def step_decay(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -233,15 +233,15 @@ def step_decay(
     gamma: float = 0.1,
     floor: float = 0.0,
 ) -> Schedule:
-    """Warm-up, then a fall by ``gamma`` at each milestone: ``f(t) = max(floor, gamma**n)`` after n of them.
+    """Warm-up, then a decay by ``gamma`` at each milestone: ``f(t) = max(floor, gamma**n)`` after n of them.
 
     Args:
         optimizer: The optimizer to schedule.
         module: The LightningModule, to count T from its Trainer (``self`` in ``configure_optimizers``).
         total_steps: T, the number of optimizer steps, instead of counting it.
         warmup: W, length of the linear warm-up (int steps, float fraction).
-        milestones: When the learning rate falls, in order (int steps, float fractions of training).
-        gamma: Factor of each fall, in [0, 1].
+        milestones: When the learning rate decays, in order (int steps, float fractions of training).
+        gamma: Factor of each decay, in [0, 1].
         floor: Lowest factor, in [0, 1].
 
     Raises:
@@ -260,7 +260,7 @@ def step_decay(
 
 def flat_cos(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -297,7 +297,7 @@ def flat_cos(
 
 def one_cycle(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0.3,
@@ -340,7 +340,7 @@ def one_cycle(
 
 def wsd(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -357,7 +357,7 @@ def wsd(
         module: The LightningModule, to count T from its Trainer (``self`` in ``configure_optimizers``).
         total_steps: T, the number of optimizer steps, instead of counting it.
         warmup: W, length of the linear warm-up (int steps, float fraction).
-        cooldown: C, length of the fall (int steps, float fraction), at most T-W.
+        cooldown: C, length of the decay (int steps, float fraction), at most T-W.
         shape: ``g(p)``: "1-sqrt" for ``1-sqrt(p)``, "linear" for ``1-p``, "cosine" for ``(1+cos(pi p))/2``.
         floor: Factor at T and after, in [0, 1].
 
@@ -380,7 +380,7 @@ def wsd(
 
 def cosine_restarts(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     total_steps: int | None = None,
     warmup: Duration = 0,
@@ -493,7 +493,7 @@ def _rebound_tail(
 # -- schedulers -------------------------------------------------------------------------------------------------------
 
 
-def announce_schedule(module: pl.LightningModule | None) -> None:
+def announce_schedule(module: L.LightningModule | None) -> None:
     """Let the fit that a module is in know of a schedule."""
     if (trainer := trainer_of(module)) is not None:
         announce(trainer)
@@ -502,7 +502,7 @@ def announce_schedule(module: pl.LightningModule | None) -> None:
 def _schedule(
     curve: Callable[..., float],
     optimizer: Optimizer,
-    module: pl.LightningModule | None,
+    module: L.LightningModule | None,
     total_steps: int | None,
     *,
     momentum: tuple[float, float] | None = None,
@@ -552,7 +552,7 @@ def _bound(
     return partial(curve, total_steps=None if endless else place.total, **steps), cycled
 
 
-def _is_trial(trainer: pl.Trainer | None) -> bool:
+def _is_trial(trainer: L.Trainer | None) -> bool:
     """Whether a fit is a trial of the training that durations in steps were chosen for."""
     return trainer is not None and bool(trainer.fast_dev_run or trainer.overfit_batches > 0)  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -170,10 +170,10 @@ class LRFinderResult:
 
 
 def find_lr(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
+    trainer: L.Trainer,
+    module: L.LightningModule,
     train_dataloaders: Any = None,
-    datamodule: pl.LightningDataModule | None = None,
+    datamodule: L.LightningDataModule | None = None,
     *,
     min_lr: float = 1e-8,
     max_lr: float = 1.0,
@@ -215,7 +215,7 @@ def find_lr(
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> trainer = pl.Trainer(
+        >>> trainer = L.Trainer(
         ...     accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
         ...     enable_model_summary=False,
         ... )
@@ -254,7 +254,7 @@ Curve = tuple[list[float], list[float]]  # learning rates and losses
 
 
 def sweep(
-    trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any, rates: Sequence[float], ends: Callable[..., bool]
+    trainer: L.Trainer, module: Any, loaders: Any, datamodule: Any, rates: Sequence[float], ends: Callable[..., bool]
 ) -> Curve:
     """Fit with one learning rate a step, and undo it.
 
@@ -301,7 +301,7 @@ class Sweep(UndoneFit):
         self._total, self._batches = torch.zeros(()), 0  # sum of losses and number of batches in this window
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self._ratios = _ratios(trainer.optimizers[0])
         self._first = trainer.global_step
@@ -311,14 +311,12 @@ class Sweep(UndoneFit):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._set(trainer.optimizers[0])
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._set(optimizer)  # again, after a warm-up in the module's own optimizer_step
 
     def _set(self, optimizer: Optimizer) -> None:
@@ -327,7 +325,7 @@ class Sweep(UndoneFit):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if outputs:  # empty if training_step returned None
             self._total = self._total.to(outputs["loss"].device) + outputs["loss"].detach()
@@ -351,7 +349,7 @@ class Sweep(UndoneFit):
         trainer.should_stop = self._ends(self.rates, self.losses)
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._taken == self._before:  # an epoch without a step: the loader is a stream that has run dry
             trainer.should_stop = True
         self._before = self._taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any, Literal, SupportsFloat, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch.optim import Optimizer
@@ -84,7 +84,7 @@ class PlateauLR(Participant, ReduceLROnPlateau):
         }
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         return curve_row(self.settings)
 
     @override
@@ -160,7 +160,7 @@ class PlateauLR(Participant, ReduceLROnPlateau):
 
 def reduce_on_plateau(
     optimizer: Optimizer,
-    module: pl.LightningModule | None = None,
+    module: L.LightningModule | None = None,
     *,
     monitor: str = "val_loss",
     mode: Literal["min", "max"] = "min",
@@ -219,7 +219,7 @@ def reduce_on_plateau(
     return {"optimizer": optimizer, "lr_scheduler": config}
 
 
-def _occasions(trainer: pl.Trainer, monitor: str) -> tuple[str, int]:
+def _occasions(trainer: L.Trainer, monitor: str) -> tuple[str, int]:
     """How often Lightning steps the scheduler: after epochs with a validation, or after batches where no epoch ends.
 
     Raises:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -145,7 +145,7 @@ def is_scaled(optimizer: Optimizer) -> bool:
     return optimizer in _SCALED
 
 
-def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
+def effective_batch_size(trainer: L.Trainer, *, per_device: int) -> int:
     """The samples of one optimizer step: those of a batch, on all devices of all nodes, in all accumulated batches.
 
     ``per_device * replicas * accumulate_grad_batches``; devices that share a batch by tensor parallelism are one
@@ -159,7 +159,7 @@ def effective_batch_size(trainer: pl.Trainer, *, per_device: int) -> int:
         ValueError: If ``per_device`` is less than 1, or the accumulation or the batch changes between epochs.
 
     Example:
-        >>> trainer = pl.Trainer(devices=2, accumulate_grad_batches=4, strategy="ddp", accelerator="cpu", logger=False)
+        >>> trainer = L.Trainer(devices=2, accumulate_grad_batches=4, strategy="ddp", accelerator="cpu", logger=False)
         >>> effective_batch_size(trainer, per_device=8)
         64
     """

@@ -9,7 +9,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -117,6 +117,7 @@ class CurveLR(Participant, LRScheduler):
 
     @override
     def get_lr(self) -> list[float | Tensor]:
+        # From the base rate, and not from the present one as torch's chainable forms: rounding would add up.
         factor = self.curve(self.last_epoch)
         if self.momentum is not None:
             self._set_momentum(self.momentum(self.last_epoch))
@@ -147,7 +148,7 @@ class CurveLR(Participant, LRScheduler):
         self._step_count = self.last_epoch + 1
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         return curve_row(self.settings)
 
     def lr_at(self, step: int) -> float:

@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from typing import Any, Literal
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -53,7 +53,7 @@ class PresetStrategy(Participant, Strategy):
         return f"<{self.strategy_name} of lightning_tricks, {where}>"
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         given = {name: value for name, value in settings(self).items() if name != "config"}  # too long
         return self.strategy_name, given
 
@@ -89,7 +89,7 @@ class PresetStrategy(Participant, Strategy):
         self._precision_plugin = plugin
 
     @override
-    def connect(self, model: pl.LightningModule) -> None:
+    def connect(self, model: L.LightningModule) -> None:
         sharded_by = ""
         if not isinstance(self, DeepSpeedStrategy) and any(hasattr(p, "ds_id") for p in model.parameters()):
             sharded_by = "DeepSpeed"

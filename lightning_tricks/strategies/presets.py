@@ -116,8 +116,8 @@ def preset(name: str, **overrides: Any) -> dict[str, Any]:
         TypeError: If the strategy has no argument of an override's name.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> pl.Trainer(**preset("single_bf16"), accelerator="cpu", logger=False).precision
+        >>> import lightning as L
+        >>> L.Trainer(**preset("single_bf16"), accelerator="cpu", logger=False).precision
         'bf16-mixed'
     """
     check_choice("preset name", name, _TABLE)

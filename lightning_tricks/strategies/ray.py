@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -16,7 +16,7 @@ __all__ = ["ray_trainer"]
 _SET_BY_RAY = ("accelerator", "devices", "num_nodes")  # Arguments of the Trainer.
 
 
-def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> pl.Trainer:
+def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> L.Trainer:
     """Make a stock Trainer with a preset's strategy in a worker of Ray Train.
 
     Accelerator, devices and nodes follow from Ray's ``ScalingConfig``. Ray makes the process group, so its backend and
@@ -66,7 +66,7 @@ def ray_trainer(strategy: str | PresetStrategy, **arguments: Any) -> pl.Trainer:
     device = ray.train.torch.get_device()
     strategy = preset(strategy)["strategy"] if isinstance(strategy, str) else strategy
     plugins = arguments.pop("plugins", None) or []
-    trainer = pl.Trainer(
+    trainer = L.Trainer(
         strategy=strategy,
         accelerator=device.type,
         devices=workers,

@@ -22,8 +22,8 @@ class SinglePreset(PresetStrategy, SingleDeviceStrategy):
         **settings: Further arguments of Lightning's ``SingleDeviceStrategy``.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> pl.Trainer(strategy=SinglePreset(), accelerator="cpu", devices=1, logger=False).precision
+        >>> import lightning as L
+        >>> L.Trainer(strategy=SinglePreset(), accelerator="cpu", devices=1, logger=False).precision
         'bf16-mixed'
     """
 

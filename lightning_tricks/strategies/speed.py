@@ -36,8 +36,8 @@ def speed_preset(
         ValueError: If ``matmul`` is unknown.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(**speed_preset("highest"), max_epochs=1, accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(**speed_preset("highest"), max_epochs=1, accelerator="cpu", logger=False)
         >>> trainer.log_every_n_steps
         500
     """

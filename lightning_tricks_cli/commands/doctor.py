@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _findings(configs: list[Path]) -> list[dict[str, str]]:
     from lightning_tricks.advisor.doctor import lint
-    from lightning_tricks_cli.runs.find_lr import read_model
+    from lightning_tricks_cli.runs.config import read_model
 
     return [finding._asdict() for finding in lint(read_model(configs).model)]
 

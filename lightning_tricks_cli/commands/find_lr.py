@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+
+from lightning_tricks_cli.commands.target import add_config
 
 METHODS = ("valley", "steepest", "minimum/10")
 
@@ -19,14 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: lightning-tricks find-lr -c config.yaml --plot lr.png",
     )
     find.set_defaults(run=run)
-    find.add_argument(
-        *("-c", "--config"),
-        type=Path,
-        action="append",
-        required=True,
-        metavar="YAML",
-        help="the configuration; later ones override earlier ones",
-    )
+    add_config(find)
     find.add_argument(
         "--min-lr", type=float, default=1e-8, metavar="LR", help="the first learning rate (default: 1e-8)"
     )
@@ -41,15 +37,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command."""
-    from lightning_tricks_cli.runs.find_lr import find_lr_of
+    """Run the command; the picture is drawn even if there is no suggestion."""
+    from lightning_tricks.schedules import find_lr
+    from lightning_tricks_cli.runs.config import read_config
+    from lightning_tricks_cli.runs.picture import check_picture, picture
 
-    find_lr_of(
-        options.config,
-        method=options.method,
-        plot=options.plot,
-        as_json=options.json,
-        min_lr=options.min_lr,
-        max_lr=options.max_lr,
-        steps=options.steps,
-    )
+    if options.plot is not None:
+        check_picture(options.plot)
+    cli = read_config(options.config)
+    sweep = {"min_lr": options.min_lr, "max_lr": options.max_lr, "steps": options.steps}
+    result = find_lr(cli.trainer, cli.model, datamodule=cli.datamodule, **sweep)
+    if not cli.trainer.is_global_zero:
+        return
+    if options.plot is not None:
+        with picture(options.plot) as axes:
+            result.plot(axes)
+    print(json.dumps(result.to_dict()) if options.json else f"{result.suggestion(options.method):.3g}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import json
+
+from lightning_tricks_cli.commands.target import add_config
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,14 +19,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: lightning-tricks find-workers -c config.yaml --step-seconds 0.05",
     )
     find.set_defaults(run=run)
-    find.add_argument(
-        *("-c", "--config"),
-        type=Path,
-        action="append",
-        required=True,
-        metavar="YAML",
-        help="the configuration; later ones override earlier ones",
-    )
+    add_config(find)
     find.add_argument(
         "--step-seconds",
         type=float,
@@ -42,13 +37,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from lightning_tricks_cli.runs.find_workers import find_workers_of
+    from lightning_tricks.data import find_num_workers
+    from lightning_tricks_cli.runs.config import read_model
+    from lightning_tricks_cli.runs.target import train_loader_of
 
-    find_workers_of(
-        options.config,
-        as_json=options.json,
+    result = find_num_workers(
+        train_loader_of(read_model(options.config)),
         step_seconds=options.step_seconds,
         most=options.most,
         seconds=options.seconds,
         rounds=options.rounds,
     )
+    print(json.dumps(result.to_dict()) if options.json else result)

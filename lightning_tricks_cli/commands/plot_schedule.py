@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from lightning_tricks_cli.commands.target import at_least_one
@@ -57,9 +58,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from lightning_tricks_cli.runs.schedule import draw
+    from lightning_tricks import schedules
+    from lightning_tricks.callbacks import LRSchedule
+    from lightning_tricks_cli.runs.picture import check_picture, picture
 
     common = ("command", "curve", "debug", "others", "output", "parser", "run", "steps")
     settings = {name: value for name, value in vars(options).items() if name not in common}
-    draw(options.curve, options.output, options.steps, settings)
+    check_picture(options.output)
+    named = LRSchedule(options.curve, **settings)  # checks the settings; its errors list those of the curve
+    with picture(options.output) as axes:
+        curve = partial(getattr(schedules, options.curve), **named.settings)
+        schedules.plot_schedule(curve, options.steps, axes)
     print(f"wrote {options.output}")

@@ -1,15 +1,28 @@
-"""The arguments that ``memory`` and ``suggest`` share: a model, an optimizer, machines."""
+"""The arguments that several commands share: configurations, a model, an optimizer, machines."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+def add_config(command: argparse.ArgumentParser) -> None:
+    """Add ``--config``, which may be given several times."""
+    command.add_argument(
+        *("-c", "--config"),
+        type=Path,
+        action="append",
+        required=True,
+        metavar="YAML",
+        help="the configuration; later ones override earlier ones",
+    )
+
+
 def add_target(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that both commands share."""
+    """Add the arguments that ``memory`` and ``suggest`` share."""
     command.add_argument(
         "target",
         metavar="TARGET",

@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from itertools import groupby
+from typing import NamedTuple
+
+from lightning_tricks_cli.cards import card, every_name, evidence, matrix, row_of
+from lightning_tricks_cli.catalogue import CATALOGUE, Row
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,11 +30,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
-    from itertools import groupby
-
-    from lightning_tricks_cli.cards import card, every_name
-    from lightning_tricks_cli.runs.tricks import rows, tricks
-
     names = {name.lower(): name for name in every_name()}
     if options.json:
         print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
@@ -41,3 +41,66 @@ def run(options: argparse.Namespace) -> None:
             for row in members:
                 print(f"  {row.names[0]:<23} {row.what}")
         print("lightning-tricks tricks NAME prints the card of one.")
+
+
+class Trick(NamedTuple):
+    """A public name and its description.
+
+    Args:
+        name: The public name.
+        kind: The sub-package that exports it.
+        what: The first line of its docstring.
+        line: The line of code to add to a training script.
+        cost: Its cost in time and memory.
+        works: The regimes in which the tests show that it is correct.
+    """
+
+    name: str
+    kind: str
+    what: str
+    line: str
+    cost: str
+    works: str
+
+
+def tricks(word: str = "") -> list[Trick]:
+    """List the public names that have a word in their name or description; by default all of them.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = [
+        Trick(name, said["kind"], said["what"], *_line_and_cost(name), works_with(name))
+        for name, said in evidence()["names"].items()
+        if word.lower() in f"{name} {said['what']}".lower()
+    ]
+    if not found:
+        raise ValueError(f"no trick has {word!r} in its name or description: see lightning-tricks tricks.")
+    return found
+
+
+def rows(word: str = "") -> list[Row]:
+    """The cards that have a word in their group, names or descriptions; by default all of them.
+
+    Raises:
+        ValueError: If there is none; the message has similar names.
+    """
+    said = evidence()["names"]
+    found = []
+    for row in CATALOGUE:
+        names = [f"{name} {said[name]['what']}" for name in (*row.names, *row.beside)]
+        if word.lower() in " ".join([row.group, row.what, *names]).lower():
+            found.append(row)
+    return found or [row_of(word)]
+
+
+def _line_and_cost(name: str) -> tuple[str, str]:
+    """The catalogue's line of code with the name, and the cost."""
+    row = next((row for row in CATALOGUE if name in (*row.names, *row.beside)), Row((name,), "", "", ""))
+    line = row.line if re.search(rf"\b{name}\b", row.line.replace("-", "_")) else ""
+    return line, row.cost if name in row.names else ""
+
+
+def works_with(name: str) -> str:
+    """The regimes in which the conformance suite shows that a trick is correct; empty if it has no row."""
+    return ", ".join(regime for regime, cell in matrix().get(name, {}).items() if cell["cell"] == "right")

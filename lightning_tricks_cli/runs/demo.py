@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 
 from lightning_tricks.checkpoints.files import folder_of
@@ -124,7 +124,7 @@ def machine() -> dict[str, Any]:
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": pl.__version__,
+        "lightning": L.__version__,
     }
 
 

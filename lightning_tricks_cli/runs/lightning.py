@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -79,7 +79,7 @@ class Reader(LightningCLI):
 
 class _SaveBesideLogs(SaveConfigCallback):
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Without a logger it would be written to the current folder, over a config.yaml of the user.
         if trainer.logger is not None:
             super().setup(trainer, pl_module, stage)

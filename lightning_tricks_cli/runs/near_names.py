@@ -8,7 +8,7 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+import lightning as L
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_tricks_cli.nearest import did_you_mean
@@ -43,7 +43,7 @@ def flags(parsers: Iterable[ArgumentParser]) -> list[str]:
 
 def classes() -> list[str]:
     """The short names that a configuration may have: callbacks, modules, data modules, strategies."""
-    bases: tuple[type, ...] = (Callback, LightningModule, LightningDataModule, Strategy)
+    bases: tuple[type, ...] = (L.Callback, L.LightningModule, L.LightningDataModule, Strategy)
     found = (kind for base in bases for kind in subclasses(base))
     return [kind.__name__ for kind in found if not kind.__name__.startswith("_")]
 

@@ -46,7 +46,7 @@ def read_target(options: argparse.Namespace) -> Target:
 
 
 def _lightning(path: Path) -> Target:
-    from lightning_tricks_cli.runs.find_lr import read_model
+    from lightning_tricks_cli.runs.config import read_model
 
     cli = read_model([path])
     return Target(cli.model, next(iter(train_loader_of(cli))))

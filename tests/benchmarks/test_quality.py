@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_tricks.optimizers.hidden import is_hidden
+from lightning_tricks.optimizers.by_name import is_hidden
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text()

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
-import lightning_tricks_cli.runs.find_lr as command
+import lightning_tricks.schedules as package
 from lightning_tricks.schedules import LRFinderResult, find_lr
 from lightning_tricks.schedules.lr_finder import Method
 from lightning_tricks_cli.commands.find_lr import METHODS
@@ -96,7 +96,7 @@ def test_of_several_configurations_the_later_ones_win(monkeypatch: pytest.Monkey
         seen.append(trainer)
         return LRFinderResult((), ())
 
-    monkeypatch.setattr(command, "find_lr", sweep)
+    monkeypatch.setattr(package, "find_lr", sweep)
     assert run("-c", DIGITS, "-c", "quiet.yaml", "-c", write("last.yaml", trainer={"max_epochs": 7}), "--json") == 0
     (trainer,) = seen
     assert trainer.max_epochs == 7

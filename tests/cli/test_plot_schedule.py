@@ -60,7 +60,7 @@ def test_what_is_drawn_is_the_curve() -> None:
         def __exit__(self, *error: object) -> None:
             self.context.__exit__(*error)
 
-    with patch("lightning_tricks_cli.runs.schedule.picture", Kept):
+    with patch("lightning_tricks_cli.runs.picture.picture", Kept):
         assert (
             main(["plot-schedule", "cosine", "--warmup", "10", "--floor", "0.5", "--steps", "100", "-o", "a.svg"]) == 0
         )

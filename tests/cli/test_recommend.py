@@ -18,7 +18,7 @@ import yaml
 from lightning_tricks_cli.catalogue import CATALOGUE
 from lightning_tricks_cli.commands.recommend import ADVICE, CHOICES, Case, chosen, configuration
 from lightning_tricks_cli.main import main
-from lightning_tricks_cli.runs.find_lr import read_config
+from lightning_tricks_cli.runs.config import read_config
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASES = [

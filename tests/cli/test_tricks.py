@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_tricks_cli.cards import card, cards, every_name, matrix
+from lightning_tricks_cli.commands.tricks import tricks, works_with
 from lightning_tricks_cli.main import main
-from lightning_tricks_cli.runs.tricks import tricks, works_with
 from tests.public import PUBLIC
 
 ROOT = Path(__file__).parents[2]

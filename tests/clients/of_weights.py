@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_tricks.optimizers.hidden import is_matrix
+from lightning_tricks.optimizers.by_name import is_matrix
 from tests.clients.base import (
     Base,
     Kind,

@@ -15,7 +15,7 @@ from lightning_tricks.core.averaging.coordinator import Coordinator
 from lightning_tricks.core.lightning.fit import plan_step
 from lightning_tricks.core.mixed_targets import unmixed
 from lightning_tricks.core.mixed_targets.scores import SampleScores
-from lightning_tricks.core.replay import fit_state
+from lightning_tricks.core.replay import undone_fit
 from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.optimizers import by_name
 from lightning_tricks.schedules import plateau
@@ -98,7 +98,7 @@ FAULTS = {
         Spec(migration="reshaped", trainer="resumes"),
     ),
     "a sweep leaves weights trained where restoring fails": Fault(
-        [(fit_state, "run_all", first_that_fails), (ModuleState, "restore", torchscript_fails)],
+        [(undone_fit, "run_all", first_that_fails), (ModuleState, "restore", torchscript_fails)],
         lambda spec: accepted(spec, "find_lr"),
         Spec(net="scripted"),
     ),

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_tricks as lt
 from lightning_tricks.callbacks.rewind_on_spike import Snapshot
-from lightning_tricks.optimizers.hidden import is_hidden, is_matrix
-from lightning_tricks.optimizers.left_out import LEFT_OUT
-from lightning_tricks.optimizers.table import ROWS, Row, row_of
+from lightning_tricks.optimizers.by_name import is_hidden, is_matrix
+from lightning_tricks.optimizers.table import LEFT_OUT, ROWS, Row, row_of
 from tests.nets import PlainNet, assert_close, assert_equal, build, fit, loader, rank_loader, trainer, weights
 from tests.ranks import Cases, run_cases
 from tests.reference.muon import NaiveMuon

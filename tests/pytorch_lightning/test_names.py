@@ -27,6 +27,9 @@ from tests.ranks import printed, run_alone
 
 ROOT = SOURCE.parent
 IMPORTABLE = ("lightning.pytorch", "lightning.fabric")
+OF_BOTH = {  # what both have under their own names
+    *("Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "__name__", "__version__"),
+}
 
 
 def other(thing: object) -> object:
@@ -134,12 +137,13 @@ def test_without_pytorch_lightning_the_extra_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "renamed"),
     [
+        (">>> import lightning as L", ">>> import pytorch_lightning as L"),
         ("lightning.pytorch.strategies.DDPStrategy", "pytorch_lightning.strategies.DDPStrategy"),
         (">>> import lightning_tricks as lt", ">>> import pytorch_lightning_tricks as lt"),
         ("`import pytorch_lightning_tricks as lt`", "`import lightning_tricks as lt`"),
         ("pip install 'lightning-tricks[plot]'", "pip install 'lightning-tricks[plot]'"),
         ("ray.train.lightning.pytorch", "ray.train.lightning.pytorch"),
-        ("core/lightning/patch_points.py", "core/lightning/patch_points.py"),
+        ("core/lightning/patching.py", "core/lightning/patching.py"),
         ("tests.pytorch_lightning", "tests.pytorch_lightning"),
     ],
 )
@@ -149,16 +153,18 @@ def test_names_are_exchanged_where_they_begin_a_dotted_name(text: str, renamed: 
 
 
 def test_the_package_has_lightning_under_names_that_can_be_exchanged() -> None:
-    """As ``lightning.pytorch`` or ``lightning.fabric``, from which something is imported or which has another name."""
+    """As ``L``, or as ``lightning.pytorch`` and ``lightning.fabric``, from which something is imported."""
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    head = alias.name.split(".")[0]
-                    assert head != "lightning" or (alias.name.startswith(IMPORTABLE) and alias.asname), where
+                    name = f"{alias.name} as {alias.asname}"
+                    assert alias.name.split(".")[0] != "lightning" or name == "lightning as L", where
             elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "lightning":
                 assert str(node.module).startswith(IMPORTABLE), where
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "L":
+                assert node.attr in OF_BOTH, f"{where}: import it from lightning.pytorch"
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != "lightning":
                 bare = re.search(r"(?<![\w./-])lightning(\.(?!pytorch|fabric)|$)", node.value)
                 assert not bare, f"{where}: write lightning.pytorch or lightning.fabric"

@@ -1,4 +1,4 @@
-"""Measuring the memory of a forward and backward pass on fake tensors."""
+"""The memory of a forward and backward pass, measured on fake tensors; apart from the estimate, which computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class Step(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         """Run the step; ``loss`` calls it with the weights replaced."""
-        if isinstance(self.model, pl.LightningModule):
+        if isinstance(self.model, L.LightningModule):
             self._disable_logging()
             output = self.model.training_step(*step_arguments(self.model, batch, 0))
             return output["loss"] if isinstance(output, Mapping) else output

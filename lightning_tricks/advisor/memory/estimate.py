@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from lightning_tricks.advisor.memory.activations import Activations, Regime, batch_samples, measure
-from lightning_tricks.advisor.memory.adapters import with_adapters
 from lightning_tricks.advisor.memory.layout import Layout, layout_of
-from lightning_tricks.advisor.memory.parameters import Parameters, parameters_of
+from lightning_tricks.advisor.memory.parameters import Parameters, parameters_of, with_adapters
 from lightning_tricks.advisor.memory.parts import Parts, parts_of
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
 from lightning_tricks.callbacks.lora import LoRA

@@ -1,4 +1,4 @@
-"""The memory layout of a strategy: which parts it replicates, shards or offloads, and their dtypes."""
+"""What a strategy replicates, shards or offloads; apart from the estimate, which is the same for all of them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -63,8 +63,8 @@ class BatchTransform(BatchCallback):
             ValueError, also one of a mistake in its own code, which is shown as the cause.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> trainer = pl.Trainer(callbacks=[BatchTransform(torch.nn.Dropout(0.1))], accelerator="cpu", logger=False)
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[BatchTransform(torch.nn.Dropout(0.1))], accelerator="cpu", logger=False)
 
     References:
         Cubuk et al., RandAugment, arXiv 1909.13719; Müller and Hutter, TrivialAugment, arXiv 2103.10158; Hendrycks et
@@ -90,7 +90,7 @@ class BatchTransform(BatchCallback):
         self._key = re.sub(r" at 0x[0-9a-fA-F]+", "", self._key)  # addresses differ between runs and ranks
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         inputs, followers = self._found_parts(context.batch)
         try:
             self._transform(context, inputs, followers)
@@ -119,7 +119,7 @@ class BatchTransform(BatchCallback):
         return self._stacked(path, [self.transform(sample) for sample in x.unbind()])
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         self._found_parts(context.batch)
 
     @property

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def scripted_batchnorm(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def require_recalibration(trick: Trick, trainer: pl.Trainer, pl_module: pl.LightningModule, remedy: str) -> None:
+def require_recalibration(trick: Trick, trainer: L.Trainer, pl_module: L.LightningModule, remedy: str) -> None:
     """Raise if the module has BatchNorm statistics, and a ``training_step`` that cannot be run to recalculate them.
 
     Whether what a step changes can be restored is seen at the first one.
@@ -88,7 +88,7 @@ def _naming(rule: str, remedy: str) -> Iterator[None]:
         raise MisconfigurationException(f"{rule}. {error} Or {remedy}.") from error
 
 
-def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor]:
+def recalibrate(trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Tensor]:
     """The BatchNorm statistics of the module's present weights: the mean over the training batches of one epoch.
 
     Every rank runs ``training_step`` without gradients on its batches, and the mean is over the batches of all ranks.
@@ -120,7 +120,7 @@ def recalibrate(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str,
     return _means({name: trainer.strategy.reduce(total, reduce_op="mean") for name, total in sums.items()})
 
 
-def recalibrate_averages(trainer: pl.Trainer, averages: Averages) -> None:
+def recalibrate_averages(trainer: L.Trainer, averages: Averages) -> None:
     """Give averages the BatchNorm statistics of a module that holds them; no checkpoint is saved meanwhile."""
     with averages.marked_busy(), averages.showing("averaged"):
         statistics = recalibrate(trainer, trainer.lightning_module)
@@ -128,7 +128,7 @@ def recalibrate_averages(trainer: pl.Trainer, averages: Averages) -> None:
 
 
 def _sums(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, layers: dict[str, _BatchNorm], gradients: bool
+    trainer: L.Trainer, pl_module: L.LightningModule, layers: dict[str, _BatchNorm], gradients: bool
 ) -> tuple[dict[str, Tensor], int]:
     """The sums of the layers' statistics over the batches of this rank, and the number of batches.
 
@@ -194,7 +194,7 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _undone(trainer: pl.Trainer, pl_module: pl.LightningModule, gradients: bool) -> Iterator[Callable[[], None]]:
+def _undone(trainer: L.Trainer, pl_module: L.LightningModule, gradients: bool) -> Iterator[Callable[[], None]]:
     """Log nothing inside the block, and restore everything at its end; yields a function that restores the weights."""
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in pl_module.parameters()]
     # A step may write into weights by hand: those of a teacher, or all of them to decay.

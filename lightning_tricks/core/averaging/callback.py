@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -72,13 +72,13 @@ class AveragingCallback(Averaging):
         self._has_swalr = False  # whether the checkpoint has the schedule of Lightning's SWA
 
     @abstractmethod
-    def _update(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _update(self, trainer: L.Trainer, averages: Averages) -> None:
         """Update the averages after an optimizer step."""
 
-    def _begin(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _begin(self, trainer: L.Trainer, averages: Averages) -> None:
         """Called after the step that reached ``start``, when the averages have become copies of the weights."""
 
-    def _finish(self, trainer: pl.Trainer, averages: Averages) -> None:
+    def _finish(self, trainer: L.Trainer, averages: Averages) -> None:
         """Called after the last step of training, with the raw weights in the module."""
 
     def _metrics(self, averages: Averages) -> dict[str, float]:
@@ -86,7 +86,7 @@ class AveragingCallback(Averaging):
         return {}
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -103,7 +103,7 @@ class AveragingCallback(Averaging):
         self._raw_metrics.load_state_dict({})
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self._has_swalr and trainer.lr_scheduler_configs:
             raise MisconfigurationException(
@@ -113,7 +113,7 @@ class AveragingCallback(Averaging):
             )
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._finished, self._first_step = False, trainer.global_step
         if self._running.tracks:
@@ -123,7 +123,7 @@ class AveragingCallback(Averaging):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         # Not in on_train_epoch_start, where a later callback (BackboneFinetuning) may still unfreeze weights.
@@ -135,7 +135,7 @@ class AveragingCallback(Averaging):
             around_next_step(trainer, self._undo, partial(self._begins, trainer))
 
     @contextmanager
-    def _begins(self, trainer: pl.Trainer) -> Iterator[None]:
+    def _begins(self, trainer: L.Trainer) -> Iterator[None]:
         """Begin to average at the first step, after all hooks that draw or load weights before it.
 
         In automatic optimization that is after the forward pass, which may be what gives weights their first values.
@@ -148,7 +148,7 @@ class AveragingCallback(Averaging):
             yield
 
     @contextmanager
-    def _forget_replaced(self, trainer: pl.Trainer) -> Iterator[None]:
+    def _forget_replaced(self, trainer: L.Trainer) -> Iterator[None]:
         """Forget averages of weights that hooks have replaced since the fit began."""
         self._running.parts()  # follows weights that were renamed
         if not trainer.strategy.reduce_boolean_decision(not self._running.unchanged(), all=False):
@@ -164,12 +164,12 @@ class AveragingCallback(Averaging):
             yield
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
         self._running.guard()
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         stepped = self.catch_up(trainer)
         if not self._running.tracks:
@@ -180,19 +180,19 @@ class AveragingCallback(Averaging):
             self.finish(trainer)
         log_every_n_steps(trainer, partial(self._logged, trainer))
 
-    def _logged(self, trainer: pl.Trainer) -> dict[str, float]:
+    def _logged(self, trainer: L.Trainer) -> dict[str, float]:
         values = {"distance": self._running.distance(trainer.strategy.root_device), **self._metrics(self._running)}
         suffix = f"/{self.label}" if len(callbacks_of(trainer, type(self))) > 1 else ""
         return {f"tricks/{type(self).__name__.lower()}_{name}{suffix}": value for name, value in values.items()}
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if is_fitting(trainer):
             agree_on_buffers(trainer, self._running)
             self._shared.show(self._running, "raw" if self.validate == "raw" else "averaged")
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not is_fitting(trainer):
             return
         self._shared.show(self._running, "raw")
@@ -200,12 +200,12 @@ class AveragingCallback(Averaging):
             self._raw_metrics.record(trainer.global_step, trainer.callback_metrics)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._shared.finish()
         agree_on_buffers(trainer, self._running)
         self._shared.show(self._running, self.at_end)
 
-    def _require_before_pruning(self, trainer: pl.Trainer) -> None:
+    def _require_before_pruning(self, trainer: L.Trainer) -> None:
         """Raise if ModelPruning would make its masks permanent in the raw weights only."""
         before = trainer.callbacks[: trainer.callbacks.index(self)]  # type: ignore[attr-defined]
         if self.at_end == "averaged" and any(isinstance(callback, ModelPruning) for callback in before):
@@ -214,7 +214,7 @@ class AveragingCallback(Averaging):
                 f" removed its masks there: put {type(self).__name__} before ModelPruning in callbacks=."
             )
 
-    def _require_counted_steps(self, trainer: pl.Trainer) -> None:
+    def _require_counted_steps(self, trainer: L.Trainer) -> None:
         """Raise if ``start`` will not come, since the steps so far are not counted by Lightning."""
         module = trainer.lightning_module
         knows = any(optimizer.param_groups for optimizer in trainer.optimizers)  # Lightning's stand-in has none
@@ -227,7 +227,7 @@ class AveragingCallback(Averaging):
             )
 
     @override
-    def catch_up(self, trainer: pl.Trainer) -> bool:
+    def catch_up(self, trainer: L.Trainer) -> bool:
         if not self._observer.stepped():
             return False
         self._finished = False
@@ -241,7 +241,7 @@ class AveragingCallback(Averaging):
         return True
 
     @override
-    def finish(self, trainer: pl.Trainer) -> None:
+    def finish(self, trainer: L.Trainer) -> None:
         if self._running.tracks and not self._finished:
             self._finish(trainer, self._running)
             self._finished = True
@@ -305,9 +305,7 @@ class AveragingCallback(Averaging):
         return self._raw_metrics.plot(metric, ax)
 
     @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if not is_fitting(trainer):
             self._averages = None  # the module now holds the weights of that checkpoint
@@ -335,16 +333,14 @@ class AveragingCallback(Averaging):
         return {**callback_state(shared.trainer, self._averages), "history": self._raw_metrics.state_dict()}
 
     @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the raw weights under the name that Lightning's WeightAveraging reads, too; a file has each once."""
         state = checkpoint["callbacks"].get(self.state_key, {})
         if state.get("raw"):
             checkpoint |= for_lightning(checkpoint["state_dict"], state)
 
     @override
-    def measured(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
+    def measured(self, trainer: L.Trainer, filepath: str | Path) -> Which:
         return "raw" if self.validate == "raw" or self._raw_metrics.chose(trainer, filepath) else "averaged"
 
     @override

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-import lightning.pytorch as pl
+import lightning as L
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages, Which
@@ -42,18 +42,18 @@ class Averaging(Trick, ABC):
         """The averages, by the keys of their states in a checkpoint."""
 
     @abstractmethod
-    def catch_up(self, trainer: pl.Trainer) -> bool:
+    def catch_up(self, trainer: L.Trainer) -> bool:
         """Update the averages by the optimizer step of this batch, once; returns whether there was one."""
 
-    def finish(self, trainer: pl.Trainer) -> None:
+    def finish(self, trainer: L.Trainer) -> None:
         """Complete the averages when training has ended; the module holds the raw weights."""
 
-    def measured(self, trainer: pl.Trainer, filepath: str | Path) -> Which:
+    def measured(self, trainer: L.Trainer, filepath: str | Path) -> Which:
         """The weights that the monitored metric of a checkpoint file was measured with."""
         return "raw"
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self.coordinator is not None:
             self.coordinator.file = None
@@ -62,17 +62,17 @@ class Averaging(Trick, ABC):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._observer.follow(trainer)
 
     @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.coordinator is not None:
             self.coordinator.leave()  # a resumed fit with no step left has no on_train_end
 
     @override
-    def _on_failure(self, trainer: pl.Trainer) -> None:
+    def _on_failure(self, trainer: L.Trainer) -> None:
         super()._on_failure(trainer)
         if self.coordinator is not None:
             self.coordinator.fail()
@@ -88,7 +88,7 @@ class Coordinator:
         trainer: The Trainer, of which this is the only one.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
         self.file: AsSaved | None = None  # the checkpoint that is being loaded, as the module's hook got it
         self._fitting: list[Averaging] = []  # the callbacks of the present fit, as far as they are set up
@@ -210,6 +210,7 @@ class Coordinator:
                 which = callback.measured(self.trainer, filepath)
                 for key, averages in callback.running().items():
                     saved[key] = averages
+                    # A save may come between a forward and its backward pass, whose graph keeps the weights.
                     weights = [*averages.parts(), *averages.weights.model_copies()]
                     stack.enter_context(hidden_from_autograd(weights))
                     stack.enter_context(averages.showing(which))
@@ -227,7 +228,7 @@ class Coordinator:
             self._postponed.pop(0)()
 
     def _note_file(
-        self, module: pl.LightningModule, hook: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
+        self, module: L.LightningModule, hook: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
     ) -> None:
         """Keep the checkpoint as it is before the module's own ``on_load_checkpoint`` changes it."""
         sharded = any(averages.weights.sharded for averages in self._all())
@@ -237,7 +238,7 @@ class Coordinator:
         hook(checkpoint)
 
 
-def coordinator_of(trainer: pl.Trainer) -> Coordinator:
+def coordinator_of(trainer: L.Trainer) -> Coordinator:
     """The coordinator of a Trainer, which its first averaging callback makes; it outlives that callback."""
     coordinator = getattr(trainer, NAME, None)
     if coordinator is None:
@@ -246,7 +247,7 @@ def coordinator_of(trainer: pl.Trainer) -> Coordinator:
     return coordinator
 
 
-def agree_on_buffers(trainer: pl.Trainer, averages: Averages) -> None:
+def agree_on_buffers(trainer: L.Trainer, averages: Averages) -> None:
     """Replace the averaged buffers by their mean over the ranks, since BatchNorm sees other samples on every rank."""
     if trainer.world_size == 1 or averages.holds == "averaged":  # they agreed before the averages were shown
         return

@@ -12,7 +12,7 @@ from copy import deepcopy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -52,7 +52,7 @@ class Found(NamedTuple):
 
 
 def find_state(
-    trainer: pl.Trainer, callback: Callback, checkpoint: Mapping[str, Any], trained: Collection[str]
+    trainer: L.Trainer, callback: Callback, checkpoint: Mapping[str, Any], trained: Collection[str]
 ) -> Found | None:
     """The state of averages that a callback begins with; None if the raw weights are in the ``state_dict``.
 
@@ -83,7 +83,7 @@ def find_state(
     return Found(name, state if goes_on else {**state, **NONE}, goes_on, whole=True)
 
 
-def _own_key(trainer: pl.Trainer, callback: Callback, states: Collection[str]) -> str:
+def _own_key(trainer: L.Trainer, callback: Callback, states: Collection[str]) -> str:
     """The key of the state that belongs to a callback, or did with other settings; "" if there is none."""
     kind, taken = type(callback).__name__, {other.state_key for other in callbacks_of(trainer, type(callback))}
     keys = [key for key in states if key.split("(")[0] == kind and key not in taken]
@@ -176,7 +176,7 @@ def _swa_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load(
-    trainer: pl.Trainer,
+    trainer: L.Trainer,
     averages: Averages,
     found: Found,
     chosen: Mapping[str, Tensor],
@@ -226,7 +226,7 @@ class AsSaved:
     """
 
     def __init__(
-        self, checkpoint: dict[str, Any], module: pl.LightningModule, hook: Callable[[dict[str, Any]], None]
+        self, checkpoint: dict[str, Any], module: L.LightningModule, hook: Callable[[dict[str, Any]], None]
     ) -> None:
         seen = {"state_dict"}  # by the hooks of load_state_dict
         if is_overridden("on_load_checkpoint", module):
@@ -253,7 +253,7 @@ class AsSaved:
         kept = all(value == self._sums.get(name, value) and value in values for name, value in sums.items())
         return kept and parts.keys() == self._names
 
-    def load(self, trainer: pl.Trainer, loaded: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, trainer: L.Trainer, loaded: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Load the file with other values of some weights, as the Trainer has loaded the file.
 
         Nothing else of what the hook does stays: the module has done it once, and so have the optimizers' states.

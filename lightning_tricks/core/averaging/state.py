@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -25,7 +25,7 @@ KINDS = ("raw", "averaged")
 STAMP = "stamp"  # the name of the step among the tensors of a folder
 
 
-def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
+def callback_state(trainer: L.Trainer, averages: Averages) -> dict[str, Any]:
     """The callback's state in a checkpoint; all ranks take part."""
     state = averages.state_dict()
     if saves_folder(trainer):
@@ -34,7 +34,7 @@ def callback_state(trainer: pl.Trainer, averages: Averages) -> dict[str, Any]:
 
 
 @contextmanager
-def saving_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], filepath: str | Path) -> Iterator[None]:
+def saving_shards(trainer: L.Trainer, averages: Mapping[str, Averages], filepath: str | Path) -> Iterator[None]:
     """While the strategy saves a checkpoint, write this rank's shards into its folder; into a file nothing.
 
     A strategy that has no place for parts gives the folder its name first.
@@ -53,7 +53,7 @@ def saving_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], filepat
         write(Path(filepath))
 
 
-def _write_shards(trainer: pl.Trainer, averages: Mapping[str, Averages], folder: Path) -> None:
+def _write_shards(trainer: L.Trainer, averages: Mapping[str, Averages], folder: Path) -> None:
     """Write this rank's shards by kind and name, and the step; all ranks take part."""
     import torch.distributed.checkpoint as dcp
 
@@ -80,14 +80,14 @@ def for_lightning(shown: Mapping[str, Any], state: Mapping[str, Any]) -> dict[st
     }
 
 
-def has_raw(trainer: pl.Trainer, key: str, state: Mapping[str, Any]) -> bool:
+def has_raw(trainer: L.Trainer, key: str, state: Mapping[str, Any]) -> bool:
     """Whether a state has the raw weights, since the ``state_dict`` has the averages; all ranks take part."""
     if "raw" in state or not saves_folder(trainer):
         return bool(state.get("raw"))
     return "raw" in _names_in(_folder(trainer, key, trainer.ckpt_path or ""))
 
 
-def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mapping[str, Any], step: int) -> Any:
+def local_state(trainer: L.Trainer, averages: Averages, key: str, state: Mapping[str, Any], step: int) -> Any:
     """This rank's part of the state, from the callback's state or from the folder of shards.
 
     Raises:
@@ -112,7 +112,7 @@ def local_state(trainer: pl.Trainer, averages: Averages, key: str, state: Mappin
         ) from error
 
 
-def _require_known(trainer: pl.Trainer, weights: LocalWeights, saved: Collection[str], names: Collection[str]) -> None:
+def _require_known(trainer: L.Trainer, weights: LocalWeights, saved: Collection[str], names: Collection[str]) -> None:
     """Raise if averaged weights have other names in the module, which hooks cannot give them where it is sharded."""
     module, unknown = trainer.lightning_module, sorted(name for name in saved if name not in names)
     if unknown and (module.strict_loading or not weights.trainable().keys() <= set(saved)):
@@ -122,7 +122,7 @@ def _require_known(trainer: pl.Trainer, weights: LocalWeights, saved: Collection
         )
 
 
-def _folder(trainer: pl.Trainer, key: str, filepath: str | Path) -> Path:
+def _folder(trainer: L.Trainer, key: str, filepath: str | Path) -> Path:
     """The folder of the shards, the same on all ranks."""
     return Path(trainer.strategy.broadcast(filepath)) / "averages" / key
 

@@ -1,4 +1,4 @@
-"""How values go between weights and averages: exchanged in place, or copied to host memory while the device goes on."""
+"""Exchange of weights and averages in place, and copies to the host; apart from averages, which hold and compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``validate="both"``: the raw weights are validated before the averaged ones, and the metrics of both are kept."""
+"""Validation of raw weights before averaged ones; apart from the callback, which knows nothing of metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import lightning as L
 from torch import Tensor
 
 from lightning_tricks.core.figures import figure_and_axes
@@ -28,13 +28,13 @@ class RawMetrics:
         self._names: set[str] = set()  # as the module logged them in the last validation, with the suffix
         self._rows: dict[str, list[tuple[int, float, float]]] = {}  # step, averaged and raw value, by metric
 
-    def validate(self, trainer: pl.Trainer, run: Callable[[], Any]) -> Any:
+    def validate(self, trainer: L.Trainer, run: Callable[[], Any]) -> Any:
         """Validate the raw weights first, so that their metrics are there when the main validation ends."""
         if not trainer.sanity_checking:
             self._names = validate_again(trainer, run, RAW)
         return run()
 
-    def chose(self, trainer: pl.Trainer, filepath: str | Path) -> bool:
+    def chose(self, trainer: L.Trainer, filepath: str | Path) -> bool:
         """Whether a ModelCheckpoint saves this file for a metric of the raw weights."""
         return _FORKS.sub("", monitors(trainer, str(filepath)) or "") in self._names
 

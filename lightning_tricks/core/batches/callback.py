@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -63,17 +63,17 @@ class BatchCallback(Trick):
         self._key = f"{type(self).__name__}({', '.join(settings)})"  # the Trainer asks for state_key in every hook
 
     @abstractmethod
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         """Change a batch, and the plan for its losses."""
 
     @abstractmethod
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         """Raise if such a batch could not be changed later; plan targets, so that their losses are checked as well."""
 
     def _begin(self) -> None:
         """Forget the last batch."""
 
-    def _is_active(self, trainer: pl.Trainer) -> bool:
+    def _is_active(self, trainer: L.Trainer) -> bool:
         if not self.durations:
             return True
         # Lightning's LearningRateFinder trains before on_train_start, where the durations are resolved.
@@ -129,7 +129,7 @@ class BatchCallback(Trick):
             )
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -146,7 +146,7 @@ class BatchCallback(Trick):
                 callback._pipeline = pipeline
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
         assert self._pipeline is not None, "setup comes first"
         self._pipeline.descends = True
         # In manual optimization another loss may follow. Without a graph, SAM runs the step again in micro-batches.
@@ -154,22 +154,20 @@ class BatchCallback(Trick):
             self._pipeline.require_loss(trainer)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         assert self._pipeline is not None, "setup comes first"
         if self._pipeline.descends if pl_module.automatic_optimization else len(trainer.optimizers) == 1:
             self._pipeline.require_loss(trainer)
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._pipeline is not None, "setup comes first"
         self._pipeline.finish(trainer)
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._pipeline is not None, "setup comes first"
         self._pipeline.drop()  # the module may have skipped the last batch
 

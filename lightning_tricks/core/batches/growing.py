@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
@@ -90,14 +90,14 @@ class GrowingInputs(BatchCallback):
         """The smaller batch; ``size`` is a function of the full size."""
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         context.batch = self._shrunk(context, partial(self._size, trainer))
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         """No check is needed: inputs shrink from the first batch on, or not at all."""
 
-    def _size(self, trainer: pl.Trainer, full: int) -> int:
+    def _size(self, trainer: L.Trainer, full: int) -> int:
         step, start, stop = float(plan_step(trainer)), self._steps.get("start", 0), self._steps["stop"]
         compiles = any(trick.compiles for trick in callbacks_of(trainer, Trick))
         if compiles and step > start:
@@ -106,17 +106,17 @@ class GrowingInputs(BatchCallback):
         return growing_size(step, full=full, initial=self.initial, start=start, stop=stop, multiple_of=self.multiple_of)
 
     @override
-    def _is_active(self, trainer: pl.Trainer) -> bool:
+    def _is_active(self, trainer: L.Trainer) -> bool:
         return bool(self._steps) and self.initial < 1 and plan_step(trainer) < self._steps["stop"]
 
     @override
-    def _in_steps(self, trainer: pl.Trainer, name: str, duration: Any) -> Any:
+    def _in_steps(self, trainer: L.Trainer, name: str, duration: Any) -> Any:
         if self.initial == 1:  # nothing grows, so that the length of the training need not be known
             return 0.0
         return steps_of(trainer, duration, type(self).__name__, name)  # growth may last to the very end
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._steps.get("start", 0) > self._steps["stop"]:
             raise MisconfigurationException(

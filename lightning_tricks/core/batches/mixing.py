@@ -8,7 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -69,7 +69,7 @@ class MixingCallback(BatchCallback):
         """Mix the samples of a checked batch, with ``lam`` from ``Beta(alpha, alpha)``."""
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._layout, self._features = None, set()  # The first batch of a fit is checked.
 
@@ -78,7 +78,7 @@ class MixingCallback(BatchCallback):
         self.drawn = None
 
     @override
-    def _change(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _change(self, trainer: L.Trainer, context: BatchContext) -> None:
         if self.alpha == 0:
             return
         lam = context.numbers.betavariate(self.alpha, self.alpha)
@@ -88,7 +88,7 @@ class MixingCallback(BatchCallback):
             context.mix_targets(self, labels)
 
     @override
-    def _check(self, trainer: pl.Trainer, context: BatchContext) -> None:
+    def _check(self, trainer: L.Trainer, context: BatchContext) -> None:
         if self.alpha and self.prob:
             self._checked(context)
             context.plan_targets(self, self._labels(context))

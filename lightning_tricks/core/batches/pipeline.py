@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -84,7 +84,7 @@ class BatchPipeline:
     training and the rank among the processes with other samples.
     """
 
-    def __init__(self, trainer: pl.Trainer, callbacks: Sequence[BatchCallback]) -> None:
+    def __init__(self, trainer: L.Trainer, callbacks: Sequence[BatchCallback]) -> None:
         self.seed: int = trainer.strategy.broadcast(torch.initial_seed())
         self.descends = False  # whether the last batch had a backward pass
         self._steps = 0  # global_step before the last batch
@@ -96,7 +96,7 @@ class BatchPipeline:
         for name, wrapper in (("batch_to_device", self._transferred), ("training_step", self._stepped)):
             self._undo.callback(wrap_method(trainer.strategy, name, partial(wrapper, trainer)))
 
-    def _transferred(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _transferred(self, trainer: L.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = original(*args, **kwargs)
         if not transfers_batch(trainer):
             return batch
@@ -120,7 +120,7 @@ class BatchPipeline:
         self._context, self.descends, self._steps = context, False, trainer.global_step
         return context.finished()
 
-    def _stepped(self, trainer: pl.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _stepped(self, trainer: L.Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         if self._context is None or not trainer.lightning_module.automatic_optimization:
             return output
@@ -128,12 +128,13 @@ class BatchPipeline:
             return returned_loss(output)
         return {**output, "loss": returned_loss(output["loss"])} if "loss" in output else output
 
-    def _numbers(self, trainer: pl.Trainer, number: int) -> random.Random:
+    def _numbers(self, trainer: L.Trainer, number: int) -> random.Random:
+        # A number for each batch, so that a fit that is resumed on it draws what the uninterrupted one has drawn.
         rank, ranks = data_parallel(trainer)
         key = f"{self.seed} {number * ranks + rank}"
         return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
 
-    def finish(self, trainer: pl.Trainer) -> None:
+    def finish(self, trainer: L.Trainer) -> None:
         """End the work on a batch.
 
         Raises:
@@ -144,7 +145,7 @@ class BatchPipeline:
             self.require_loss(trainer)
         self.drop()
 
-    def require_loss(self, trainer: pl.Trainer) -> None:
+    def require_loss(self, trainer: L.Trainer) -> None:
         """Raise unless a loss of the batch followed the plan.
 
         Raises:
@@ -168,6 +169,7 @@ class BatchPipeline:
     def drop(self) -> None:
         """Make the targets of the last batch plain labels again."""
         if self._context is not None:
+            # Targets may live on in a buffer or a list of the user's, where they must be labels and nothing else.
             self._context.plan.open = False
             self._context = None
 

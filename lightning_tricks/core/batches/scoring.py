@@ -1,11 +1,11 @@
-"""The losses of samples before training on them; apart from the filter, whose file they would make 400 lines long."""
+"""The losses of samples before training on them; apart from the filter, whose hooks only choose by them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,7 +23,7 @@ _TRICK = "HardExampleFilter"
 
 
 def per_sample_losses(
-    trainer: pl.Trainer,
+    trainer: L.Trainer,
     batch: Any,
     targets: Sequence[Path],
     change_arguments: ChangeArguments | None,

@@ -1,4 +1,4 @@
-"""The numbers of the samples that a loader reads, given out so that another process can give out the same."""
+"""The samples' numbers that a loader reads, to be given out again; apart from the loader, which reads the samples."""
 
 from __future__ import annotations
 

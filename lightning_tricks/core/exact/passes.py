@@ -1,4 +1,4 @@
-"""The passes over all loaders of a fit, followed fetch by fetch."""
+"""The passes over all loaders of a fit, fetch by fetch; apart from reading, which resumes them."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Passes:
             loader if track is None else followed(loader, _Follower(self, track))
             for loader, track in zip(self._plain, self.tracks, strict=True)
         ]
+        # Lightning and the user hold this object in several places, so that another one in its place would be missed.
         kind: Any = type(self._kind.__name__, (FollowedLoaders, self._kind), {})
         self.loaders.__class__, self.loaders.passes = kind, self
 
@@ -141,7 +142,7 @@ class Passes:
 
     def begin_pass(self, loader: Any, track: Track) -> Iterator[Any] | None:
         """The batches of the next pass over a loader; None if it is not the fit's, or not followed."""
-        if self.blind or not self._reads:
+        if self.blind or not self._reads:  # a hook of the user's may look at the loader in the midst of an epoch
             return None
         assert self.epoch is not None, "the epoch is known before its passes begin"
         return track.begin_pass(loader, self._ranks, self.epoch)

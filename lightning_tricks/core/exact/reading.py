@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -38,7 +38,7 @@ class Reading:
         fit: Its fits, of which the present one is followed.
     """
 
-    def __init__(self, trainer: pl.Trainer, fit: Fit) -> None:
+    def __init__(self, trainer: L.Trainer, fit: Fit) -> None:
         self.strict: str | None = None  # the trick that raises where a fit cannot go on exactly
         self.repeats_validation = False  # whether a validation runs again in full after a resume
         self.batches_done: int | None = None  # those before the rest of a restored epoch, if Lightning's count is wrong
@@ -293,7 +293,7 @@ class Reading:
         return [passes.moment(each) for each in range(number, min(number + ahead, passes.fetched) + 1)]
 
 
-def follow_reading(trainer: pl.Trainer, strict: str | None) -> Reading:
+def follow_reading(trainer: L.Trainer, strict: str | None) -> Reading:
     """Have the present fit's reading of its loaders saved, and gone on with exactly; the first call does it.
 
     Args:
@@ -307,7 +307,7 @@ def follow_reading(trainer: pl.Trainer, strict: str | None) -> Reading:
     return fit.reading
 
 
-def _why_not_followed(trainer: pl.Trainer, loaders: Any) -> str | None:
+def _why_not_followed(trainer: L.Trainer, loaders: Any) -> str | None:
     if takes_dataloader_iter(trainer.lightning_module):
         name = type(trainer.lightning_module).__name__
         return f"{name}.training_step(dataloader_iter), which fetches batches itself. Let it take a batch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -26,7 +26,7 @@ def require_before_training(model: nn.Module, change: str) -> None:
     Raises:
         MisconfigurationException: If an optimizer of a running fit holds parameters of the network.
     """
-    for trainer in (owner for owner in callers() if isinstance(owner, pl.Trainer) and is_fitting(owner)):
+    for trainer in (owner for owner in callers() if isinstance(owner, L.Trainer) and is_fitting(owner)):
         hook = trainer.lightning_module._current_fx_name
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         held = {id(weight) for group in groups for weight in group["params"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -32,7 +32,7 @@ UNSHARDED = (Engine.SINGLE, Engine.DDP)  # Every process holds the full weights.
 TORCH = (*UNSHARDED, Engine.FSDP2)  # Weights, gradients and optimizers are torch's own.
 
 
-def engine_of(trainer: pl.Trainer) -> Engine:
+def engine_of(trainer: L.Trainer) -> Engine:
     """The engine of a Trainer, by its strategy."""
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy, so tested first
@@ -45,7 +45,7 @@ def engine_of(trainer: pl.Trainer) -> Engine:
     return Engine.SINGLE if isinstance(strategy, SingleDeviceStrategy) else Engine.OTHER
 
 
-def require_engine(trainer: pl.Trainer, trick: str, *engines: Engine, why: str = "") -> Engine:
+def require_engine(trainer: L.Trainer, trick: str, *engines: Engine, why: str = "") -> Engine:
     """The engine of a Trainer, if a trick works under it.
 
     Args:

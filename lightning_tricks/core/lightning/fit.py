@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -68,7 +68,7 @@ class Fit(_BaseProgress):
     fit, and are restored before training goes on.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: L.Trainer) -> None:
         self.place = Place()
         self.undo = ExitStack()  # closed when the fit ends or fails
         self._trainer = trainer
@@ -93,7 +93,7 @@ class Fit(_BaseProgress):
             if self._unknown:
                 raise UnknownTotalSteps(self._unknown)
             return self.place.total
-        # A checkpoint is not restored yet; it may have been trained with another plan.
+        # A checkpoint is restored only when the fit begins, and its position may be one of another plan.
         position = (0, 0, 0) if self._trainer.ckpt_path else self._position()
         return max(1, plan_of(self._trainer).placed(*position)[0])
 
@@ -216,7 +216,7 @@ class Fit(_BaseProgress):
         return type(None), ()  # a copy of the Trainer makes its own
 
 
-def fit_of(trainer: pl.Trainer) -> Fit:
+def fit_of(trainer: L.Trainer) -> Fit:
     """The fits of a Trainer."""
     fit = getattr(trainer.fit_loop, NAME, None)
     if fit is None:
@@ -225,18 +225,18 @@ def fit_of(trainer: pl.Trainer) -> Fit:
     return fit
 
 
-def reading_of(trainer: pl.Trainer) -> Any:
+def reading_of(trainer: L.Trainer) -> Any:
     """The reading of the training loaders in the present fit, if it is followed; else None."""
     fit = getattr(trainer.fit_loop, NAME, None)
     return None if fit is None or fit.reading_ended else fit.reading
 
 
-def plan_step(trainer: pl.Trainer) -> int:
+def plan_step(trainer: L.Trainer) -> int:
     """The step of the plan that the Trainer's fit is at; equal to ``global_step`` while no fit has changed its plan."""
     return trainer.global_step + fit_of(trainer).place.offset
 
 
-def optimizer_steps(trainer: pl.Trainer) -> int:
+def optimizer_steps(trainer: L.Trainer) -> int:
     """The exact number of optimizer steps of this fit, first epoch to last, including those before a resume.
 
     ``min(max_steps, sum_e ceil(B_e / a_e))`` with ``B_e`` training batches and accumulation ``a_e`` in epoch e. Counts
@@ -263,7 +263,7 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
         ...     def configure_optimizers(self):
         ...         print(optimizer_steps(self.trainer))
         ...         return super().configure_optimizers()
-        >>> trainer = pl.Trainer(
+        >>> trainer = L.Trainer(
         ...     max_epochs=2, limit_train_batches=5, accumulate_grad_batches=2, limit_val_batches=0, accelerator="cpu",
         ...     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         ... )
@@ -274,7 +274,7 @@ def optimizer_steps(trainer: pl.Trainer) -> int:
     return fit_of(trainer).total
 
 
-def steps_of(trainer: pl.Trainer, duration: int | float, trick: str, name: str) -> float:
+def steps_of(trainer: L.Trainer, duration: int | float, trick: str, name: str) -> float:
     """The step of the plan at which a duration (int steps, or float fraction of training) ends, not rounded.
 
     Raises:

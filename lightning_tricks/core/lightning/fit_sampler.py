@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.progress import _ProcessedTracker
@@ -57,7 +57,7 @@ def find_reader() -> Reader:
     """
     passed: list[object] = []
     for owner in callers():
-        if isinstance(owner, pl.Trainer):
+        if isinstance(owner, L.Trainer):
             return _reader(owner, passed)
         passed.append(owner)
     if dist.is_available() and dist.is_initialized():
@@ -65,7 +65,7 @@ def find_reader() -> Reader:
     return Reader(1, 0)
 
 
-def _reader(trainer: pl.Trainer, passed: list[object]) -> Reader:
+def _reader(trainer: L.Trainer, passed: list[object]) -> Reader:
     fit_of(trainer)  # has loaders made anew that are read before a checkpoint is restored
     ranks = trainer.distributed_sampler_kwargs or {}  # tensor-parallel ranks share their samples
     world, rank = ranks.get("num_replicas", 1), ranks.get("rank", 0)

@@ -10,7 +10,7 @@ from copy import copy
 from itertools import islice
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.call import _call_strategy_hook
@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_tricks.core.lightning.trainer import extremes, step_arguments
 
 
-def train_batches_of_sizes(trainer: pl.Trainer, multiples: Collection[int]) -> dict[int, int] | None:
+def train_batches_of_sizes(trainer: L.Trainer, multiples: Collection[int]) -> dict[int, int] | None:
     """The number of training batches in an epoch on this rank, by the multiple of the loaders' batch size.
 
     None if a length cannot be known before the batches are read. ``configure_optimizers`` runs before the fit loop has
@@ -66,19 +66,19 @@ def _length(loader: Any, multiple: int) -> int:
     return len(loader)
 
 
-def _batches(trainer: pl.Trainer, loader: CombinedLoader, multiple: int) -> int:
+def _batches(trainer: L.Trainer, loader: CombinedLoader, multiple: int) -> int:
     lengths = _limited(trainer, [_length(one, multiple) for one in loader.flattened])
     empty = loader._mode == "max_size_cycle" and 0 in lengths  # an empty loader cannot be cycled
     shortest = empty or loader._mode == "min_size"
     return min(lengths) if shortest else max(lengths)
 
 
-def _limited(trainer: pl.Trainer, lengths: list[int]) -> list[int]:
+def _limited(trainer: L.Trainer, lengths: list[int]) -> list[int]:
     limit = trainer.limit_train_batches
     return [int(_parse_num_batches(RunningStage.TRAINING, length, limit)) for length in lengths]
 
 
-def _prepared_loader(trainer: pl.Trainer) -> CombinedLoader:
+def _prepared_loader(trainer: L.Trainer) -> CombinedLoader:
     """The training loaders with distributed samplers injected, as ``fit_loop.setup_data`` will make them."""
     with isolate_rng():
         source = _request_dataloader(trainer.fit_loop._data_source)
@@ -131,7 +131,7 @@ def resizable(loader: Any, trick: str, otherwise: str = "") -> DataLoader[Any]:
     )
 
 
-def require_batches(trainer: pl.Trainer, multiples: Collection[int], trick: str) -> None:
+def require_batches(trainer: L.Trainer, multiples: Collection[int], trick: str) -> None:
     """Raise unless epochs of larger batches still have a batch, and as many as ``val_check_interval``."""
     batches, interval = train_batches_of_sizes(trainer, multiples), trainer.val_check_interval
     if batches is None:
@@ -149,7 +149,7 @@ def require_batches(trainer: pl.Trainer, multiples: Collection[int], trick: str)
         )
 
 
-def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
+def resize_batches(trainer: L.Trainer, multiple: int) -> None:
     """Set the batch size of the resizable loaders to ``multiple`` times their own, for the epoch that now begins.
 
     To be called in ``on_train_start`` and ``on_train_epoch_start``, before the fit loop makes the epoch's iterator. In
@@ -167,14 +167,14 @@ def resize_batches(trainer: pl.Trainer, multiple: int) -> None:
         iter(loop._data_fetcher)
 
 
-def set_batches(trainer: pl.Trainer, batches: int) -> None:
+def set_batches(trainer: L.Trainer, batches: int) -> None:
     """Let an epoch have so many training batches."""
     trainer.fit_loop.max_batches = batches
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
 
-def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[tuple[Any, ...]]:
+def training_steps(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[tuple[Any, ...]]:
     """Iterate over the arguments of ``training_step`` in an epoch, as Lightning makes them.
 
     A loader without a length is read for as many batches as the epoch in progress has had.
@@ -188,7 +188,7 @@ def training_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterat
             yield step_arguments(pl_module, batch, batch_idx)
 
 
-def batches_before_training(trainer: pl.Trainer, pl_module: pl.LightningModule, trick: str) -> Iterator[Any]:
+def batches_before_training(trainer: L.Trainer, pl_module: L.LightningModule, trick: str) -> Iterator[Any]:
     """Iterate over the batches of an epoch on this rank, before the fit has begun to read its loaders.
 
     Args:
@@ -222,7 +222,7 @@ def _with_own_workers(loader: Any) -> Any:
     return other
 
 
-def on_device(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> Any:
+def on_device(trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> Any:
     """A batch of a loader as Lightning gives it to a step: converted, changed by the hooks, and on the device.
 
     Batch callbacks treat it as a new batch and end the previous one.
@@ -237,7 +237,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def train_loader(trainer: pl.Trainer) -> CombinedLoader:
+def train_loader(trainer: L.Trainer) -> CombinedLoader:
     """The combined loader of the fit; the public ``train_dataloader`` does not say how loaders are combined."""
     loader = trainer.fit_loop._combined_loader
     assert loader is not None, "the Trainer is fitting"

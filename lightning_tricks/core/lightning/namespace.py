@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 OTHER = "pytorch_lightning"
@@ -23,7 +23,7 @@ def require_same_lightning(thing: object, what: str) -> None:
     Raises:
         MisconfigurationException: With the class that was met, and what to import.
     """
-    if isinstance(thing, pl.Trainer | pl.LightningModule):
+    if isinstance(thing, L.Trainer | L.LightningModule):
         return
     for kind in type(thing).__mro__:
         if kind.__module__.startswith(f"{OTHER}.") and kind.__name__ in ("Trainer", "LightningModule"):

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 
 from lightning_tricks.core.lightning.patching import wrap_method
 
 
-def around_next_step(trainer: pl.Trainer, undo: ExitStack, block: Callable[[], AbstractContextManager[None]]) -> None:
+def around_next_step(trainer: L.Trainer, undo: ExitStack, block: Callable[[], AbstractContextManager[None]]) -> None:
     """Run the next training step inside a context.
 
     A module's own ``on_train_start`` and ``on_train_batch_start`` come after those of callbacks, and may draw or load

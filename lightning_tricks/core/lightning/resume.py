@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.loops.loop import _Loop
 
 
-def epoch_is_over(trainer: pl.Trainer) -> bool:
+def epoch_is_over(trainer: L.Trainer) -> bool:
     """Whether a restored fit has no batch left in the epoch that it was saved in."""
     epochs: Any = trainer.fit_loop.epoch_progress.current
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     return bool(epochs.started == epochs.processed or batches.is_last_batch)
 
 
-def leave_last_batch(trainer: pl.Trainer) -> None:
+def leave_last_batch(trainer: L.Trainer) -> None:
     """Begin to count batches anew after the last one of an epoch, when the epoch loop has been reset.
 
     Lightning (2.6.6) does so in a resumed fit if it knows the number of batches.
@@ -27,7 +27,7 @@ def leave_last_batch(trainer: pl.Trainer) -> None:
         loop.val_loop.batch_progress.total.reset()
 
 
-def begin_epoch(trainer: pl.Trainer, loader: Any) -> None:
+def begin_epoch(trainer: L.Trainer, loader: Any) -> None:
     """Mend what Lightning (2.6.6) does in a fit from an epoch's end, when it has made the training loader.
 
     It starts the loader's workers before it tells the sampler the epoch, so they read in the order of the first one.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
@@ -29,13 +29,13 @@ class StepObserver:
         self._watched: list[Any] | None = None
         self._undo = ExitStack()
 
-    def start(self, trainer: pl.Trainer) -> None:
+    def start(self, trainer: L.Trainer) -> None:
         """Watch the Trainer's optimizers from now on."""
         self.stop()
         self._stepped = self.known = False
         self.follow(trainer)
 
-    def follow(self, trainer: pl.Trainer) -> None:
+    def follow(self, trainer: L.Trainer) -> None:
         """Watch the Trainer's optimizers if they were replaced."""
         watched, now = self._watched, trainer.optimizers
         if watched is not None and len(watched) == len(now) and all(map(operator.is_, watched, now)):
@@ -88,7 +88,7 @@ class StepObserver:
             self._stepped = True
 
 
-def refuse_steps_past_hooks(trainer: pl.Trainer, tricks: str, undo: ExitStack) -> None:
+def refuse_steps_past_hooks(trainer: L.Trainer, tricks: str, undo: ExitStack) -> None:
     """Raise before an optimizer step that bypasses Lightning's hooks, until ``undo`` is closed.
 
     Args:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, Timer
 
 from lightning_tricks.core.lightning.loaders import train_batches_of_sizes
@@ -36,10 +36,10 @@ class EpochPlan(Callback):
     """A callback that changes accumulation or batch size between epochs, and tells ``optimizer_steps`` so."""
 
     @abstractmethod
-    def step_of(self, trainer: pl.Trainer, epoch: int) -> tuple[int, int]:
+    def step_of(self, trainer: L.Trainer, epoch: int) -> tuple[int, int]:
         """The number of batches per optimizer step in an epoch, and the multiple of the loader's batch size."""
 
-    def changes(self, trainer: pl.Trainer) -> Collection[int]:
+    def changes(self, trainer: L.Trainer) -> Collection[int]:
         """The epochs in which ``step_of`` may differ from the epoch before; every epoch, unless a subclass knows."""
         return range(trainer.max_epochs or 0)
 
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
         return self.max_steps, taken
 
 
-def plan_of(trainer: pl.Trainer) -> Plan:
+def plan_of(trainer: L.Trainer) -> Plan:
     """The plan of the Trainer's fit under its present settings; all ranks take part.
 
     Raises:
@@ -139,7 +139,7 @@ def plan_of(trainer: pl.Trainer) -> Plan:
     return plan
 
 
-def _spans(trainer: pl.Trainer) -> tuple[Span, ...]:
+def _spans(trainer: L.Trainer) -> tuple[Span, ...]:
     tries = trainer.fast_dev_run  # type: ignore[attr-defined]
     if trainer.reload_dataloaders_every_n_epochs and not tries:  # type: ignore[attr-defined]
         raise UnknownTotalSteps(
@@ -159,13 +159,13 @@ def _spans(trainer: pl.Trainer) -> tuple[Span, ...]:
     return tuple(Span(epoch, batches[multiple], accumulated) for epoch, (accumulated, multiple) in sizes.items())
 
 
-def _loader_name(trainer: pl.Trainer) -> str:
+def _loader_name(trainer: L.Trainer) -> str:
     """The training loader with the class that it is of, or that makes it."""
     source = trainer.fit_loop._data_source.instance
     return "the training loader" + ("" if source is None else f" of {type(source).__name__}")
 
 
-def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:
+def _refuse_what_cannot_be_counted(trainer: L.Trainer) -> None:
     if trainer.lightning_module is None:
         raise UnknownTotalSteps("the Trainer has no module and data yet (ask in configure_optimizers or later)")
     if not trainer.lightning_module.automatic_optimization:
@@ -176,7 +176,7 @@ def _refuse_what_cannot_be_counted(trainer: pl.Trainer) -> None:
         raise UnknownTotalSteps(f"{type(trainer.strategy).__name__} accumulates gradients across epochs")
 
 
-def _sizes(trainer: pl.Trainer) -> dict[int, tuple[int, int]]:
+def _sizes(trainer: L.Trainer) -> dict[int, tuple[int, int]]:
     """The batches per optimizer step and the multiple of the batch size, by the epoch from which on they hold."""
     if plans := callbacks_of(trainer, EpochPlan):  # type: ignore[type-abstract]
         sizes = {epoch: plans[-1].step_of(trainer, epoch) for epoch in sorted({0, *plans[-1].changes(trainer)})}

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.connector import _convert_precision_to_unified_args
@@ -29,12 +29,12 @@ from lightning_tricks.core.random_numbers import random_state, set_random_state
 Kind = TypeVar("Kind")
 
 
-def is_fitting(trainer: pl.Trainer) -> bool:
+def is_fitting(trainer: L.Trainer) -> bool:
     """Whether ``trainer.fit`` runs, its validation included."""
     return trainer.state.fn == TrainerFn.FITTING
 
 
-def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
+def trainer_of(module: L.LightningModule | None) -> L.Trainer | None:
     """The Trainer that a module is in, if it is in one."""
     try:
         return None if module is None else module.trainer
@@ -42,28 +42,28 @@ def trainer_of(module: pl.LightningModule | None) -> pl.Trainer | None:
         return None
 
 
-def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+def callbacks_of(trainer: L.Trainer, kind: type[Kind]) -> list[Kind]:
     """The Trainer's callbacks of a kind, in their order."""
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
-def optimizer_number(trainer: pl.Trainer, optimizer: Optimizer) -> int:
+def optimizer_number(trainer: L.Trainer, optimizer: Optimizer) -> int:
     """The position of an optimizer in ``trainer.optimizers``."""
     return next(number for number, other in enumerate(trainer.optimizers) if other is optimizer)
 
 
-def launches_processes(trainer: pl.Trainer) -> bool:
+def launches_processes(trainer: L.Trainer) -> bool:
     """Whether a fit runs in other processes that this one starts (spawn, fork, notebook)."""
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
-def data_parallel(trainer: pl.Trainer) -> tuple[int, int]:
+def data_parallel(trainer: L.Trainer) -> tuple[int, int]:
     """The rank of this process among those that train on different samples, and their number."""
     ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     return ranks["rank"], ranks["num_replicas"]
 
 
-def saves_folder(trainer: pl.Trainer) -> bool:
+def saves_folder(trainer: L.Trainer) -> bool:
     """Whether a checkpoint is a folder to which every rank writes its shards."""
     strategy = trainer.strategy
     return engine_of(trainer).is_deepspeed or bool(getattr(strategy, "_save_distributed_checkpoint", False))
@@ -76,7 +76,7 @@ class FolderParts:
     parts: tuple[Callable[[Path], None], ...] = ()  # each is called with the folder, on all ranks
 
 
-def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
+def step_schedules(trainer: L.Trainer, optimizer: Optimizer) -> None:
     """Step the schedulers of an optimizer that has just stepped, as automatic optimization would."""
     now = {"step": trainer.fit_loop.batch_idx + 1, "epoch": trainer.current_epoch + 1}
     for config in trainer.lr_scheduler_configs:
@@ -85,17 +85,17 @@ def step_schedules(trainer: pl.Trainer, optimizer: Optimizer) -> None:
             trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
 
 
-def will_step(trainer: pl.Trainer) -> bool:
+def will_step(trainer: L.Trainer) -> bool:
     """Whether the optimizer steps after the present batch, or gradients are accumulated further."""
     return not trainer.fit_loop._should_accumulate()
 
 
-def grad_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
+def grad_scaler(trainer: L.Trainer) -> torch.amp.GradScaler | None:
     """The GradScaler of fp16, if there is one."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def scaled(trainer: pl.Trainer, loss: torch.Tensor) -> torch.Tensor:
+def scaled(trainer: L.Trainer, loss: torch.Tensor) -> torch.Tensor:
     """A loss divided and scaled as Lightning divides and scales that of a training step."""
     if trainer.lightning_module.automatic_optimization:
         loss = loss / trainer.accumulate_grad_batches
@@ -103,12 +103,12 @@ def scaled(trainer: pl.Trainer, loss: torch.Tensor) -> torch.Tensor:
     return loss if scaler is None else scaler.scale(loss)
 
 
-def unsynced(trainer: pl.Trainer) -> AbstractContextManager[None]:
+def unsynced(trainer: L.Trainer) -> AbstractContextManager[None]:
     """A context in which DDP does not average gradients over the ranks."""
     return getattr(trainer.strategy, "block_backward_sync", nullcontext)()
 
 
-def subtract_steps(trainer: pl.Trainer, steps: int) -> None:
+def subtract_steps(trainer: L.Trainer, steps: int) -> None:
     """Subtract optimizer steps that were left out from ``global_step``, which has no public setter."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
@@ -120,13 +120,13 @@ def subtract_steps(trainer: pl.Trainer, steps: int) -> None:
         tracker.completed -= steps
 
 
-def is_last_step(trainer: pl.Trainer) -> bool:
+def is_last_step(trainer: L.Trainer) -> bool:
     """Whether the optimizer step just made is the last that is planned."""
     last_epoch = trainer.is_last_batch and 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1
     return last_epoch or 0 < trainer.max_steps <= trainer.global_step
 
 
-def monitors(trainer: pl.Trainer, filepath: str) -> str | None:
+def monitors(trainer: L.Trainer, filepath: str) -> str | None:
     """The metric that the ModelCheckpoint which saves a file monitors; None if none saves it."""
     for callback in callbacks_of(trainer, ModelCheckpoint):
         if filepath in {*callback.best_k_models, callback.last_model_path}:
@@ -134,7 +134,7 @@ def monitors(trainer: pl.Trainer, filepath: str) -> str | None:
     return None
 
 
-def validate_again(trainer: pl.Trainer, run: Callable[[], Any], suffix: str) -> set[str]:
+def validate_again(trainer: L.Trainer, run: Callable[[], Any], suffix: str) -> set[str]:
     """Run the fit's validation loop with the module's hooks only, and log with a suffix; returns the logged names.
 
     No hooks of callbacks run: a ModelCheckpoint or an EarlyStopping would take it for a second validation. Random
@@ -165,12 +165,12 @@ def _silent(*_: Any, **__: Any) -> None:
     pass
 
 
-def stepped_batches(trainer: pl.Trainer) -> int:
+def stepped_batches(trainer: L.Trainer) -> int:
     """The number of batches so far that an optimizer step has followed, by which Lightning counts what it logs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], Mapping[str, float | torch.Tensor]]) -> None:
+def log_every_n_steps(trainer: L.Trainer, values: Callable[[], Mapping[str, float | torch.Tensor]]) -> None:
     """Log metrics every ``log_every_n_steps``, as LearningRateMonitor does, also without a logger."""
     # The Trainer's own should_update_logs takes five times longer.
     every = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def log_every_n_steps(trainer: pl.Trainer, values: Callable[[], Mapping[str, flo
         log_metrics(trainer, values())
 
 
-def log_metrics(trainer: pl.Trainer, values: Mapping[str, float | torch.Tensor]) -> None:
+def log_metrics(trainer: L.Trainer, values: Mapping[str, float | torch.Tensor]) -> None:
     """Log metrics now, also without a logger; what a logger gets of scalars on the device comes in one transfer."""
     if trainer.loggers:
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -189,23 +189,23 @@ def log_metrics(trainer: pl.Trainer, values: Mapping[str, float | torch.Tensor])
     trainer.callback_metrics.update({name: torch.as_tensor(value) for name, value in values.items()})
 
 
-def transfers_batch(trainer: pl.Trainer) -> bool:
+def transfers_batch(trainer: L.Trainer) -> bool:
     """Whether a loop moves its batch to the device now; other code may call the strategy's method, too."""
     return trainer.lightning_module._current_fx_name == "batch_to_device"
 
 
-def has_static_graph(trainer: pl.Trainer) -> bool:
+def has_static_graph(trainer: L.Trainer) -> bool:
     """Whether DDP was given ``static_graph=True``."""
     strategy: Any = trainer.strategy
     return engine_of(trainer) is Engine.DDP and bool(strategy._ddp_kwargs.get("static_graph"))
 
 
-def detects_anomaly(trainer: pl.Trainer) -> bool:
+def detects_anomaly(trainer: L.Trainer) -> bool:
     """Whether the backward pass raises at a NaN, ``Trainer(detect_anomaly=True)``."""
     return trainer._detect_anomaly
 
 
-def keep_user_samplers(trainer: pl.Trainer) -> None:
+def keep_user_samplers(trainer: L.Trainer) -> None:
     """Leave the loaders their own samplers, as ``Trainer(use_distributed_sampler=False)``.
 
     No public name sets it later, when a DDP strategy has found that it runs alone; a DistributedSampler shuffles.
@@ -213,7 +213,7 @@ def keep_user_samplers(trainer: pl.Trainer) -> None:
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
-def has_comm_state(trainer: pl.Trainer) -> bool:
+def has_comm_state(trainer: L.Trainer) -> bool:
     """Whether DDP was given a communication hook with a state."""
     strategy: Any = trainer.strategy
     ours = getattr(strategy, "compression", "none") in ("powersgd", "local_sgd")  # arguments of DDPPreset
@@ -235,12 +235,12 @@ def requested_precision() -> str | None:
     return asked or (None if plugin is None else plugin.precision)
 
 
-def extremes(trainer: pl.Trainer, number: int) -> tuple[int, int]:
+def extremes(trainer: L.Trainer, number: int) -> tuple[int, int]:
     """The smallest and the largest of the ranks' numbers; all ranks take part, and wait for their devices."""
     return later_extremes(trainer, number)()
 
 
-def later_extremes(trainer: pl.Trainer, number: int) -> Callable[[], tuple[int, int]]:
+def later_extremes(trainer: L.Trainer, number: int) -> Callable[[], tuple[int, int]]:
     """Begin to find the smallest and the largest of the ranks' numbers, which the result gives when it is called.
 
     All ranks take part now. None waits for its device before the result is called, and then only if the device is
@@ -262,12 +262,12 @@ def later_extremes(trainer: pl.Trainer, number: int) -> Callable[[], tuple[int, 
     return values
 
 
-def step_arguments(pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+def step_arguments(pl_module: L.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """The arguments of ``training_step`` as Lightning makes them."""
     indexed = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if indexed else (batch,)
 
 
-def takes_dataloader_iter(pl_module: pl.LightningModule) -> bool:
+def takes_dataloader_iter(pl_module: L.LightningModule) -> bool:
     """Whether ``training_step`` takes its batches out of an iterator itself."""
     return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters

@@ -1,4 +1,4 @@
-"""Losses in which samples have their own weights, or only some samples count, and the samples of their entries."""
+"""Losses of weighted or of some samples, by pure functions; apart from the target, a subclass of tensors."""
 
 from __future__ import annotations
 

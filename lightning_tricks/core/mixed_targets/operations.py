@@ -1,4 +1,4 @@
-"""What torch's functions do with their arguments; functions are told apart by name, as methods or in ``torch``."""
+"""What torch's functions do with their arguments; functions are known by their names, as methods or in ``torch``."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ def kind_of(func: Function, args: Sequence[Any]) -> Kind:
     return Kind.REDUCTION if name in ("sum", "mean") else Kind.OTHER
 
 
-@cache
 def _signature(func: Function) -> inspect.Signature | None:
-    if getattr(func, "__module__", None) != "torch.nn.functional":
-        return None
+    return _signature_of_torch(func) if getattr(func, "__module__", None) == "torch.nn.functional" else None
+
+
+@cache  # a cache of all functions would keep what `named` makes, and the traced layers in it
+def _signature_of_torch(func: Function) -> inspect.Signature | None:
     signature = inspect.signature(func)
     return signature if "reduction" in signature.parameters else None
 

@@ -160,13 +160,9 @@ class _Call:
         """Whether all targets are losses of the batch, single numbers."""
         return all([target.is_loss and not target.branches[0].ndim for target in self.targets])
 
-    def in_branch(self, number: int) -> Call:
-        """The arguments in the branch of this number."""
-        return _arguments(self.args, self.kwargs, number)
-
     def in_branches(self) -> list[Call]:
         """The arguments in every branch."""
-        return [self.in_branch(number) for number in range(len(self.targets[0].branches))]
+        return [_arguments(self.args, self.kwargs, number) for number in range(len(self.targets[0].branches))]
 
     def plainly(self) -> Any:
         """The result for the value that a target has for everybody else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,7 +59,7 @@ def _dense_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def true_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
+def true_loss(trainer: L.Trainer, loss: Tensor) -> Tensor:
     """A copy of the loss that the training step returned, from the loss that Lightning has divided and scaled."""
     scaler, loss = grad_scaler(trainer), loss.detach()
     loss = loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
@@ -74,7 +74,7 @@ class FiniteCheck:
         self._losses: list[Tensor] = []  # the losses of the window so far
         self._last: Tensor | None = None  # the last finite loss, or the first one if none was finite
 
-    def note(self, trainer: pl.Trainer, loss: Tensor) -> Tensor:
+    def note(self, trainer: L.Trainer, loss: Tensor) -> Tensor:
         """Keep a copy of a loss before its backward pass, without waiting for the device."""
         self._losses.append(true_loss(trainer, loss))
         return self._losses[-1]
@@ -84,12 +84,12 @@ class FiniteCheck:
         self._note_last()
         self._losses = []
 
-    def finite(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> bool:
+    def finite(self, trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the losses since the last call and the gradients are finite on all ranks; all ranks take part."""
         return self.finite_and_mean(trainer, optimizers)[0]
 
     def finite_and_mean(
-        self, trainer: pl.Trainer, optimizers: Sequence[Optimizer], numbers: Sequence[Tensor] = ()
+        self, trainer: L.Trainer, optimizers: Sequence[Optimizer], numbers: Sequence[Tensor] = ()
     ) -> tuple[bool, list[float]]:
         """The same, and the means of scalars over the ranks, in one wait for the device."""
         good = all_finite([*_gradients(optimizers), *self._losses])
@@ -107,7 +107,7 @@ class FiniteCheck:
         for loss in self._losses:
             self._last = loss if self._last is None else torch.where(loss.isfinite(), loss, self._last)
 
-    def report(self, trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    def report(self, trainer: L.Trainer, module: L.LightningModule) -> str:
         """A text with the parameters whose gradients are not finite, and the last finite loss; all ranks take part."""
         self._note_last()
         gradients = {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}

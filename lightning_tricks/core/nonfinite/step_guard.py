@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class SkipStep(Exception):
     """Raised in ``on_before_optimizer_step`` to leave the optimizer before it changes anything."""
 
 
-def require_skippable_steps(trainer: pl.Trainer, trick: str) -> None:
+def require_skippable_steps(trainer: L.Trainer, trick: str) -> None:
     """Raise at setup under a strategy where steps cannot be left out.
 
     Raises:
@@ -99,7 +99,7 @@ def _writable(tensor: Tensor) -> bool:
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def starts_window(trainer: pl.Trainer, batch_idx: int) -> bool:
+def starts_window(trainer: L.Trainer, batch_idx: int) -> bool:
     """Whether an accumulation window begins with this batch; unknown, so False, in manual optimization."""
     return trainer.lightning_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0
 
@@ -162,20 +162,20 @@ class Window:
         self._buffers: Buffers | None = None
         self._writes: OwnWrites | None = None
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule, undo: ExitStack) -> None:
+    def start(self, trainer: L.Trainer, module: L.LightningModule, undo: ExitStack) -> None:
         """Look at training steps until ``undo`` is closed; those that step optimizers themselves are left out."""
         if module.automatic_optimization:
             self._writes = OwnWrites(module)
             undo.callback(wrap_method(trainer.strategy, "training_step", self._writes.step))
 
-    def begin_batch(self, trainer: pl.Trainer, module: nn.Module, batch_idx: int) -> None:
+    def begin_batch(self, trainer: L.Trainer, module: nn.Module, batch_idx: int) -> None:
         """Call this before the training step of a batch."""
         if self._buffers is None or starts_window(trainer, batch_idx):
             self._buffers = Buffers(module)
             if self._writes is not None:
                 self._writes.begin_window()
 
-    def end(self, module: pl.LightningModule) -> None:
+    def end(self, module: L.LightningModule) -> None:
         """Call this before an optimizer step that is not left out."""
         if not module.automatic_optimization:
             self._buffers = Buffers(module)  # the next window may begin in the same batch
@@ -199,7 +199,7 @@ class StepGuard:
         self._left_out = False  # whether a step of this batch was left out
         self._counted = 0  # number of left-out steps that global_step still counts
 
-    def start(self, trainer: pl.Trainer, trick: str, undo: ExitStack) -> None:
+    def start(self, trainer: L.Trainer, trick: str, undo: ExitStack) -> None:
         """Guard the optimizer steps of this fit until ``undo`` is closed.
 
         Raises:
@@ -228,13 +228,14 @@ class StepGuard:
             self._counted += 1
             scaler = grad_scaler(self._trainer)
             if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
+                # A GradScaler requires update() after unscaling, which would count a step that was not made.
                 state = scaler.state_dict()
-                scaler.update()  # a GradScaler requires update() after unscaling
+                scaler.update()
                 scaler.load_state_dict(state)
             return None
 
     def _schedule(self, original: Callable[..., None], interval: str, *args: Any, **kwargs: Any) -> None:
-        if self._counted:
+        if self._counted:  # Lightning counts a step once optimizer_step has returned, which is too late to say no
             subtract_steps(self._trainer, self._counted)
             self._counted = 0
         if not (self._left_out and interval == "step"):

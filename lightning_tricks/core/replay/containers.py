@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Mutabl
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -29,9 +30,22 @@ SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, range)
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 _VALUES = (Enum, PurePath, re.Pattern, date, time, timedelta, torch.dtype, torch.device)
 _IMMUTABLE = (*SIMPLE, *_CODE, *_VALUES, logging.Logger)  # a loggers' handlers are shared by all of the program
-_LIBRARIES = {"torch", "torchmetrics", "lightning_fabric", pl.__name__.split(".")[0], __name__.split(".")[0]}
+_LIBRARIES = {"torch", "torchmetrics", "lightning_fabric", L.__name__.split(".")[0], __name__.split(".")[0]}
 
 Contents = tuple[str, Sequence[Any], list[Any]]  # the form of a path, keys or names, and the items at them
+
+
+def _by_class(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache a function of a class without keeping the class alive: a notebook's cell makes a new one at every run."""
+    kept: WeakKeyDictionary[type, dict[Any, Any]] = WeakKeyDictionary()
+
+    def cached(kind: type, *others: Any) -> Any:
+        found = kept.setdefault(kind, {})
+        if others not in found:
+            found[others] = function(kind, *others)
+        return found[others]
+
+    return cached
 
 
 # -- the kinds of objects that hold something -------------------------------------------------------------------------
@@ -76,7 +90,7 @@ class _Kind:
         role: What its objects are.
         read: Copies what an object holds: the state of a generator, the entries of an array, the items of a container.
         write: Gives an object what was read from it.
-        as_bytes: Turns what was read from a generator or an array into bytes.
+        as_bytes: Turns the state that was read from a generator, or an array itself, into bytes.
         form: The form of a path to an item of a container.
     """
 
@@ -125,12 +139,15 @@ def _numpy_kinds() -> tuple[_Kind, ...]:
 
 
 def _kind_of(value: Any) -> _Kind | None:
-    """The row of an object's class."""
-    kind: Any = type(value)
-    return _row_of(kind)
+    """The row of an object's class.
+
+    ``isinstance`` would believe a proxy that claims to be a dictionary, and ``dict.items`` raises for one.
+    """
+    row: _Kind | None = _row_of(type(value))
+    return row
 
 
-@cache
+@_by_class
 def _row_of(kind: Any) -> _Kind | None:
     """The row of a class; None for one whose objects are restored by their attributes, or not at all."""
     if issubclass(kind, random.SystemRandom):  # the operating system draws its numbers
@@ -147,7 +164,9 @@ def generator_restorer(value: Any) -> Callable[[], object] | None:
 def bytes_in(value: Any) -> bytes | None:
     """The numbers of an array, or the state of a random generator, in bytes; None for other objects."""
     kind = _kind_of(value)
-    return None if kind is None or kind.role == "container" else kind.as_bytes(kind.read(value))
+    if kind is None or kind.role == "container":
+        return None
+    return kind.as_bytes(value if kind.role == "array" else kind.read(value))
 
 
 # -- restoring --------------------------------------------------------------------------------------------------------
@@ -287,7 +306,7 @@ def _is_known(value: Any) -> bool:
     return kind.__module__.partition(".")[0] == "numpy" or not _hides_state(kind, object)
 
 
-@cache
+@_by_class
 def _hides_state(kind: Any, base: Any) -> bool:
     """Whether objects of a class keep state in memory besides the base class, attributes and slots."""
     spaces = [vars(base_class) for base_class in kind.__mro__[: kind.__mro__.index(base)]]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -22,7 +22,7 @@ class WithoutGradients:
     def __init__(self) -> None:
         self.needs_gradients = False
 
-    def __call__(self, module: pl.LightningModule, run: Callable[[bool], T], again: Callable[[], object]) -> T:
+    def __call__(self, module: L.LightningModule, run: Callable[[bool], T], again: Callable[[], object]) -> T:
         """The result of ``run(False)``, or of ``run(True)`` if that raises an error that gradients avoid.
 
         Args:
@@ -52,7 +52,7 @@ class LogsOnce:
         self._calls, self._done = 0, 0
 
     @contextmanager
-    def of(self, module: pl.LightningModule) -> Iterator[None]:
+    def of(self, module: L.LightningModule) -> Iterator[None]:
         """Run the step of a module inside the block, for the first or the second time."""
         self._calls, self._done = 0, self._calls
         undo = wrap_method(module, "log", self._log)
@@ -68,7 +68,7 @@ class LogsOnce:
 
 
 @contextmanager
-def gradients_inside(pl_module: pl.LightningModule) -> Iterator[None]:
+def gradients_inside(pl_module: L.LightningModule) -> Iterator[None]:
     """Let ``training_step`` compute gradients inside the block, though its caller and DDP's forward pass have none."""
 
     def with_gradients(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def gradients_inside(pl_module: pl.LightningModule) -> Iterator[None]:
 
 @contextmanager
 def trial_steps(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, *, deep: bool = False, gradients: bool = False
+    trainer: L.Trainer, pl_module: L.LightningModule, *, deep: bool = False, gradients: bool = False
 ) -> Iterator[None]:
     """Run steps without gradients inside the block, with the random numbers that the next step will draw.
 

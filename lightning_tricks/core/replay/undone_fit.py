@@ -1,4 +1,4 @@
-"""A trial fit with a single callback, after which everything is restored."""
+"""A trial fit with a single callback, after which everything that it has changed is restored."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from lightning_tricks.core.lightning.engine import TORCH, require_engine
@@ -26,18 +35,21 @@ from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of, launches_processes
 from lightning_tricks.core.random_numbers import random_numbers_of, random_state
-from lightning_tricks.core.replay.fit_state import ObjectState, TrainedModuleState
+from lightning_tricks.core.replay.containers import generator_restorer, restorer, run_all, write_dict
+from lightning_tricks.core.replay.module_state import ModuleState
 from lightning_tricks.core.trick import Trick
+from lightning_tricks.core.weights.fsdp2 import FSDP2
+from lightning_tricks.core.weights.tensors import bits
 
 
-def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str) -> None:
+def require_undoable(trainer: L.Trainer, module: Any, loaders: Any, trick: str) -> None:
     """Raise unless a fit with this Trainer, module and loaders can be undone."""
     module = getattr(module, "_orig_mod", module)  # the module inside torch.compile(module)
     require_same_lightning(trainer, trick)
     require_same_lightning(module, trick)
-    if not isinstance(trainer, pl.Trainer):
+    if not isinstance(trainer, L.Trainer):
         raise TypeError(f"trainer must be a lightning.pytorch Trainer, got {type(trainer).__name__}.")
-    if not isinstance(module, pl.LightningModule):
+    if not isinstance(module, L.LightningModule):
         raise TypeError(f"module must be a LightningModule, got {type(module).__name__}.")
     several = loaders.values() if isinstance(loaders, dict) else loaders
     given = several if isinstance(loaders, dict | list | tuple) else [loaders]
@@ -59,7 +71,7 @@ def require_undoable(trainer: pl.Trainer, module: Any, loaders: Any, trick: str)
         raise MisconfigurationException(f"{trick} runs a fit of its own: call it before trainer.fit, not inside.")
 
 
-def is_trial(trainer: pl.Trainer) -> bool:
+def is_trial(trainer: L.Trainer) -> bool:
     """Whether the present fit will be undone."""
     return bool(callbacks_of(trainer, UndoneFit))
 
@@ -76,7 +88,7 @@ class UndoneFit(Callback):
         self._kept = ObjectState()
 
     def fit(
-        self, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any, beside: Sequence[Callback] = ()
+        self, trainer: L.Trainer, module: Any, loaders: Any, datamodule: Any, beside: Sequence[Callback] = ()
     ) -> None:
         """Fit, and undo the fit.
 
@@ -102,7 +114,7 @@ class UndoneFit(Callback):
                 raise
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Not earlier: configure_optimizers makes its schedules for the training that will follow.
         self._kept.note(trainer.optimizers)
         fit_of(trainer).is_trial = True
@@ -113,12 +125,12 @@ class UndoneFit(Callback):
             config.frequency = sys.maxsize  # the scheduler is never stepped, but a module may read it
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.exception = exception
 
 
 @contextmanager
-def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any], state: ObjectState) -> Iterator[None]:
+def _as_before(trainer: L.Trainer, module: L.LightningModule, data: list[Any], state: ObjectState) -> Iterator[None]:
     """Restore what a fit changes: module, Trainer, loaders, random numbers, and the handler of Ctrl-C."""
     state.note(
         [trainer, getattr(trainer.fit_loop, NAME, None), data], any_class=True, without=[trainer.strategy.launcher]
@@ -139,3 +151,132 @@ def _as_before(trainer: pl.Trainer, module: pl.LightningModule, data: list[Any],
         warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
         yield
         weights.refuse_counts()
+
+
+class ObjectState:
+    """Keeps the state of Lightning's objects, optimizers, loaders and random generators, and of objects inside them."""
+
+    def __init__(self) -> None:
+        self._restore: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}
+
+    def note(self, value: Any, *, deep: bool = False, any_class: bool = False, without: Sequence[Any] = ()) -> None:
+        """Remember a value and its contents.
+
+        Args:
+            value: Any object.
+            deep: Whether to copy tensors, arrays and long containers, too.
+            any_class: Whether to remember the attributes of an object of any class.
+            without: Objects to leave out.
+        """
+        self._seen |= {id(item): item for item in without}
+        if isinstance(value, _IMMUTABLE) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if restore := _restorer_of(value, deep):
+            self._restore.append(restore)
+        if isinstance(value, _CONTAINERS) and (deep or len(value) <= _LONG):
+            inner = list(value.values() if isinstance(value, dict) else value)
+            if (restore := restorer(value, type(value).__name__, strict=False)) is not None:
+                self._restore.append(restore)
+            for item in inner if len(inner) <= _LONG else ():
+                self.note(item, deep=deep, any_class=any_class)
+        if _has_state(value) or (any_class and hasattr(value, "__dict__") and not isinstance(value, _SKIPPED)):
+            space = vars(value)
+            self._restore.append(partial(write_dict, space, list(space.items())))
+            for attribute in list(space.values()):
+                self.note(attribute, deep=isinstance(value, _WITH_TENSORS))
+
+    def restore(self) -> None:
+        """Restore everything, also what comes after something that could not be restored."""
+        run_all(self._restore)
+
+
+class TrainedModuleState:
+    """Keeps what a fit changes in a module: weights, gradients, buffers, attributes, submodules, hooks and sharding."""
+
+    def __init__(self, module: nn.Module, state: ObjectState) -> None:
+        self._shards = FSDP2(module)  # reshard() and local() also work for a module that is not sharded
+        self._shards.reshard()
+        self._state = ModuleState(module, deep=True)
+        self._owners: list[tuple[Any, ...]] = []  # modules, their classes, and how to restore their structure
+        self._weights: list[tuple[Any, ...]] = []  # the arguments of _restore_weight
+        for owner in module.modules():
+            structure = [restorer(vars(owner)[name], name) for name in _STRUCTURE if name in vars(owner)]
+            self._owners.append((owner, type(owner), [restore for restore in structure if restore is not None]))
+            state.note([value for name, value in vars(owner).items() if name not in _STRUCTURE])
+        for weight in module.parameters():
+            part, gradient = self._shards.local(bits(weight)), weight.grad
+            assert part is not None, "FSDP2 has a part of every weight"
+            gradients = None if gradient is None else (gradient, bits(gradient).clone())
+            self._weights.append((weight, weight.requires_grad, part, part.clone(), gradients))
+
+    def refuse_counts(self) -> None:
+        """Raise if an object of the module has changed that cannot be restored, with its path."""
+        self._state.refuse_counts()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything, also what comes after something that could not be restored; can be called once."""
+        owners = [partial(self._restore_owner, *kept) for kept in self._owners]
+        weights = [partial(self._restore_weight, *kept) for kept in self._weights]
+        run_all([self._shards.reshard, *owners, self._state.restore, *weights])
+
+    def _restore_owner(self, owner: nn.Module, kind: type[nn.Module], structure: list[Callable[[], None]]) -> None:
+        if type(owner) is not kind:
+            owner.__class__ = kind
+            _forget_sharding(owner)
+        for restore in structure:
+            restore()
+
+    def _restore_weight(
+        self, weight: nn.Parameter, trains: bool, part: Tensor, before: Tensor, gradients: tuple[Tensor, Tensor] | None
+    ) -> None:
+        weight.requires_grad_(trains)
+        if not isinstance(weight, DTensor) and not _same_memory(weight, part):
+            weight.data = part  # on its earlier device, in its earlier dtype
+        now = self._shards.local(bits(weight))
+        assert now is not None, "FSDP2 has a part of every weight"
+        now.copy_(before)
+        weight.grad = None
+        if gradients is not None:
+            weight.grad, held = gradients
+            bits(weight.grad).copy_(held)
+
+
+_STRUCTURE = frozenset(vars(nn.Module()))
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type)
+_LIGHTNING = ("lightning.pytorch.", "lightning.fabric.")
+_CONTAINERS = (list, dict, set, deque, tuple)
+_WITH_TENSORS = (Optimizer, torch.amp.GradScaler, Sampler)
+_TORCH = (*_WITH_TENSORS, LRScheduler, DataLoader, Dataset)
+_SKIPPED = (nn.Module, Callback, Logger, ClusterEnvironment, Enum, Tensor)
+_LONG = 1000  # items; longer containers are data
+
+
+def _has_state(value: Any) -> bool:
+    lightnings = any(kind.__module__.startswith(_LIGHTNING) for kind in type(value).__mro__)
+    return (isinstance(value, _TORCH) or lightnings) and hasattr(value, "__dict__") and not isinstance(value, _SKIPPED)
+
+
+def _restorer_of(value: Any, deep: bool) -> Callable[[], object] | None:
+    """A function that restores a random generator, a tensor or an array; None for other objects."""
+    numpy = sys.modules.get("numpy")
+    if (generator := generator_restorer(value)) is not None:
+        return generator
+    if deep and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return partial(bits(value).copy_, bits(value).clone())
+    if deep and numpy and isinstance(value, numpy.ndarray):
+        return partial(numpy.copyto, value, value.copy())
+    return None
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return (a.device, a.dtype, a.data_ptr()) == (b.device, b.dtype, b.data_ptr())
+
+
+def _forget_sharding(module: nn.Module) -> None:
+    """Let ``fully_shard`` shard a module again, which it refuses otherwise."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    _module_state_mapping.pop(module, None)

@@ -1,4 +1,4 @@
-"""Atomic replacement of checkpoint folders: a folder has its new content, or is untouched."""
+"""Atomic replacement of folders; apart from the strategy, since core/safe_load alone removes files."""
 
 from __future__ import annotations
 

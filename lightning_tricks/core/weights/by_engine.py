@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, require_engine
@@ -11,7 +11,7 @@ from lightning_tricks.core.weights.local import LocalWeights
 from lightning_tricks.core.weights.zero import ZeRO, ZeRO3
 
 
-def local_weights(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> LocalWeights:
+def local_weights(trainer: L.Trainer, module: L.LightningModule, trick: str) -> LocalWeights:
     """The weights of the module that this process holds.
 
     Raises:
@@ -30,7 +30,7 @@ def local_weights(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -
     return ZeRO3(module) if engine is Engine.ZERO3 else ZeRO(module, lambda: trainer.optimizers[0])
 
 
-def local_gradients(trainer: pl.Trainer, module: pl.LightningModule, trick: str) -> LocalWeights:
+def local_gradients(trainer: L.Trainer, module: L.LightningModule, trick: str) -> LocalWeights:
     """The weights that this process holds, under engines where ``.grad`` is the gradient of a plain torch loop.
 
     Raises:
@@ -40,6 +40,6 @@ def local_gradients(trainer: pl.Trainer, module: pl.LightningModule, trick: str)
     return FSDP2(module) if engine is Engine.FSDP2 else LocalWeights(module)
 
 
-def _offloads_to_nvme(trainer: pl.Trainer) -> bool:
+def _offloads_to_nvme(trainer: L.Trainer) -> bool:
     zero = trainer.strategy.config["zero_optimization"]  # type: ignore[attr-defined]  # DeepSpeed's
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"

@@ -70,6 +70,7 @@ class FSDP2(LocalWeights):
     def norm(self, parts: Sequence[Tensor], *, of: Sequence[Tensor]) -> Tensor:
         total = torch.zeros((), device=of[0].device)
         for part, full in zip(parts, of, strict=True):
+            # The sum over all ranks counts a part as often as it is held, by replicas or by whole weights.
             total += global_norm([part]) ** 2 / _copies(full)
         dist.all_reduce(total)
         return total.sqrt()

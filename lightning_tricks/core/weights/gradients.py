@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,16 +30,14 @@ class GradientCallback(Trick):
         self._weights: LocalWeights | None = None
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if is_fitting(trainer):
             self._weights = local_gradients(trainer, pl_module, type(self).__name__)
             self._undo.callback(setattr, self, "_weights", None)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._weights is None:  # outside of a fit: a step that adapts the module to a test set
             return
         _require_unscaled(trainer, optimizer, type(self).__name__)
@@ -50,7 +48,7 @@ class GradientCallback(Trick):
 
     @abstractmethod
     def _change(
-        self, trainer: pl.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
+        self, trainer: L.Trainer, optimizer: Optimizer, parameters: list[nn.Parameter], weights: LocalWeights
     ) -> None:
         """Change the gradients of an optimizer's parameters; ``parameters`` are those that have a gradient."""
 
@@ -74,7 +72,7 @@ def require_dense(module: nn.Module, gradients: Sequence[tuple[Tensor, Tensor]],
         )
 
 
-def _require_unscaled(trainer: pl.Trainer, optimizer: Optimizer, trick: str) -> None:
+def _require_unscaled(trainer: L.Trainer, optimizer: Optimizer, trick: str) -> None:
     # Lightning refuses gradient_clip_val for the same reason, and by the same attribute: torch has no public name.
     if grad_scaler(trainer) and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise MisconfigurationException(

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -141,21 +141,21 @@ class StagedCallback(Trick):
         """The number of groups, from the head on, that train at first."""
 
     @abstractmethod
-    def _due(self, trainer: pl.Trainer, stages: Stages) -> int:
+    def _due(self, trainer: L.Trainer, stages: Stages) -> int:
         """The number of groups, from the head on, that are to train now."""
 
     def _least(self, stages: Stages) -> int:
         """The smallest number of groups that train at any time."""
         return self._first(stages)
 
-    def _optimizers_made(self, trainer: pl.Trainer, stages: Stages) -> None:
+    def _optimizers_made(self, trainer: L.Trainer, stages: Stages) -> None:
         """Called after ``configure_optimizers``, which has found everything trainable."""
 
-    def _changed(self, trainer: pl.Trainer, stages: Stages) -> None:
+    def _changed(self, trainer: L.Trainer, stages: Stages) -> None:
         """Called in training when another number of groups has come to train."""
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer):
             return
@@ -173,7 +173,7 @@ class StagedCallback(Trick):
         if weights.sharded:
             self._wrap(trainer.strategy, "load_checkpoint", partial(self._load, trainer))
 
-    def _set_up(self, weights: LocalWeights, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
+    def _set_up(self, weights: LocalWeights, set_up: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
         try:
             stages = self._stages = Stages(weights, self._order(weights.module))
         except ValueError as error:
@@ -191,7 +191,7 @@ class StagedCallback(Trick):
             set_up(trainer)
         stages.hold()
 
-    def _set_up_optimizers(self, stages: Stages, set_up: Callable[[pl.Trainer], None], trainer: pl.Trainer) -> None:
+    def _set_up_optimizers(self, stages: Stages, set_up: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
         stages.train(stages.frozen(), True)
         try:
             set_up(trainer)
@@ -199,7 +199,7 @@ class StagedCallback(Trick):
             stages.train(stages.frozen(), False)
         self._optimizers_made(trainer, stages)
 
-    def _load(self, trainer: pl.Trainer, load: Callable[..., dict[str, Any]], *args: Any, **kw: Any) -> dict[str, Any]:
+    def _load(self, trainer: L.Trainer, load: Callable[..., dict[str, Any]], *args: Any, **kw: Any) -> dict[str, Any]:
         """Load the checkpoint, and again once its groups are known: torch skips states of frozen parameters."""
         if (stages := self._stages) is None:
             return load(*args, **kw)
@@ -217,7 +217,7 @@ class StagedCallback(Trick):
         return load(*args, **kw)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         assert self._stages is not None, "set with the strategy"
         self._stages.find_norms()
@@ -225,20 +225,20 @@ class StagedCallback(Trick):
         self._proceed(trainer, pl_module, self._stages)
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Change what trains before the first batch of an epoch, when averages look for trainable weights."""
         assert self._stages is not None, "set with the strategy"
         self._proceed(trainer, pl_module, self._stages)
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._stages is not None, "set with the strategy"
         self._proceed(trainer, pl_module, self._stages)  # global_step changes between accumulation windows only
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         super().on_before_backward(trainer, pl_module, loss)
         if self._stages is not None and not loss.requires_grad and (frozen := self._stages.frozen()):
             raise MisconfigurationException(
@@ -246,7 +246,7 @@ class StagedCallback(Trick):
                 f" Skip its backward pass while it is, or let a part train, {self.written()}. {examples(frozen)}"
             )
 
-    def _proceed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stages: Stages) -> None:
+    def _proceed(self, trainer: L.Trainer, pl_module: L.LightningModule, stages: Stages) -> None:
         if (due := self._due(trainer, stages)) != stages.joined:
             stages.join(due)
             self._changed(trainer, stages)

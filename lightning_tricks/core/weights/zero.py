@@ -71,6 +71,7 @@ class ZeRO3(LocalWeights):
 
     @override
     def release(self) -> None:
+        # A weight that stays gathered after its use, as small ones do, would keep the values of before.
         for optimizer in {parameter._z3_optimizer for parameter in self._parameters()}:
             optimizer.empty_partition_cache()
 

@@ -1,4 +1,4 @@
-"""A contrastive step in chunks: embeddings without graphs, their gradients, then the graph of a chunk at a time."""
+"""A contrastive step in chunks, and its gradients; apart from the mixin, whose hooks say when one begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -48,7 +48,7 @@ class GradCache:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.trainer: pl.Trainer = module.trainer
+        self.trainer: L.Trainer = module.trainer
         self.name = f"GradCacheMixin(chunk={module.chunk})"
         self.in_chunks = False  # whether the present step is cut
         self._shards = engine_of(self.trainer) is Engine.FSDP2
@@ -203,6 +203,7 @@ class GradCache:
         gradients, of_contrast = self._gradients(step, descend)
         with run_again(step.start) as again, again.running(), replaying():
             for chunk, place in step.chunks:
+                # DDP reduces all of .grad in one pass: every chunk's share of it must be there by then.
                 last = place is step.chunks[-1][1]
                 with nullcontext() if last else unsynced(self.trainer):
                     part = partial(self._surrogate, step, gradients, place, of_contrast if last else {})
@@ -215,7 +216,8 @@ class GradCache:
         """The gradients of the embeddings, and of the parameters in ``contrast``, unless those are in ``.grad``."""
         loss = scaled(self.trainer, step.loss)
         leaves = [embedding for embedding in step.embeddings if embedding.requires_grad]
-        if self._shards:  # FSDP2 reduces gradients in a backward pass
+        # FSDP2 reduces gradients in the hooks of a backward pass, which torch.autograd.grad does not run.
+        if self._shards:
             descend(loss)
             return [embedding.grad for embedding in step.embeddings], {}
         weights = [weight for weight in self.module.parameters() if weight.requires_grad]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -21,7 +21,7 @@ from lightning_tricks.core.trick import Trick
 from lightning_tricks.modules.grad_cache.engine import GradCache, check_embeddings
 
 if TYPE_CHECKING:
-    _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
+    _Module = L.LightningModule  # what the mixin is mixed into; at run time it is a plain class
 else:
     _Module = object
 
@@ -56,7 +56,7 @@ class GradCacheMixin(_Module):
 
     Example:
         >>> import lightning_tricks as lt
-        >>> class Net(lt.GradCacheMixin, pl.LightningModule):
+        >>> class Net(lt.GradCacheMixin, L.LightningModule):
         ...     chunk = 32
         ...
         ...     def embed(self, batch):
@@ -75,7 +75,7 @@ class GradCacheMixin(_Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
-        if pl.LightningModule in order and order.index(pl.LightningModule) < order.index(GradCacheMixin):
+        if L.LightningModule in order and order.index(L.LightningModule) < order.index(GradCacheMixin):
             raise TypeError(f"GradCacheMixin must come first: class {cls.__name__}(GradCacheMixin, LightningModule).")
 
     if TYPE_CHECKING:  # at run time they would hide those of a base class behind the mixin
@@ -148,7 +148,7 @@ class GradCacheHooks(Trick):
         self.module = module
 
     @override
-    def is_active(self, trainer: pl.Trainer) -> bool:
+    def is_active(self, trainer: L.Trainer) -> bool:
         return trainer.lightning_module is self.module  # Lightning keeps the callbacks that an earlier module brought
 
     @override
@@ -156,11 +156,11 @@ class GradCacheHooks(Trick):
         return f"{type(self.module).__name__} with GradCacheMixin(chunk={self.module.chunk})"
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         return "GradCacheMixin", {"chunk": self.module.chunk}
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer) or not self.is_active(trainer):
             return
@@ -170,14 +170,14 @@ class GradCacheHooks(Trick):
         self._wrap(trainer.strategy, "training_step", pl_module._grad_cache.training_step)
 
     @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self.module._grad_cache is not None and self.module._grad_cache.pending:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__}.backward must call super().backward(loss): GradCacheMixin works inside it."
             )
 
 
-def _check(trainer: pl.Trainer, pl_module: Any) -> None:
+def _check(trainer: L.Trainer, pl_module: Any) -> None:
     name = type(pl_module).__name__
     try:
         check_count(f"{name}.chunk", pl_module.chunk)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -48,7 +48,7 @@ class SAMEngine:
         weights: The weights of the module that this process holds.
     """
 
-    def __init__(self, module: pl.LightningModule, sam: SAM, weights: LocalWeights) -> None:
+    def __init__(self, module: L.LightningModule, sam: SAM, weights: LocalWeights) -> None:
         self.module = module
         self.sam = sam
         self.weights = weights
@@ -161,6 +161,7 @@ class SAMEngine:
         calls = watch.calls.get(inner, 0) + 1
         if calls == 1:
             watch.clear_spent(inner)
+        # Lightning ends a window with the epoch, too: its gradients would otherwise be added to those of the next one.
         ends = calls >= accumulate or self.module.trainer.is_last_batch
 
         def share() -> Tensor:
@@ -171,7 +172,7 @@ class SAMEngine:
         with nullcontext() if ends else unsynced(self.module.trainer), gradients_kept(self._weights_of_others(inner)):
             loss = self.descend_by_hand(share, own, "sam_step") * accumulate
         assert self.norm is not None, "just measured"
-        self.norm *= accumulate
+        self.norm *= accumulate  # measured on a share of the loss, and logged for the whole
         watch.calls[inner] = 0 if ends else calls
         if ends:
             if clip_norm is not None:
@@ -204,6 +205,7 @@ class SAMEngine:
         parts = self._parts(moved)
         with torch.no_grad():
             before = [part.clone() for part in parts]
+        # The weights move and return between two passes; a graph that keeps them would refuse its backward pass.
         with hidden_from_autograd(parts):
             try:
                 with run_again(step.start) as again:
@@ -268,7 +270,7 @@ class SAMEngine:
             return loss_of(run())
 
 
-def _acts_in_backward(module: pl.LightningModule) -> bool:
+def _acts_in_backward(module: L.LightningModule) -> bool:
     """Whether code of the user's runs in the backward pass: a ``backward`` of the module's own, or hooks of weights."""
     ours = ("lightning_tricks.", "lightning.pytorch.")
     own = any("backward" in vars(kind) and not kind.__module__.startswith(ours) for kind in type(module).__mro__)

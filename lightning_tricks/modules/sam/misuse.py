@@ -1,4 +1,4 @@
-"""Steps by hand that SAM would take once more: refused, with the lines that are right."""
+"""Steps by hand that SAM would take once more are refused; apart from the engine, which takes the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,7 +41,7 @@ _RIGHT = {
 }
 
 
-def misuse(module: pl.LightningModule, rule: str, method: str) -> MisconfigurationException:
+def misuse(module: L.LightningModule, rule: str, method: str) -> MisconfigurationException:
     """The error for a step by hand, with the lines that are right."""
     return MisconfigurationException(f"{type(module).__name__}: {rule}. Write it so:\n{_RIGHT[method]}")
 
@@ -53,7 +53,7 @@ class ClosureGuard:
         module: The module in a fit.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule) -> None:
         self.module = module
         self.method = ""  # the one that calls the closure now
 
@@ -91,6 +91,7 @@ class ClosureGuard:
 
 def _gradients(module: nn.Module) -> dict[Tensor, tuple[int, int]]:
     """The id and the version of the gradient of every weight that has one."""
+    # A backward pass adds to a gradient in place, or puts another tensor there: one of the two changes.
     return {
         weight: (id(weight.grad), weight.grad._version) for weight in module.parameters() if weight.grad is not None
     }
@@ -103,7 +104,7 @@ class StepWatch:
         module: The module in a fit.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule) -> None:
         self.module = module
         self.calls: dict[Optimizer, int] = {}  # the calls of sam_step since it last stepped an optimizer
         self._methods: dict[Tensor, str] = {}  # of weights with a gradient that is not stepped, the method it is of
@@ -170,6 +171,7 @@ class StepWatch:
         """Clear the gradients of the last step by hand, as the ``zero_grad`` at the start of the next one would."""
         for weight in weights_of(optimizer):
             spent, version = self._spent.pop(weight, (None, 0))
+            # What was added since that step belongs to the next one, and clearing it would lose a gradient silently.
             if spent is not None and weight.grad is spent() and weight.grad is not None:
                 weight.grad = None if weight.grad._version == version else weight.grad
 
@@ -203,7 +205,7 @@ class ScheduleWatch:
         module: The module in a fit.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule) -> None:
         self.module = module
         self._counts: dict[Any, int] = {}  # the schedules' steps at the start of the batch, or after sam_step
         self._stepped: set[Optimizer] = set()  # the optimizers that sam_step had in this batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,7 +19,7 @@ from lightning_tricks.modules.sam.rules import SAM
 from lightning_tricks.modules.sam.trainer_hooks import MixinHooks
 
 if TYPE_CHECKING:
-    _Module = pl.LightningModule  # what the mixin is mixed into; at run time it is a plain class
+    _Module = L.LightningModule  # what the mixin is mixed into; at run time it is a plain class
 else:
     _Module = object
 
@@ -55,7 +55,7 @@ class SAMMixin(_Module):
 
     Example:
         >>> import lightning_tricks as lt
-        >>> class Net(lt.SAMMixin, pl.LightningModule):
+        >>> class Net(lt.SAMMixin, L.LightningModule):
         ...     sam = lt.SAM(rho=0.05)
 
     References:
@@ -68,7 +68,7 @@ class SAMMixin(_Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
-        if pl.LightningModule in order and order.index(pl.LightningModule) < order.index(SAMMixin):
+        if L.LightningModule in order and order.index(L.LightningModule) < order.index(SAMMixin):
             raise TypeError(f"SAMMixin must come first: class {cls.__name__}(SAMMixin, LightningModule).")
 
     @override

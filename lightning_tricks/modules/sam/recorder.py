@@ -1,4 +1,4 @@
-"""Recording of the training step that SAM runs again; apart from the engine, which is long enough without it."""
+"""Recording of the training step that SAM runs again; apart from the engine, which runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -36,7 +36,7 @@ class StepRecorder:
         self._gradients, self._without_gradients = True, WithoutGradients()
 
     def start(
-        self, trainer: pl.Trainer, module: pl.LightningModule, wanted: Callable[[], bool], *, gradients: bool = True
+        self, trainer: L.Trainer, module: L.LightningModule, wanted: Callable[[], bool], *, gradients: bool = True
     ) -> None:
         """Record the steps of ``module`` from now on while ``wanted()``; without ``gradients`` they return no graph."""
         self._wanted, self._gradients, self._without_gradients = wanted, gradients, WithoutGradients()
@@ -52,7 +52,7 @@ class StepRecorder:
         step, self.step = self.step, None
         return step
 
-    def _record(self, module: pl.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record(self, module: L.LightningModule, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.step = None  # forgets a step that returned None
         if not (torch.is_grad_enabled() and self._wanted()):  # scoring and recalibration run without gradients
             return original(*args, **kwargs)
@@ -64,7 +64,7 @@ class StepRecorder:
         self.step = step
         return output
 
-    def _run_without_graph(self, module: pl.LightningModule, run: Callable[[], Any], step: RecordedStep) -> Any:
+    def _run_without_graph(self, module: L.LightningModule, run: Callable[[], Any], step: RecordedStep) -> Any:
         def attempt(gradients: bool) -> Any:
             with torch.no_grad(), gradients_inside(module) if gradients else nullcontext():
                 return run()

@@ -9,7 +9,7 @@ from functools import partial
 from types import CodeType
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
@@ -43,7 +43,7 @@ class SAMHooks(Trick):
         self._has_trained = False
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not is_fitting(trainer) or not self.is_active(trainer):
             return
@@ -66,11 +66,11 @@ class SAMHooks(Trick):
         """Have the module's backward passes go through the engine, until this trick is closed."""
 
     @override
-    def row(self, trainer: pl.Trainer) -> Row:
+    def row(self, trainer: L.Trainer) -> Row:
         return "SAM", settings(self.sam)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         if self._engine is None:
             return
@@ -88,19 +88,19 @@ class SAMHooks(Trick):
                 raise MisconfigurationException(f"SAM(parameters={patterns!r}): {error}") from None
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if self._engine is not None and not pl_module.automatic_optimization:
             self._engine.schedules.begin_batch()
 
     @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._engine is not None and self._engine.recorder.step is not None:
             raise MisconfigurationException(
                 f"{type(pl_module).__name__}.backward must call super().backward(loss): SAM works inside it."
             )
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._has_trained = True
         if self._engine is not None:
             self._engine.schedules.check_batch()
@@ -109,27 +109,25 @@ class SAMHooks(Trick):
             log_every_n_steps(trainer, lambda: {"tricks/sam_grad_norm": norm})
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._engine is not None and not pl_module.automatic_optimization:
             self._check_step(self._engine, pl_module, optimizer)
 
     def _before_step_by_hand(
-        self, pl_module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+        self, pl_module: L.LightningModule, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> None:
         """Check the steps of any optimizer of torch's, also of one that Lightning does not know."""
         # Lightning steps with a closure, which may call SAM, and on_before_optimizer_step comes after it.
         if self._engine is not None and len(args) + len(kwargs) == 1 and holds_parameters(optimizer, pl_module):
             self._check_step(self._engine, pl_module, optimizer)
 
-    def _check_step(self, engine: SAMEngine, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def _check_step(self, engine: SAMEngine, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not engine.called and not _calls_sam(pl_module):
             raise _never_called(pl_module)
         engine.steps.before_step(optimizer)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._engine is None or pl_module.automatic_optimization:
             return
         self._engine.schedules.check_batch()
@@ -150,7 +148,7 @@ class MixinHooks(SAMHooks):
         return self.module.sam
 
     @override
-    def is_active(self, trainer: pl.Trainer) -> bool:
+    def is_active(self, trainer: L.Trainer) -> bool:
         return trainer.lightning_module is self.module  # Lightning keeps the callbacks that an earlier module brought
 
     @override
@@ -163,7 +161,7 @@ class MixinHooks(SAMHooks):
         self._undo.callback(setattr, pl_module, "_sam", None)
 
 
-def _calls_sam(module: pl.LightningModule) -> bool:
+def _calls_sam(module: L.LightningModule) -> bool:
     """Whether code of a module, of what it holds, or a function that they call, calls SAM, maybe in a later epoch."""
     kinds = {owner for held in (module, *vars(module).values(), *module.modules()) for owner in type(held).__mro__}
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("lightning", "torch")]
@@ -180,14 +178,14 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def _never_called(pl_module: pl.LightningModule) -> MisconfigurationException:
+def _never_called(pl_module: L.LightningModule) -> MisconfigurationException:
     return MisconfigurationException(
         f"{type(pl_module).__name__} optimizes manually and never called self.sam_backward(closure) or"
         " self.sam_step(closure): call one of them in training_step, or remove SAMMixin."
     )
 
 
-def _perturbs(trainer: pl.Trainer, sam: SAM) -> bool:
+def _perturbs(trainer: L.Trainer, sam: SAM) -> bool:
     """Whether the optimizer step that this batch belongs to is one with a perturbation."""
     return trainer.global_step % sam.every_n_steps == 0
 
@@ -206,7 +204,7 @@ def _save(engine: SAMEngine, original: Callable[..., None], *args: Any, **kwargs
             copy_(weights, moved)
 
 
-def _check(trainer: pl.Trainer, pl_module: Any, sam: SAM, trick: str) -> None:
+def _check(trainer: L.Trainer, pl_module: Any, sam: SAM, trick: str) -> None:
     name = type(pl_module).__name__
     if not isinstance(sam, SAM):
         raise MisconfigurationException(f"{name}.sam must be a SAM(rho=...), got {sam!r}.")

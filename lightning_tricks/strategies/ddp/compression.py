@@ -1,4 +1,4 @@
-"""Compressed gradients for data parallelism: in 16 bits, as low-rank factors, or averaged within a node only."""
+"""Compressed gradients, by communication hooks of torch; apart from the preset, which installs one at most."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ class PowerSGD(Compressor):
     @override
     def begin(self, step: int) -> None:
         self.step, self.loss_scale = step, 0.0
-        self.first_compressed = max(self.start, step + 2)  # DDP rebuilds its buckets after the first backward pass.
+        # DDP rebuilds its buckets after the first backward pass, and the errors of the old ones would fit no bucket.
+        self.first_compressed = max(self.start, step + 2)
 
     @override
     def after_step(self, loss_scale: float, average_now: bool) -> None:

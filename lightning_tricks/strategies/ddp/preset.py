@@ -7,7 +7,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -70,8 +70,8 @@ class DDPPreset(PresetStrategy, DDPStrategy):
             optimizer that shards its states: the weights of the ranks differ between averages.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> pl.Trainer(strategy=DDPPreset(), accelerator="cpu", devices=1, logger=False).precision
+        >>> import lightning as L
+        >>> L.Trainer(strategy=DDPPreset(), accelerator="cpu", devices=1, logger=False).precision
         'bf16-mixed'
         >>> DDPPreset(compression="bf16", powersgd_rank=2)
         Traceback (most recent call last):
@@ -133,7 +133,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
             keep_user_samplers(self.lightning_module.trainer)
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         if self.is_single_process:
             Strategy.setup(self, trainer)  # DDPStrategy.setup would need a process group.
         else:
@@ -206,7 +206,7 @@ class DDPPreset(PresetStrategy, DDPStrategy):
         if self._active:
             self._active.average_weights()
 
-    def _check_local_sgd(self, trainer: pl.Trainer) -> None:
+    def _check_local_sgd(self, trainer: L.Trainer) -> None:
         """Raise for optimizers whose states are not those of one process, or have no mean."""
         for optimizer in trainer.optimizers:
             if _OWN_STATES.search(name := type(optimizer).__name__):

@@ -1,4 +1,4 @@
-"""What the processes of a tensor-parallel group must have in common: random numbers, batches, losses, gradients."""
+"""What a tensor-parallel group must have in common; apart from the preset, since it looks at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look at modules with split layers: whether they compute what they compute with unsplit ones."""
+"""Modules with split layers beside unsplit ones; apart from the preset, since it looks at the first step only."""
 
 from __future__ import annotations
 

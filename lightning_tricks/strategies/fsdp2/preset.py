@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -73,8 +73,8 @@ class FSDP2Preset(ShardedPreset):
             with an interrupted step. In the first step, for processes that should compute the same and do not.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> pl.Trainer(strategy=FSDP2Preset(), accelerator="cpu", devices=1, logger=False).precision
+        >>> import lightning as L
+        >>> L.Trainer(strategy=FSDP2Preset(), accelerator="cpu", devices=1, logger=False).precision
         'bf16-mixed'
     """
 
@@ -139,14 +139,14 @@ class FSDP2Preset(ShardedPreset):
             self._undo.callback(samples_differ_in(self.device_mesh["data_parallel"].get_group()))
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         if self._agreement is not None:
             self._agreement.share_random_numbers(self.root_device)
             self._undo.callback(wrap_method(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm))
         super().setup(trainer)
 
     @override
-    def _shard(self, module: pl.LightningModule) -> None:
+    def _shard(self, module: L.LightningModule) -> None:
         parts = self.device_mesh["tensor_parallel"].size()
         planned: dict[nn.Module, ParallelStyle] = {}
         if isinstance(module, FSDPModule):  # From an earlier run.

@@ -1,4 +1,4 @@
-"""The root of a sharded module: it runs a step as if the step were the module's forward pass."""
+"""The root of a sharded module, which runs a step as its forward pass; apart from the strategy, which is no module."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Root:
         self._in_step = False  # Whether a step has begun and not ended.
         module.run_gathered = _call
         register_fsdp_forward_method(module, "run_gathered")
+        # An attribute of the module would outlive the fit, and go with copies and pickles of the module.
         self._run_unsharded: Callable[[Callable[[], Any]], Any] = module.__dict__.pop("run_gathered")
         # torch warns that its backward hook is lost when a view is written into. The root's hook on the loss remains.
         name = re.escape(type(module).__name__)
@@ -53,6 +54,7 @@ class Root:
         self.broadcast_buffers()
         self._has_run = self._in_step = True
         output = self._run_unsharded(step)
+        # In manual optimization the backward pass is a part of the step, and nothing is left that needs full weights.
         if not (torch.is_grad_enabled() and self.module.automatic_optimization):
             self.module.reshard()
             self.end_step()

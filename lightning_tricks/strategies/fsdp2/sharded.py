@@ -1,4 +1,4 @@
-"""Sharding by FSDP2, without the split of layers that ``FSDP2Preset`` adds."""
+"""Sharding by FSDP2; apart from ``FSDP2Preset``, which adds the split of layers that few need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -32,7 +32,7 @@ from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.strategies.atomic_folder import AtomicFolders
 from lightning_tricks.strategies.base import PresetPrecision, PresetStrategy
 from lightning_tricks.strategies.fsdp2.blocks import checkpoint_blocks, sharding_groups
-from lightning_tricks.strategies.fsdp2.files import full_state, load_module, load_optimizer
+from lightning_tricks.strategies.fsdp2.checkpoint_files import full_state, load_module, load_optimizer
 from lightning_tricks.strategies.fsdp2.prepare import prepare, require_untied
 from lightning_tricks.strategies.fsdp2.root import Root
 
@@ -116,7 +116,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
         return processes, 1
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         module = self._module
         if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             raise MisconfigurationException(
@@ -128,6 +128,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
             loop.inference_mode = False  # whose tensors have no versions, which torch's FSDP2 asks for
         if self._layer_sync is not None:  # Set by Trainer(sync_batchnorm=True).
             self._layer_sync.apply(module)
+        require_untied(module)  # before a plan is compared with ties that a real device would undo
         self._shard(module)
         self._root = Root(module)
         # Lightning's strategy requires a configure_model hook that shards. The user's own hook has already run.
@@ -143,10 +144,9 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
                 " parameters groups of one optimizer, or choose a DDP preset."
             )
 
-    def _shard(self, module: pl.LightningModule) -> None:
+    def _shard(self, module: L.LightningModule) -> None:
         """Shard what the user has not sharded, group by group: a device never holds two unsharded groups."""
         groups = sharding_groups(module, self.modules)
-        require_untied(module)
         if self.activation_checkpointing:
             checkpoint_blocks(module, self.modules, self._undo)
         for group in [*groups, *([] if isinstance(module, FSDPModule) else [module])]:
@@ -235,7 +235,7 @@ class ShardedPreset(AtomicFolders, PresetStrategy, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from lightning_tricks.strategies.fsdp2.folders import read_module, read_optimizer
+        from lightning_tricks.strategies.fsdp2.checkpoint_files import read_module, read_optimizer
 
         path = Path(self.broadcast(checkpoint_path))
         self.require_complete(path)

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a ZeRO preset, as one dictionary."""
+"""The DeepSpeed configuration of a ZeRO preset, a pure function; apart from the preset, which needs a Trainer."""
 
 from __future__ import annotations
 

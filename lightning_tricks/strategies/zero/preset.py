@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, final
 
-import lightning.pytorch as pl
+import lightning as L
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -203,8 +203,8 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
             ``manual_backward`` before a step in stages 1 and 2.
 
     Example:
-        >>> import lightning.pytorch as pl
-        >>> pl.Trainer(strategy=ZeROPreset(stage=2), accelerator="cpu", devices=1, logger=False).precision
+        >>> import lightning as L
+        >>> L.Trainer(strategy=ZeROPreset(stage=2), accelerator="cpu", devices=1, logger=False).precision
         'bf16-mixed'
 
     References:
@@ -289,7 +289,7 @@ class ZeROPreset(AtomicFolders, PresetStrategy, DeepSpeedStrategy):
             super().setup_environment()
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         if self.stage == 3:
             check_compiled(self.strategy_name, trainer.lightning_module)
         super().setup(trainer)

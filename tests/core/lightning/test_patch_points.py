@@ -23,8 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_tricks.core.lightning.patch_points import PRIVATE, TABLE, WRAPPED, PatchPoint
-from lightning_tricks.core.lightning.patching import wrap_method
+from lightning_tricks.core.lightning.patching import PRIVATE, TABLE, WRAPPED, PatchPoint, wrap_method
 
 ROOT = Path(__file__).parents[3]
 FILES = [*(ROOT / "lightning_tricks").rglob("*.py"), *(ROOT / "lightning_tricks_cli").rglob("*.py")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,11 @@ from lightning_tricks.core.mixed_targets.loss_plan import LossPlan
 from lightning_tricks.core.mixed_targets.operations import (
     Kind,
     cuts_behind_samples,
+    is_loss,
     keeps_samples,
     kind_of,
     moves,
+    named,
     reduces_samples,
 )
 from lightning_tricks.core.mixed_targets.target import mixed_target
@@ -373,3 +377,18 @@ def test_statistics_of_batchnorm():
     CE(norm(outputs() + 0.0 * F.one_hot(mixed_target([Y, Y[INDEX]], LossPlan(LAM)), C)), Y)
     plainly(outputs())
     torch.testing.assert_close(norm.running_mean, plainly.running_mean)
+
+
+def test_layers_without_a_name_are_not_kept_alive() -> None:
+    """As ``torch.jit`` traces them; what is known of a function is remembered for those of torch alone."""
+
+    class Traced:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x
+
+    layer = Traced()
+    assert not is_loss(named(layer))
+    kept = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert kept() is None

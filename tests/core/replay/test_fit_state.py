@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import lightning_tricks as lt
-from lightning_tricks.core.replay.fit_state import ObjectState, TrainedModuleState
+from lightning_tricks.core.replay.undone_fit import ObjectState, TrainedModuleState
 from lightning_tricks.schedules.lr_finder import find_lr
 from tests.nets import Net, assert_equal, build, data, loader, spelled, trainer, weights
 

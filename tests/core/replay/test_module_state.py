@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -349,3 +353,37 @@ def test_one_part_that_cannot_be_restored_leaves_no_other_out() -> None:
         state.restore()
     assert [int(layer.num_batches_tracked) for layer in module] == [0, 0, 0]
     assert not hasattr(module[2], "added")
+
+
+def test_classes_that_a_program_has_dropped_are_not_kept_alive() -> None:
+    """Those of a cell that is run again in a notebook, for instance."""
+
+    def of_a_cell() -> list[Any]:
+        class Own(dict):
+            pass
+
+        class Codes:
+            def __init__(self) -> None:
+                self.seen = Own(a=1)
+
+        net = nn.Linear(1, 1)
+        net.codes = Codes()
+        ModuleState(net).restore()
+        return [weakref.ref(Own), weakref.ref(Codes)]
+
+    classes = of_a_cell()
+    gc.collect()
+    assert [found() for found in classes] == [None, None]
+
+
+def test_the_numbers_of_an_array_are_compared_without_a_second_copy() -> None:
+    net = nn.Linear(1, 1)
+    net.counts = numpy.zeros(1_000_000)
+    state = ModuleState(net, compared=True)
+    tracemalloc.start()
+    assert state.changed() is None
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.2 * net.counts.nbytes
+    net.counts[7] = 1
+    assert state.changed() == "Linear.counts"
