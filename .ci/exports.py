@@ -28,6 +28,7 @@ CORE = {  # what several tricks need, and the kind that offers it
 }
 IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody
 PURE = {"growing_size"}  # the pure half of two tricks
+MODULES = {"functional": "lightning_tricks", "lr_scheduler": "lightning_tricks.schedules"}  # public, on the top level
 
 
 class Name(NamedTuple):
@@ -80,9 +81,9 @@ def _text(file: Path, names: list[Name]) -> str:
     imports += [
         ast.unparse(n) for n in tree.body if isinstance(n, ast.ImportFrom) and {a.name for a in n.names} & calls
     ]
-    if file == PACKAGE / "__init__.py":
-        imports.append("from lightning_tricks import functional")
-    listed = [*(name.name for name in names), *(["functional"] if file == PACKAGE / "__init__.py" else [])]
+    modules = MODULES if file == PACKAGE / "__init__.py" else {}
+    imports += [f"from {package} import {name}" for name, package in modules.items()]
+    listed = [*(name.name for name in names), *modules]
     rest = "\n\n".join(ast.unparse(node).replace("'", '"') for node in kept)
     text = "\n\n".join([docstring.rstrip(), "\n".join(sorted(set(imports))), f"__all__ = {listed}", rest])
     ruff = [sys.executable, "-m", "ruff"]

@@ -30,6 +30,9 @@ def announce(trainer: pl.Trainer) -> None:
 def _begin(trainer: pl.Trainer, before: Place) -> None:
     """Check what a fit brings when it begins, and report what is active in it."""
     check_schedule_conflicts(trainer)
+    for config in trainer.lr_scheduler_configs:
+        if (occasion := getattr(config.scheduler, "occasion", None)) is not None:
+            config.interval, config.frequency = occasion  # who returned it may not know what it counts
     fit = fit_of(trainer)
     schedules: list[Any] = [] if fit.is_trial else _schedules(trainer)
     for schedule in schedules:

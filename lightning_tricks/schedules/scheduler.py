@@ -95,6 +95,7 @@ class CurveLR(Participant, LRScheduler):
         self.follows = False
         self._saved: Mapping[str, Any] = {}  # the settings of the checkpoint, until they are compared
         self.replaced = False  # whether another scheduler follows its curve in its place
+        self.occasion: tuple[str, int] | None = None  # the interval and frequency of its steps, of a bare scheduler
         prepare_hooks(optimizer)
         super().__init__(optimizer, last_epoch)
         self._follow_the_optimizer()
