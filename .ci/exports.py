@@ -27,7 +27,7 @@ CORE = {  # what several tricks need, and the kind that offers it
     "core/lightning/steps.py": "schedules",
 }
 IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody
-PURE = {"growing_size"}  # the pure half of two tricks
+PURE = {"Averager", "growing_size", "sam_step"}  # without a Trainer, though no pure function beside a class
 MODULES = {"functional": "lightning_tricks", "lr_scheduler": "lightning_tricks.schedules"}  # public, on the top level
 
 
@@ -55,7 +55,7 @@ def _names(kind: str, file: Path) -> list[Name]:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     results = {ast.unparse(node.returns) for node in functions if node.returns}
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names} - results
-    halves = {node.name for node in functions if (classes and kind in TRICKS) or node.name in PURE}
+    halves = {node.name for node in functions if classes and kind in TRICKS} | (PURE & {*names})
     pure = {node.name for node in functions} if kind == "losses" and not classes else halves
     module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
     return [Name(name, kind, module, name not in (results | halves | IN_PACKAGE), name in pure) for name in names]
