@@ -89,6 +89,10 @@ class PlateauLR(Participant, ReduceLROnPlateau):
         return curve_row(self.settings)
 
     @override
+    def given(self) -> Row:
+        return curve_row(self.settings | ({} if self.duration is None else {"warmup": self.duration}))
+
+    @override
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
         if self.steps >= self.warmup:
             self._set_lrs()

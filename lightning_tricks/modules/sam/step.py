@@ -107,7 +107,7 @@ def sam_step(
 
 @contextmanager
 def _watched_modules() -> Iterator[dict[nn.Module, Start]]:
-    """The modules that are called inside the block, without those inside of them, and what they have started from."""
+    """The modules that are called inside the block, not those that they call, and what they have started from."""
     starts: dict[nn.Module, Start] = {}
     inner: set[nn.Module] = set()
 
