@@ -43,7 +43,7 @@ START = (
 )
 ABOUT = ("architecture", "contributing", "security", "changelog")
 ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", *ABOUT)
-INTEGRATIONS = ("hydra", "fabric")
+INTEGRATIONS = ("hydra", "tensorboard", "wandb", "mlflow", "optuna", "jupyter", "lightning_cli", "fabric")
 SCALE = ("strategies", "multi_node", "scaling", "second_life")
 EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions", "gpu")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")

@@ -42,7 +42,7 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-DEAR = ("evaluation", "lora", "networks")  # pages whose code takes seconds
+DEAR = ("evaluation", "lora", "mlflow", "networks", "wandb")  # pages whose code takes seconds
 
 
 def pages_with(language: str, pages: list[Path] = PAGES) -> list[Any]:

@@ -117,6 +117,7 @@ def test_mlflow_has_them_as_parameters_and_a_run_goes_on_with_more_epochs(
 
 def test_settings_of_other_types_become_plain_data(tmp_path: Path) -> None:
     csv = CSVLogger(tmp_path)
+
     class Own(lt.SAMMixin, PlainNet):
         sam = lt.SAM(0.1, parameters=["weight"])
 
