@@ -134,9 +134,9 @@ def _logs(row: Row) -> str:
     if not of:
         return ""
     told = []
-    for (metric, what), names in of.items():
+    for (key, what), names in of.items():
         by = f" ({', '.join(names)})" if len(names) < len(row.names) else ""
-        told.append(_bullet(f"`{metric}`{by}: {what}."))
+        told.append(_bullet(f"`{key}`{by}: {what}."))
     hint = "[Every logger](../integrations/tensorboard.md) gets them, and the settings of the trick."
     return "\n".join([*told, "", hint])
 

@@ -32,7 +32,7 @@ CATALOGUE = (
         "callbacks=[lt.EMA(decay=0.999)]",
         "Validates, saves and keeps an exponential average of the weights.",
         "an fp32 copy of the weights",
-        ("scale_ema_decay",),
+        ("scale_ema_decay", "Averager"),
     ),
     Row(
         ("PostHocEMA", "post_hoc_average", "post_hoc_sweep"),
@@ -55,6 +55,7 @@ CATALOGUE = (
         "class Net(lt.SAMMixin, L.LightningModule): sam = lt.SAM(rho=0.05)",
         "Takes the gradient where the loss is worst nearby, for flatter minima.",
         "twice the time of a step; a copy of the weights",
+        ("sam_step",),
     ),
     Row(
         ("sharpness",),
