@@ -43,6 +43,7 @@ START = (
 )
 ABOUT = ("architecture", "contributing", "security", "changelog")
 ELSEWHERE = ("index", "choose", "benchmarks", "cli", "configs", *ABOUT)
+INTEGRATIONS = ("hydra", "tensorboard", "wandb", "mlflow", "optuna", "jupyter", "lightning_cli", "fabric")
 SCALE = ("strategies", "multi_node", "scaling", "second_life")
 EVIDENCE = ("compare", "evaluation", "compatibility", "conflicts", "clients", "versions", "gpu")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
@@ -95,13 +96,14 @@ def place(path: Path) -> str:
 def navigation() -> list[Any]:
     """All pages by group; one of docs/ that no group names is a guide."""
     guides = [uri for uri in sources() if uri.removesuffix(".md") not in (*START, *SCALE, *EVIDENCE, *ELSEWHERE)]
-    guides = [uri for uri in guides if not uri.startswith("tricks/")]
+    guides = [uri for uri in guides if not uri.startswith(("tricks/", "integrations/"))]
     groups = {
         group: [{row.names[0]: f"tricks/{row.names[0]}.md"} for row in rows]
         for group, rows in groupby(CATALOGUE, lambda row: row.group)
     }
     schedules, scale = groups.pop("Schedules"), groups.pop("Scale")
     start = ["index.md", "choose.md", {"Notebooks": [f"notebooks/{path.name}" for path in notebooks()]}, *_pages(START)]
+    start.insert(3, {"Integrations": _pages(f"integrations/{name}" for name in INTEGRATIONS)})
     uris = sorted((uri for uri in api() if not uri.endswith("/index.md")), key=str.lower)
     names = {kind: [{Path(uri).stem: uri} for uri in uris if uri.startswith(f"api/{kind}/")] for kind in KINDS}
     reference = [{title: [f"api/{kind}/index.md", *names[kind]]} for kind, title in KINDS.items()]

@@ -27,7 +27,8 @@ CORE = {  # what several tricks need, and the kind that offers it
     "core/lightning/steps.py": "schedules",
 }
 IN_PACKAGE = {"CurveLR", "PlateauLR", "TricksProfile"}  # made by functions, and constructed by nobody
-PURE = {"growing_size"}  # the pure half of two tricks
+PURE = {"Averager", "growing_size", "sam_step"}  # without a Trainer, though no pure function beside a class
+MODULES = {"functional": "lightning_tricks", "lr_scheduler": "lightning_tricks.schedules"}  # public, on the top level
 
 
 class Name(NamedTuple):
@@ -54,7 +55,7 @@ def _names(kind: str, file: Path) -> list[Name]:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     results = {ast.unparse(node.returns) for node in functions if node.returns}
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names} - results
-    halves = {node.name for node in functions if (classes and kind in TRICKS) or node.name in PURE}
+    halves = {node.name for node in functions if classes and kind in TRICKS} | (PURE & {*names})
     pure = {node.name for node in functions} if kind == "losses" and not classes else halves
     module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
     return [Name(name, kind, module, name not in (results | halves | IN_PACKAGE), name in pure) for name in names]
@@ -80,9 +81,9 @@ def _text(file: Path, names: list[Name]) -> str:
     imports += [
         ast.unparse(n) for n in tree.body if isinstance(n, ast.ImportFrom) and {a.name for a in n.names} & calls
     ]
-    if file == PACKAGE / "__init__.py":
-        imports.append("from lightning_tricks import functional")
-    listed = [*(name.name for name in names), *(["functional"] if file == PACKAGE / "__init__.py" else [])]
+    modules = MODULES if file == PACKAGE / "__init__.py" else {}
+    imports += [f"from {package} import {name}" for name, package in modules.items()]
+    listed = [*(name.name for name in names), *modules]
     rest = "\n\n".join(ast.unparse(node).replace("'", '"') for node in kept)
     text = "\n\n".join([docstring.rstrip(), "\n".join(sorted(set(imports))), f"__all__ = {listed}", rest])
     ruff = [sys.executable, "-m", "ruff"]

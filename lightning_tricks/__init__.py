@@ -89,6 +89,7 @@ from lightning_tricks.modules.stochastic_depth import add_stochastic_depth
 from lightning_tricks.optimizers.adamw import adamw
 from lightning_tricks.optimizers.by_name import optimizer
 from lightning_tricks.optimizers.table import optimizers
+from lightning_tricks.schedules import lr_scheduler
 from lightning_tricks.schedules.factories import (
     constant,
     cosine,
@@ -209,6 +210,7 @@ __all__ = [
     "lean_loss",
     "linear",
     "logit_adjustment",
+    "lr_scheduler",
     "merge_adapters",
     "min_snr_weight",
     "newest_checkpoint",

@@ -2,7 +2,7 @@
 
 from lightning_tricks.callbacks.adaptive_clip import adaptive_clip_
 from lightning_tricks.callbacks.cutmix import cutmix
-from lightning_tricks.callbacks.ema import ema_decay, scale_ema_decay
+from lightning_tricks.callbacks.ema import Averager, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.hard_examples import ohem_loss
 from lightning_tricks.callbacks.layer_freezing import frozen_layers
 from lightning_tricks.callbacks.mixup import mixup
@@ -17,8 +17,10 @@ from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
 from lightning_tricks.losses.logit_adjustment import logit_adjustment
 from lightning_tricks.modules.sam.rules import asam_perturb_, sam_perturb_
+from lightning_tricks.modules.sam.step import sam_step
 
 __all__ = [
+    "Averager",
     "adaptive_clip_",
     "asam_perturb_",
     "balance_experts_",
@@ -38,5 +40,6 @@ __all__ = [
     "power_decay",
     "resize_images",
     "sam_perturb_",
+    "sam_step",
     "scale_ema_decay",
 ]

@@ -18,6 +18,7 @@ from textwrap import fill
 from typing import Any
 
 from lightning_tricks_cli.catalogue import CATALOGUE, FOLDER, Row
+from lightning_tricks_cli.logged import LOGGED
 
 HERE = Path(__file__).parent
 # What the keys of the matrix mean, where they do not say it.
@@ -61,6 +62,7 @@ def card(name: str) -> str:
         _names(row),
         intro,
         *(section.replace("## Code", f"## Code\n\n{IMPORTS}", 1) for section in after),
+        _section("What it logs", _logs(row)),
         _section("Cost", "\n".join(_costs(row))),
         _section("Evidence", _gains(row)),
         _section("Works with", "\n".join(_regimes(row))),
@@ -120,6 +122,22 @@ def _names(row: Row) -> str:
     """What the docstring of each name says."""
     names = evidence()["names"]
     return "\n".join(_bullet(f"`{name}`: {names[name]['what']}") for name in (*row.names, *row.beside))
+
+
+def _logs(row: Row) -> str:
+    """The metrics; with the names that log them, if others of the card do not."""
+    of: dict[tuple[str, str], list[str]] = {}
+    for name in row.names:
+        for metric in LOGGED.get(name, {}).items():
+            of.setdefault(metric, []).append(f"`{name}`")
+    if not of:
+        return ""
+    told = []
+    for (key, what), names in of.items():
+        by = f" ({', '.join(names)})" if len(names) < len(row.names) else ""
+        told.append(_bullet(f"`{key}`{by}: {what}."))
+    hint = "[Every logger](../integrations/tensorboard.md) gets them, and the settings of the trick."
+    return "\n".join([*told, "", hint])
 
 
 def _costs(row: Row) -> list[str]:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_tricks as lt
 from lightning_tricks_cli.cards import FOLDER, card, cards, every_name, row_of
 from lightning_tricks_cli.catalogue import CATALOGUE, Row, row_in
+from lightning_tricks_cli.logged import LOGGED
 from tests.public import PUBLIC
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +166,7 @@ def test_a_card_without_its_row_is_named(tmp_path: Path) -> None:
 def test_every_name_of_the_top_level_has_a_card() -> None:
     names = every_name()
     assert len(names) == len(set(names))
-    assert {*lt.__all__} - {"functional"} <= {*names} <= {*PUBLIC}
+    assert {*lt.__all__} - {"functional", "lr_scheduler"} <= {*names} <= {*PUBLIC}
     assert sorted(path.stem for path in FOLDER.glob("*.md")) == sorted(cards())
 
 
@@ -173,8 +174,11 @@ def test_every_name_of_the_top_level_has_a_card() -> None:
 def test_a_card_says_what_a_reader_needs(name: str) -> None:
     text = card(name)
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    order = ("When", "When not", "Code", "Starting values", "Pitfalls", "Cost", "Evidence", "Works with", "Conflicts")
-    assert headings == [heading for heading in (*order, "Papers") if heading in headings]
+    order = ("When", "When not", "Code", "Starting values", "Pitfalls", "What it logs", "Cost", "Evidence")
+    order += ("Works with", "Conflicts", "Papers")
+    assert headings == [heading for heading in order if heading in headings]
+    logged = {metric for each in row_of(name).names for metric in LOGGED.get(each, {})}
+    assert logged == set(re.findall(r"^- `(tricks/\w+)`", text, re.MULTILINE))
     assert {"When", "When not", "Code"} <= {*headings}
     assert f"`{row_of(name).line}`" in text
     callbacks = [each for each in row_of(name).names if isinstance(getattr(lt, each), type)]

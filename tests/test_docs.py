@@ -27,7 +27,8 @@ from tests.public import KINDS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+INTEGRATIONS = sorted((DOCS / "integrations").glob("*.md"))
+PAGES = sorted([*DOCS.glob("*.md"), *INTEGRATIONS])
 CARDS = sorted((DOCS / "tricks").glob("*.md"))
 CLIENTS = DOCS / "your_library.md"  # each block needs a library: tests/clients runs it where that is installed
 MARKDOWN = sorted([*PAGES, *CARDS, *ROOT.glob("*.md"), *(ROOT / at / "README.md" for at in ("configs", "benchmarks"))])
@@ -41,7 +42,7 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-DEAR = ("evaluation", "lora", "networks")  # pages whose code takes seconds
+DEAR = ("evaluation", "lora", "mlflow", "networks", "wandb")  # pages whose code takes seconds
 
 
 def pages_with(language: str, pages: list[Path] = PAGES) -> list[Any]:
@@ -87,7 +88,7 @@ def test_every_code_block_is_of_a_kind_that_a_test_runs(page: Path) -> None:
     test_walks.
     """
     code = {"python", "yaml", "bash"}
-    kinds = {"docs": {*code, "mermaid"}, "tricks": code, "configs": {"python", "bash"}}
+    kinds = {"docs": {*code, "mermaid"}, "integrations": code, "tricks": code, "configs": {"python", "bash"}}
     at_root = {"README.md": {"python", "yaml", "bash", "diff"}, "CONTRIBUTING.md": {"python"}}
     run = at_root.get(page.name, set()) if page.parent == ROOT else kinds.get(page.parent.name, set())
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
@@ -163,6 +164,7 @@ def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
     here = partial(pl.Trainer, accelerator="cpu", logger=False)
     starts = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("fork", force=True)  # what is executed here is in no module that workers import
+    write_files(page)
     try:
         yours = {"net": PlainNet(), "batch": data(4)[:], "loader": torch.utils.data.DataLoader(data(8), 4)}
         exec("\n".join(blocks(page, "python")), {"lt": lt, "L": pl, "Trainer": here, "torch": torch, **yours})
@@ -175,6 +177,17 @@ def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
     for line in re.findall(r"^print\(.*\)  # (.*\d\.\d.*)$", page.read_text(), re.MULTILINE):
         words, numbers = with_numbers_apart(line)
         assert printed[words] == pytest.approx(numbers, rel=0.05, abs=0.01)  # processors and versions round otherwise
+
+
+FILE = re.compile(r"# (\S+\.yaml)\n")  # the first line of a block that is a file of the page's project
+
+
+def write_files(page: Path) -> None:
+    """The files of a page's project, which its code reads."""
+    for block in blocks(page, "yaml"):
+        if named := FILE.match(block):
+            Path(named[1]).parent.mkdir(parents=True, exist_ok=True)
+            Path(named[1]).write_text(block)
 
 
 def with_numbers_apart(line: str) -> tuple[str, list[float]]:
@@ -197,7 +210,7 @@ def test_the_yaml_of_a_page_configures_a_trainer(page: Path, tmp_path: Path, mon
     file = tmp_path / "config.yaml"
     if any("my_project." in block for block in blocks(page, "yaml")):
         monkeypatch.setitem(sys.modules, "my_project", my_project(page))
-    for block in blocks(page, "yaml"):
+    for block in [block for block in blocks(page, "yaml") if not FILE.match(block)]:
         config = {"model": "tests.nets.Net", **yaml.safe_load(block)}
         config["trainer"] = {**config.get("trainer", {}), "accelerator": "cpu", "logger": False}
         file.write_text(yaml.safe_dump(config))

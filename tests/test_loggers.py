@@ -15,30 +15,16 @@ import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 import lightning_tricks as lt
+from lightning_tricks_cli.logged import LOGGED
 from tests.conformance.settings import SETTINGS
 from tests.conformance.trick import public_name
 from tests.nets import NormNet, build, fit
 
 Logged = dict[str, list[tuple[int, float]]]  # steps and values
 
-KEYS = {
-    "AutoClip": {"tricks/grad_norm", "tricks/clip_value"},
-    "DataWait": {"tricks/data_wait"},
-    "EMA": {"tricks/ema_decay", "tricks/ema_distance"},
-    "GradientStats": {
-        f"tricks/{kind}{group}"
-        for kind in ("gradient_norm", "weight_norm", "update_norm", "update_ratio")
-        for group in ("", "/layers.0", "/layers.1", "/layers.3")
-    },
-    "HardExampleFilter": {"tricks/kept_fraction", "tricks/loss_threshold"},
-    "RewindOnSpike": {"tricks/rewinds"},
-    "SAMCallback": {"tricks/sam_grad_norm"},
-    "SAMMixin": {"tricks/sam_grad_norm"},
-    "SWA": {"tricks/swa_distance"},
-    "ScheduleFree": {"tricks/schedulefree_distance"},
-    "SkipNonFinite": {"tricks/skipped_steps"},
-    "Throughput": {"tricks/samples_per_second", "tricks/teraflops"},
-}
+KEYS = {name: set(metrics) for name, metrics in LOGGED.items()}  # what the cards say
+KEYS["GradientStats"] |= {f"{key}/layers.{place}" for key in KEYS["GradientStats"] for place in (0, 1, 3)}
+KEYS["Throughput"] -= {"tricks/tokens_per_second", "tricks/mfu"}  # of other batches, and of a GPU
 # ScheduleFree has no average beside it, and GradientStats has steps of its own.
 EVERY = {key for name, keys in KEYS.items() for key in keys if name not in ("GradientStats", "ScheduleFree")}
 STEPS = [1, 3, 5, 7, 9, 11]  # of two epochs of six batches, every second

@@ -22,7 +22,7 @@ from lightning_tricks.core.checks import check_count
 from lightning_tricks.core.figures import pyplot
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.replay.undone_fit import UndoneFit, require_undoable
-from lightning_tricks.core.report import plain_table
+from lightning_tricks.core.report import Grid, Tabled, plain_table
 from lightning_tricks.core.safe_load.atomic_file import atomic_write
 from lightning_tricks.core.safe_load.own_folder import unused
 from lightning_tricks.core.weights.gradients import GradientCallback
@@ -39,7 +39,7 @@ _DEAD, _LARGE_UPDATE, _SMALL_UPDATE, _VANISHED = 0.2, 0.1, 1e-6, 1e-4
 
 
 @dataclass(frozen=True)
-class TrainingInspection:
+class TrainingInspection(Tabled):
     """The result of ``inspect_training``, and what ``InspectTraining`` draws.
 
     Args:
@@ -64,7 +64,8 @@ class TrainingInspection:
         usual = median(gradients) if gradients else 0.0
         return [f"{layer.name}: {text}" for layer in self.layers for text in _findings(layer, self.steps, usual)]
 
-    def __str__(self) -> str:
+    @override
+    def _grid(self) -> Grid:
         columns = ("layer", "gradient", "update/weight", "dead units", "activation")
         rows = [
             (
@@ -74,7 +75,11 @@ class TrainingInspection:
             for layer in self.layers
         ]
         title = f"{self.steps} optimizer steps from step {self.first} on"
-        return "\n".join([title, plain_table(columns, rows, 1000), *self.findings])
+        return Grid(columns, rows, above=[title], below=self.findings)
+
+    def __str__(self) -> str:
+        grid = self._grid()
+        return "\n".join([*grid.above, plain_table(grid.columns, grid.rows, 1000), *grid.below])
 
     def plot(self) -> tuple[Figure, list[Axes]]:
         """Draw the four statistics over the layers, in a new figure.

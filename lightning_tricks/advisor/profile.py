@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_tricks.core.batches.callback import BatchCallback
 from lightning_tricks.core.lightning.patching import timed_wrappers
 from lightning_tricks.core.lightning.trainer import callbacks_of, is_fitting
-from lightning_tricks.core.report import table
+from lightning_tricks.core.report import Grid, Tabled, table
 from lightning_tricks.core.trick import Trick
 
 __all__ = ["TricksProfile", "profile_tricks"]
@@ -28,7 +28,7 @@ UNSEEN = (
 )
 
 
-class TricksProfile:
+class TricksProfile(Tabled):
     """The result of ``profile_tricks``: seconds in each hook of each trick, and those of the training steps.
 
     Args:
@@ -54,12 +54,17 @@ class TricksProfile:
             found[trick] += seconds / max(self.steps, 1)
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def __str__(self) -> str:
+    @override
+    def _grid(self) -> Grid:
         found = sorted(self.seconds.items(), key=lambda item: -item[1])
         parts = [*found, (("all tricks", ""), sum(self.seconds.values())), (("the step", ""), self.total)]
         steps, total = max(self.steps, 1), max(self.total, 1e-9)
         rows = [(*names, f"{spent / steps * 1e6:.0f}", f"{spent / total:.1%}") for names, spent in parts]
-        return f"{table(('trick', 'in', 'us per step', 'of the step'), rows)}\n{UNSEEN}"
+        return Grid(("trick", "in", "us per step", "of the step"), rows, below=[UNSEEN])
+
+    def __str__(self) -> str:
+        grid = self._grid()
+        return "\n".join([table(grid.columns, grid.rows), *grid.below])
 
 
 class _Profiler(Callback):

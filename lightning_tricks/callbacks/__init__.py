@@ -8,7 +8,7 @@ from lightning_tricks.callbacks.channels_last import ChannelsLast
 from lightning_tricks.callbacks.compile import Compile
 from lightning_tricks.callbacks.cutmix import CutMix, cutmix
 from lightning_tricks.callbacks.data_wait import DataWait
-from lightning_tricks.callbacks.ema import EMA, ema_decay, scale_ema_decay
+from lightning_tricks.callbacks.ema import EMA, Averager, ema_decay, scale_ema_decay
 from lightning_tricks.callbacks.exact_resume import ExactResume
 from lightning_tricks.callbacks.float8 import Float8
 from lightning_tricks.callbacks.gradient_stats import GradientStats
@@ -49,6 +49,7 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaptiveClip",
     "AutoClip",
+    "Averager",
     "BatchSizeWarmup",
     "BatchTransform",
     "ChannelsLast",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, final
 
 import lightning as L
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_tricks.core.averaging.averages import Averages
 from lightning_tricks.core.averaging.callback import AveragingCallback
-from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration, check_range
+from lightning_tricks.core.checks import check_bool, check_choice, check_count, check_duration, check_range, check_type
+from lightning_tricks.core.weights.fsdp2 import FSDP2
+from lightning_tricks.core.weights.local import LocalWeights
 
-__all__ = ["EMA", "ema_decay", "scale_ema_decay"]
+__all__ = ["EMA", "Averager", "ema_decay", "scale_ema_decay"]
 
 Warmup = bool | Literal["power"]
 
@@ -77,6 +85,126 @@ def scale_ema_decay(decay: float, *, batch_size: int, base_batch_size: int) -> f
     check_count("batch_size", batch_size)
     check_count("base_batch_size", base_batch_size)
     return decay ** (batch_size / base_batch_size)
+
+
+@final
+class Averager:
+    """An exponential average of tensors, for loops without a Trainer: ``average += (1-d) * (tensor - average)``.
+
+    The averages begin as copies of the tensors, in fp32 or more, and d is that of ``ema_decay``: bit for bit they are
+    those of ``EMA``.
+
+    Args:
+        tensors: The tensors, such as ``model.parameters()``, or a module for its trainable parameters. A module that
+            FSDP2 shards must be given itself; each rank averages its shards.
+        decay: Decay per update, in [0, 1).
+        warmup: Whether young averages forget faster; "power" for ``min(decay, 1 - (1+n)**(-2/3))``.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a value out of range, and for what has no average: nothing at all, integers, lazy layers before
+            their first forward pass, and shards of FSDP1, of ZeRO-3, or of FSDP2 without their module.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(1)
+        >>> averager = Averager([weight], decay=0.75, warmup=False)
+        >>> _ = weight.fill_(4.0)
+        >>> averager.update()
+        >>> with averager.swap():
+        ...     print(weight)
+        tensor([1.])
+        >>> weight
+        tensor([4.])
+    """
+
+    def __init__(self, tensors: nn.Module | Iterable[Tensor], decay: float = 0.999, *, warmup: Warmup = True) -> None:
+        _check_decay(decay, warmup, 1)
+        self.decay, self.warmup = decay, warmup
+        module = tensors if isinstance(tensors, nn.Module) else _Tensors(tensors)
+        _require_own_weights(module)
+        sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        self._weights = FSDP2(module) if sharded else LocalWeights(module)
+        chosen = dict(module.named_buffers()) if isinstance(module, _Tensors) else self._weights.trainable()
+        if not chosen:
+            raise ValueError("tensors: there must be one to average, got none that requires gradients, or none at all.")
+        self._averages = Averages(self._weights)
+        self._averages.track(chosen)
+
+    def update(self) -> None:
+        """Update the averages; call it after each ``optimizer.step()``.
+
+        Raises:
+            ValueError: Inside ``swap()``, where the tensors hold the averages.
+        """
+        self._require_raw("update")
+        self._averages.lerp(1 - ema_decay(self._averages.updates, self.decay, warmup=self.warmup))
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Put the averages into the tensors inside the ``with`` block, and the tensors' own values back after it."""
+        with self._averages.showing("averaged"):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of updates and the averages in their order; of a sharded module whole, in host memory.
+
+        Where the weights are sharded, all ranks take part. Save a checkpoint to go on from outside of ``swap()``, with
+        the tensors' own values.
+        """
+        with self._averages.showing("raw"):
+            averages = self._weights.unshard(self._averages.tensors)
+        return {"updates": self._averages.updates, "averages": [*averages.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the averages of a ``state_dict()``; the tensors' own values are loaded by whoever saved them.
+
+        Raises:
+            ValueError: Inside ``swap()``, and for averages of other tensors.
+        """
+        self._require_raw("load_state_dict")
+        own, saved = self._averages.tensors, state["averages"]
+        averages = self._weights.shard(dict(zip(own, saved, strict=False)))
+        shapes = [[tuple(average.shape) for average in each] for each in (averages.values(), own.values())]
+        if len(saved) != len(own) or shapes[0] != shapes[1]:
+            raise ValueError(
+                f"load_state_dict needs the averages of the same tensors, got {len(saved)} for {len(own)}, of the"
+                f" shapes {shapes[0]} for {shapes[1]}: make the Averager of what the saved one was made of."
+            )
+        self._averages.restore(averages, state["updates"], state["updates"], True)
+
+    def _require_raw(self, method: str) -> None:
+        if self._averages.holds == "averaged":
+            raise ValueError(
+                f"{method}() needs the tensors' own values, and swap() has put the averages there: leave it."
+            )
+
+
+class _Tensors(nn.Module):
+    """A list of tensors as a module, which is what averages are of; each has its number for a name."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        for number, tensor in enumerate(dict.fromkeys(tensors)):
+            check_type(f"tensors[{number}]", tensor, Tensor)
+            if isinstance(tensor, DTensor):
+                raise ValueError(f"tensors[{number}] is a shard of a module's weight, got a DTensor: pass the module.")
+            if not (is_lazy(tensor) or tensor.is_floating_point() or tensor.is_complex()):
+                raise ValueError(
+                    f"tensors[{number}] must have floating-point numbers, got {tensor.dtype}: leave it out."
+                )
+            self.register_buffer(str(number), tensor)
+
+
+def _require_own_weights(module: nn.Module) -> None:
+    """Raise for weights that a process does not hold itself, or does not hold yet."""
+    held = [*module.parameters(), *module.buffers()]
+    if any(map(is_lazy, held)):
+        raise ValueError("tensors: a lazy layer has no weights before its first forward pass: run one first.")
+    if any(hasattr(tensor, "ds_id") for tensor in held):
+        raise ValueError("tensors: ZeRO-3 gathers weights only where they are used: take another stage.")
+    if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
+        raise ValueError("tensors: FSDP1 flattens its weights: shard by fully_shard (FSDP2).")
 
 
 @final

@@ -45,9 +45,13 @@ class Participant:
         """Whether it does anything in the present fit."""
         return True
 
+    def given(self) -> Row:
+        """Its name and settings as they were given, which loggers get as hyperparameters."""
+        return type(self).__name__, settings(self, always=self.durations)
+
     def row(self, trainer: L.Trainer) -> Row:
         """Its name and settings in the table of active tricks."""
-        return type(self).__name__, settings(self, always=self.durations)
+        return self.given()
 
     def written(self) -> str:
         """Its form in the user's code, for error messages."""

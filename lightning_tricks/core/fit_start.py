@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tricks.core.conflicts import Participant, check_conflicts, check_schedule_conflicts
+from lightning_tricks.core.hyperparameters import participants, tell_loggers
 from lightning_tricks.core.lightning.fit import Place, fit_of
 from lightning_tricks.core.lightning.step_watch import refuse_steps_past_hooks
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
@@ -25,11 +26,15 @@ def announce(trainer: L.Trainer) -> None:
     """
     if is_fitting(trainer) and fit_of(trainer).enter(partial(_begin, trainer)):
         check_conflicts(trainer)
+        tell_loggers(trainer, fit_of(trainer).undo)
 
 
 def _begin(trainer: L.Trainer, before: Place) -> None:
     """Check what a fit brings when it begins, and report what is active in it."""
     check_schedule_conflicts(trainer)
+    for config in trainer.lr_scheduler_configs:
+        if (occasion := getattr(config.scheduler, "occasion", None)) is not None:
+            config.interval, config.frequency = occasion  # who returned it may not know what it counts
     fit = fit_of(trainer)
     schedules: list[Any] = [] if fit.is_trial else _schedules(trainer)
     for schedule in schedules:
@@ -39,6 +44,8 @@ def _begin(trainer: L.Trainer, before: Place) -> None:
     needy = [type(each).__name__ for each in callbacks_of(trainer, Participant) if each.needs_step_hooks]
     if needy:
         refuse_steps_past_hooks(trainer, " and ".join(dict.fromkeys(needy)), fit.undo)
+    for logger in trainer.loggers:
+        logger.log_hyperparams({})  # again with what has joined, or since the module logs none of its own
     if callbacks_of(trainer, ModelSummary):  # trial fits have none, and report nothing
         rank_zero_info(active_tricks(active(trainer), _total_steps(trainer)))
 
@@ -56,9 +63,7 @@ def _changed_plan(trainer: L.Trainer, before: Place, now: Place, schedules: list
 
 def active(trainer: L.Trainer) -> list[tuple[str, str]]:
     """The active tricks of a fit with their settings; fractions of training in optimizer steps."""
-    strategy = [trainer.strategy] if isinstance(trainer.strategy, Participant) else []
-    tricks = [*strategy, *callbacks_of(trainer, Participant), *_schedules(trainer)]
-    rows = [(trick.row(trainer), trick.durations) for trick in tricks if trick.is_active(trainer)]
+    rows = [(trick.row(trainer), trick.durations) for trick in participants(trainer)]
     return spelled_rows(rows, _total_steps(trainer))
 
 

@@ -7,11 +7,12 @@ import math
 import shutil
 import sys
 import textwrap
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from html import escape
+from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from tqdm import tqdm
 
 Row = tuple[str, Mapping[str, Any]]  # the name of a trick and its settings
 
@@ -87,6 +88,41 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: in
     return "\n".join(lines)
 
 
+class Grid(NamedTuple):
+    """A table, with lines of text above and below it.
+
+    Args:
+        columns: The names of the columns.
+        rows: The cells of each row.
+        above: The lines above the table.
+        below: The lines below it.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    above: Sequence[str] = ()
+    below: Sequence[str] = ()
+
+
+class Tabled:
+    """A result that Jupyter shows as a table; a subclass says which."""
+
+    @abstractmethod
+    def _grid(self) -> Grid:
+        """The table."""
+
+    def _repr_html_(self) -> str:
+        grid = self._grid()
+        lines = [[_row_of_html("th", grid.columns)], [_row_of_html("td", row) for row in grid.rows]]
+        head, body = ("".join(part) for part in lines)
+        above, below = ("".join(f"<p>{escape(line)}</p>" for line in part) for part in (grid.above, grid.below))
+        return f"{above}<table><thead>{head}</thead><tbody>{body}</tbody></table>{below}"
+
+
+def _row_of_html(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
 def active_tricks(rows: Sequence[tuple[str, str]], total_steps: int | None) -> str:
     """The text at the start of a fit: the table of its active tricks."""
     steps = "" if total_steps is None else f", {total_steps} optimizer steps"
@@ -151,9 +187,15 @@ def readable(size: float) -> str:
 
 
 def progress(items: Iterable[Any] | None, what: str, total: int | None = None) -> Any:
-    """A progress bar over items, or one to update by hand; on a terminal and on rank zero only, removed at its end.
+    """A progress bar over items, or one to update by hand; removed at its end.
+
+    It is drawn on a terminal, and in a notebook that has ipywidgets, on rank zero only.
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
     """
-    return tqdm(items, what, total, leave=False, disable=True if getattr(rank_zero_only, "rank", 0) else None)
+    from tqdm.auto import tqdm
+
+    is_widget = any(kind.__module__ == "tqdm.notebook" for kind in tqdm.__mro__)
+    disable = True if getattr(rank_zero_only, "rank", 0) else False if is_widget else None  # None: if no terminal
+    return tqdm(items, what, total, leave=False, disable=disable)

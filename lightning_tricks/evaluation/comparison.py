@@ -7,7 +7,10 @@ from math import isfinite, nan
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from typing_extensions import override
+
 from lightning_tricks.core.figures import figure_and_axes
+from lightning_tricks.core.report import Grid, Tabled
 from lightning_tricks.evaluation.statistics import Interval, paired_difference
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ HEAD = ("", "mean ± std", "over {} (95% interval)", "", "time")
 
 
 @final
-class Comparison:
+class Comparison(Tabled):
     """The result of ``compare``: ``print`` shows the table.
 
     Args:
@@ -93,12 +96,17 @@ class Comparison:
         ratios = [mine["seconds"] / base["seconds"] for mine, base in pairs if "seconds" in mine and "seconds" in base]
         return median(ratios) if ratios else nan
 
-    def __str__(self) -> str:
+    @override
+    def _grid(self) -> Grid:
         head = [text.format(self.baseline) for text in HEAD] + ["at equal time, over"] * bool(self.equal)
-        table = [head, *(self._line(arm) for arm in self.runs)]
+        return Grid(head, [self._line(arm) for arm in self.runs], below=self._sentences())
+
+    def __str__(self) -> str:
+        grid = self._grid()
+        table = [grid.columns, *grid.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join(line.rstrip() for line in [*lines, *self._sentences()])
+        return "\n".join(line.rstrip() for line in [*lines, *grid.below])
 
     def _line(self, arm: str) -> list[str]:
         values = [value for value in self.values(arm) if isfinite(value)]

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_tricks.checkpoints.files import path_of
 from lightning_tricks.core.checks import check_range, check_type
 from lightning_tricks.core.figures import figure_and_axes
-from lightning_tricks.core.report import plain_table
+from lightning_tricks.core.report import Grid, Tabled, plain_table
 from lightning_tricks.evaluation.plan import write_json
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _SHOWN = 20  # rows of the table
 
 
 @dataclass(frozen=True, eq=False)
-class LabelReport:
+class LabelReport(Tabled):
     """What ``LabelErrors`` and ``label_report`` have found of n samples; one tensor (n,) a column.
 
     Args:
@@ -78,7 +79,8 @@ class LabelReport:
             raise ValueError("share must be a number where the loss has no logits, and so no margins, got None.")
         return self.sample[self.order[: int((self.margin < 0).sum())]].tolist()
 
-    def __str__(self) -> str:
+    @override
+    def _grid(self) -> Grid:
         columns = ("sample", "label", "rather", "margin", "loss", "confidence", "epochs")
         rows = [
             (
@@ -90,7 +92,11 @@ class LabelReport:
         ]
         below = int((self.margin < 0).sum())
         title = f"{len(self.sample)} samples, {below} of them with a mean margin below 0; the most suspect ones:"
-        return "\n".join([title, plain_table(columns, rows, 1000)])
+        return Grid(columns, rows, above=[title])
+
+    def __str__(self) -> str:
+        grid = self._grid()
+        return "\n".join([*grid.above, plain_table(grid.columns, grid.rows, 1000)])
 
     def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
         """Draw the data map, the confidence over its variability in the color of the margin, or a histogram of losses.

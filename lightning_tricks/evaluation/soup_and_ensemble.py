@@ -11,9 +11,10 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_tricks.checkpoints.average import average_checkpoints
-from lightning_tricks.core.report import progress, table
+from lightning_tricks.core.report import Grid, Tabled, progress, table
 from lightning_tricks.evaluation.cross_validate import CrossValidation
 from lightning_tricks.evaluation.ensemble import Ensemble, Mean, restored
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
@@ -23,7 +24,7 @@ __all__ = ["SoupAndEnsemble", "soup_and_ensemble"]
 
 
 @dataclass(frozen=True)
-class SoupAndEnsemble:
+class SoupAndEnsemble(Tabled):
     """The result of ``soup_and_ensemble``.
 
     Args:
@@ -39,8 +40,8 @@ class SoupAndEnsemble:
     metrics: dict[str, list[dict[str, float]]]
     overlap: float
 
-    def table(self) -> str:
-        """Means over the folds, and the paired differences from the best checkpoint with their 95% intervals."""
+    @override
+    def _grid(self) -> Grid:
         rows = []
         for metric in self.metrics["best"][0]:
             best = [fold.get(metric, math.nan) for fold in self.metrics["best"]]
@@ -50,7 +51,12 @@ class SoupAndEnsemble:
                 mean = mean_and_interval(values, overlap=self.overlap).mean
                 told = "" if name == "best" else f"{gain.mean:+.4f} ({gain.low:+.4f} to {gain.high:+.4f})"
                 rows.append([metric, name, f"{mean:.4f}", told])
-        return table(["metric", "checkpoints", "mean", "over best"], rows)
+        return Grid(["metric", "checkpoints", "mean", "over best"], rows)
+
+    def table(self) -> str:
+        """Means over the folds, and the paired differences from the best checkpoint with their 95% intervals."""
+        grid = self._grid()
+        return table(grid.columns, grid.rows)
 
     def __str__(self) -> str:
         return self.table()

@@ -9,6 +9,7 @@ from lightning_tricks.modules.merge_adapters import merge_adapters
 from lightning_tricks.modules.quantize import quantize
 from lightning_tricks.modules.sam.mixin import SAMMixin
 from lightning_tricks.modules.sam.rules import SAM, asam_perturb_, sam_perturb_
+from lightning_tricks.modules.sam.step import sam_step
 from lightning_tricks.modules.sharpness import Sharpness, sharpness
 from lightning_tricks.modules.squeeze_excite import add_squeeze_excite
 from lightning_tricks.modules.stochastic_depth import add_stochastic_depth
@@ -28,5 +29,6 @@ __all__ = [
     "merge_adapters",
     "quantize",
     "sam_perturb_",
+    "sam_step",
     "sharpness",
 ]

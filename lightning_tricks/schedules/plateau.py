@@ -71,6 +71,7 @@ class PlateauLR(Participant, ReduceLROnPlateau):
         super().__init__(optimizer, min_lr=0.0, **settings)
         self.warmup, self.floor, self.steps = warmup, floor, 0
         self.duration: Duration | None = None  # of the warm-up in a fit, as a factory was given it
+        self.occasion: tuple[str, int] | None = None  # the interval and frequency of its steps, of a bare scheduler
         self._saved: dict[str, Any] = {}  # the settings of the checkpoint, until they are compared
         self._begun = False
         self._set_lrs()
@@ -88,6 +89,10 @@ class PlateauLR(Participant, ReduceLROnPlateau):
         return curve_row(self.settings)
 
     @override
+    def given(self) -> Row:
+        return curve_row(self.settings | ({} if self.duration is None else {"warmup": self.duration}))
+
+    @override
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
         if self.steps >= self.warmup:
             self._set_lrs()
@@ -102,7 +107,7 @@ class PlateauLR(Participant, ReduceLROnPlateau):
         self._saved = saved
         if self.duration is None:
             warn_of_other_settings(saved, own)
-        super().load_state_dict({**state_dict, **own})
+        super().load_state_dict({**state_dict, **own, "occasion": self.occasion})
         if saved["mode"] != self.mode:
             self._reset()  # the best metric so far is the worst one now
         self._set_lrs()

@@ -93,8 +93,10 @@ class CurveLR(Participant, LRScheduler):
         # T was counted from the fit, so that they follow the plan.
         self.rebind: Callable[[Place], tuple[Curve, Curve | None]] | None = None
         self.follows = False
+        self.arguments: Mapping[str, Any] | None = None  # those of the factory, as they were given
         self._saved: Mapping[str, Any] = {}  # the settings of the checkpoint, until they are compared
         self.replaced = False  # whether another scheduler follows its curve in its place
+        self.occasion: tuple[str, int] | None = None  # the interval and frequency of its steps, of a bare scheduler
         prepare_hooks(optimizer)
         super().__init__(optimizer, last_epoch)
         self._follow_the_optimizer()
@@ -150,6 +152,10 @@ class CurveLR(Participant, LRScheduler):
     @override
     def row(self, trainer: L.Trainer) -> Row:
         return curve_row(self.settings)
+
+    @override
+    def given(self) -> Row:
+        return curve_row(self.settings if self.arguments is None else self.arguments)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the first parameter group after so many steps."""

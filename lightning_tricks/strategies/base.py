@@ -53,7 +53,7 @@ class PresetStrategy(Participant, Strategy):
         return f"<{self.strategy_name} of lightning_tricks, {where}>"
 
     @override
-    def row(self, trainer: L.Trainer) -> Row:
+    def given(self) -> Row:
         given = {name: value for name, value in settings(self).items() if name != "config"}  # too long
         return self.strategy_name, given
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,7 @@ from lightning_tricks.core.checks import check_choice
 from lightning_tricks.core.lightning.namespace import OTHER, wrong_lightning
 from lightning_tricks.strategies.base import PresetStrategy
 from lightning_tricks.strategies.ddp.preset import DDPPreset
+from lightning_tricks.strategies.fabric import FabricPreset, fabric_preset
 from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
 from lightning_tricks.strategies.single import SinglePreset
 from lightning_tricks.strategies.zero.preset import ZeROPreset
@@ -32,6 +34,9 @@ class _Row:
         strategy = self.strategy(**{**self.arguments, **overrides})
         strategy.strategy_name = self.name
         return strategy
+
+    def make_for_fabric(self) -> FabricPreset:
+        return fabric_preset(self.name, self.arguments.get("precision", "bf16-mixed"))
 
     def refuse(self) -> None:
         raise wrong_lightning(f"strategy={self.name!r}", f"a {OTHER}.Trainer")
@@ -152,7 +157,7 @@ def presets() -> list[dict[str, Any]]:
 
 
 def register() -> None:
-    """Register each name as a ``Trainer(strategy=...)`` string.
+    """Register each name as a ``Trainer(strategy=...)`` string, and as one of ``Fabric``.
 
     In the other Lightning, if it is loaded, they raise an error that says what to import, until that was imported.
 
@@ -160,10 +165,11 @@ def register() -> None:
         RuntimeError: If another package has registered the name.
     """
     for name, row in _TABLE.items():
-        registered = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else row.make
-        if getattr(registered, "__module__", "") not in _MODULES:
-            raise RuntimeError(f"The strategy name {name!r} is already registered by {registered!r}.")
-        StrategyRegistry.register(name, row.make, description=row.when, override=True)
+        for registry, make in ((StrategyRegistry, row.make), (STRATEGY_REGISTRY, row.make_for_fabric)):
+            registered = registry[name]["strategy"] if name in registry else make
+            if getattr(registered, "__module__", "") not in _MODULES:
+                raise RuntimeError(f"The strategy name {name!r} is already registered by {registered!r}.")
+            registry.register(name, make, description=row.when, override=True)
         if (strategies := sys.modules.get(f"{OTHER}.strategies")) and name not in strategies.StrategyRegistry:
             strategies.StrategyRegistry.register(name, row.refuse, description=row.when)
 

@@ -58,6 +58,7 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     "logit_adjustment": "losses/test_logit_adjustment.py",
     "min_snr_weight": "losses/test_diffusion.py",
     "functional": "modules/test_blur_pool.py",
+    "lr_scheduler": "schedules/test_lr_scheduler.py",  # the schedules once more, without their dictionaries
     # optimizers and their groups, each in the engines that it is for
     "adamw": "optimizers/test_adamw.py",
     "optimizers": "optimizers/test_by_name.py",

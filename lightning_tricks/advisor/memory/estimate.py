@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_tricks.advisor.memory.activations import Activations, Regime, batch_samples, measure
 from lightning_tricks.advisor.memory.layout import Layout, layout_of
@@ -17,7 +18,7 @@ from lightning_tricks.advisor.memory.parts import Parts, parts_of
 from lightning_tricks.advisor.memory.states import SETTINGS, OptimizerLike, States, states_of
 from lightning_tricks.callbacks.lora import LoRA
 from lightning_tricks.core.checks import check_choice, check_count, check_type
-from lightning_tricks.core.report import readable
+from lightning_tricks.core.report import Grid, Tabled, readable
 from lightning_tricks.optimizers.by_name import optimizer as optimizer_by_name
 from lightning_tricks.optimizers.table import row_of
 from lightning_tricks.strategies.fsdp2.plan import planned_layers
@@ -47,7 +48,7 @@ LASTING = ("weights", "gradients", "optimizer", "extras", "buffers")
 
 @final
 @dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(Tabled):
     """The bytes that training takes on each device, by part; the result of ``estimate_memory``.
 
     ``total = lasting + max(casts + gathered + communication + activations, passing)``, where lasting is the sum of
@@ -135,6 +136,11 @@ class MemoryEstimate:
     def rows(self) -> list[tuple[str, int]]:
         """The names and bytes of the parts that take memory."""
         return [(text, getattr(self, part)) for part, text in PARTS.items() if getattr(self, part)]
+
+    @override
+    def _grid(self) -> Grid:
+        rows = [(name, readable(size)) for name, size in self.rows()]
+        return Grid(("part", "bytes"), [*rows, *self._sums()], above=[self._title()])
 
     def __str__(self) -> str:
         lines = [self._title(), *(f"{readable(size):>10}  {name}" for name, size in self.rows())]

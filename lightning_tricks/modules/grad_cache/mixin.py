@@ -156,7 +156,7 @@ class GradCacheHooks(Trick):
         return f"{type(self.module).__name__} with GradCacheMixin(chunk={self.module.chunk})"
 
     @override
-    def row(self, trainer: L.Trainer) -> Row:
+    def given(self) -> Row:
         return "GradCacheMixin", {"chunk": self.module.chunk}
 
     @override

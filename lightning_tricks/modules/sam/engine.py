@@ -196,7 +196,7 @@ class SAMEngine:
 
         At the end of the block the weights are themselves again, and the module is as the first run has left it.
         """
-        moved, gradients = self._gradients(loss, list(weights))
+        moved, gradients = gradients_of(loss, list(weights), self.weights)
         if not moved and self.sam.parameters is None and not self.module.automatic_optimization:
             raise MisconfigurationException(
                 f"The loss of {type(self.module).__name__} depends on no weight that SAM perturbs: pass the optimizer"
@@ -254,20 +254,21 @@ class SAMEngine:
             " say) as optimizer=."
         )
 
-    def _gradients(self, loss: Tensor, trained: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
-        with naming_reentrant_checkpoints(loss, "SAM"):
-            gradients = self.weights.gradients(loss, trained) if trained else []
-        pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
-        if len(pairs) < len(trained) and find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
-            raise reentrant_checkpoint("SAM")
-        require_dense(self.module, pairs, "SAM")
-        return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
-
     def _loss_again(self, run: Callable[[], Any]) -> Tensor:
         """The loss of the step run once more."""
         with replaying():
             return loss_of(run())
+
+
+def gradients_of(loss: Tensor, trained: list[Tensor], weights: LocalWeights) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights that the loss depends on, and this rank's part of their gradients; ``.grad`` is left alone."""
+    with naming_reentrant_checkpoints(loss, "SAM"):
+        gradients = weights.gradients(loss, trained) if trained else []
+    pairs = [(w, g) for w, g in zip(trained, gradients, strict=True) if g is not None]
+    if len(pairs) < len(trained) and find_graph_node(loss, "CheckpointFunctionBackward".__eq__):
+        raise reentrant_checkpoint("SAM")
+    require_dense(weights.module, pairs, "SAM")
+    return [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _acts_in_backward(module: L.LightningModule) -> bool:

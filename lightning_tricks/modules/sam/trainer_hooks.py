@@ -66,7 +66,7 @@ class SAMHooks(Trick):
         """Have the module's backward passes go through the engine, until this trick is closed."""
 
     @override
-    def row(self, trainer: L.Trainer) -> Row:
+    def given(self) -> Row:
         return "SAM", settings(self.sam)
 
     @override

@@ -1,0 +1,63 @@
+"""The schedules as bare schedulers: ``lr_scheduler.cosine(optimizer)`` is the ``LRScheduler`` of ``cosine``.
+
+For code that makes the dictionary itself, such as ``configure_optimizers`` of lightning-hydra-template, and for loops
+without a Trainer. They take the arguments of the factories of the same name. Inside ``configure_optimizers`` they find
+the module by themselves, and a Trainer steps them as often as the factory would have it, whatever "interval" and
+"frequency" they are returned with. Elsewhere call ``scheduler.step()`` after each ``optimizer.step()``, and pass
+``total_steps``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec
+
+import lightning as L
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_tricks.core.call_stack import callers
+from lightning_tricks.core.lightning.trainer import trainer_of
+from lightning_tricks.schedules import factories, plateau
+from lightning_tricks.schedules.factories import Schedule
+
+P = ParamSpec("P")
+
+
+def _bare(factory: Callable[P, Schedule]) -> Callable[P, LRScheduler]:
+    """The factory of the scheduler alone."""
+
+    @wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> LRScheduler:
+        given = signature(factory).bind(*args, **kwargs)
+        if "module" in signature(factory).parameters and given.arguments.get("module") is None:
+            given.arguments["module"] = _configured()
+        config: Any = factory(*given.args, **given.kwargs)["lr_scheduler"]
+        config["scheduler"].occasion = config["interval"], config["frequency"]
+        scheduler: LRScheduler = config["scheduler"]
+        return scheduler
+
+    make.__module__ = __name__  # by which it is pickled, in hyperparameters for example
+    vars(make)["__signature__"] = signature(factory).replace(return_annotation="LRScheduler")
+    return make
+
+
+def _configured() -> L.LightningModule | None:
+    """The module of a Trainer whose method, ``configure_optimizers`` for example, asks for a scheduler."""
+    modules = (caller for caller in callers() if isinstance(caller, L.LightningModule))
+    return next((module for module in modules if trainer_of(module) is not None), None)
+
+
+constant = _bare(factories.constant)
+cosine = _bare(factories.cosine)
+cosine_restarts = _bare(factories.cosine_restarts)
+flat_cos = _bare(factories.flat_cos)
+inverse_sqrt = _bare(factories.inverse_sqrt)
+linear = _bare(factories.linear)
+one_cycle = _bare(factories.one_cycle)
+polynomial = _bare(factories.polynomial)
+reduce_on_plateau = _bare(plateau.reduce_on_plateau)
+step_decay = _bare(factories.step_decay)
+swa_tail = _bare(factories.swa_tail)
+wsd = _bare(factories.wsd)
