@@ -59,9 +59,11 @@ from lightning_tricks.checkpoints.post_hoc import post_hoc_average, post_hoc_swe
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.fit import optimizer_steps
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
+from lightning_tricks.data.balanced_sampler import balanced_sampler
 from lightning_tricks.data.length_buckets import LengthBuckets
 from lightning_tricks.data.packing import pack_sequences
 from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
+from lightning_tricks.data.weighted_sampler import DistributedWeightedSampler
 from lightning_tricks.data.workers import find_num_workers
 from lightning_tricks.evaluation.compare import compare
 from lightning_tricks.evaluation.cross_validate import cross_validate
@@ -133,6 +135,7 @@ __all__ = [
     "CutOut",
     "DDPPreset",
     "DataWait",
+    "DistributedWeightedSampler",
     "Doctor",
     "Ensemble",
     "ExactResume",
@@ -177,6 +180,7 @@ __all__ = [
     "add_squeeze_excite",
     "add_stochastic_depth",
     "average_checkpoints",
+    "balanced_sampler",
     "clip_loss",
     "compare",
     "consolidate",

@@ -309,6 +309,12 @@ CATALOGUE = (
         "Batches of similar lengths, so that little is padding.",
     ),
     Row(
+        ("balanced_sampler", "DistributedWeightedSampler"),
+        "Data",
+        "DataLoader(data, 16, sampler=lt.balanced_sampler(labels))",
+        "Draws rare classes, or samples by any weights, more often.",
+    ),
+    Row(
         ("pack_sequences",),
         "Data",
         "DataLoader(data, 16, collate_fn=lt.pack_sequences)",

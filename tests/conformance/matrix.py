@@ -94,8 +94,10 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     "soup_and_ensemble": "evaluation/test_ensemble.py",
     # loaders, which are the same for all tricks
     "BatchedDataset": "data/test_token_buckets.py",
+    "DistributedWeightedSampler": "data/test_weighted_sampler.py",
     "LengthBuckets": "data/test_length_buckets.py",
     "TokenBuckets": "data/test_token_buckets.py",
+    "balanced_sampler": "data/test_weighted_sampler.py",
     "find_num_workers": "data/test_workers.py",
     "pack_sequences": "data/test_packing.py",
     # trials, which leave no trace, and reports

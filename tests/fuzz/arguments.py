@@ -108,6 +108,8 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
     "LengthBuckets": {"lengths": lambda: [3, 1, 2], "batch_size": lambda: 2},
+    "DistributedWeightedSampler": {"weights": lambda: [3.0, 1.0, 2.0]},
+    "balanced_sampler": {"labels": lambda: [0, 1, 1]},
     "LoRA": {"modules": lambda: "layers.0"},
     "export_adapters": {"checkpoint": lambda: "adapters.ckpt", "output": lambda: "adapters", "force": lambda: True},
     "CurveLR": {"optimizer": sgd, "curve": lambda: partial(lambda step: 1.0)},
