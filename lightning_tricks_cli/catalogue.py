@@ -423,6 +423,13 @@ CATALOGUE = (
         ("CrossValidation",),
     ),
     Row(
+        ("tta",),
+        "Evaluation",
+        "L.Trainer().test(lt.tta(net, views), loader)",
+        "Averages the outputs for flips, crops and other views of each input.",
+        "a forward pass for each view",
+    ),
+    Row(
         ("Ensemble", "soup_and_ensemble"),
         "Evaluation",
         'lt.Ensemble.from_checkpoints(["a.ckpt", "b.ckpt"], Net)',

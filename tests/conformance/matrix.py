@@ -91,6 +91,7 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     "post_hoc_sweep": "checkpoints/test_post_hoc.py",
     "quantize": "modules/test_quantize.py",
     "sharpness": "modules/test_sharpness.py",
+    "tta": "evaluation/test_tta.py",
     "soup_and_ensemble": "evaluation/test_ensemble.py",
     # loaders, which are the same for all tricks
     "BatchedDataset": "data/test_token_buckets.py",

@@ -191,6 +191,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
     "scale_ema_decay": {"decay": lambda: 0.99, **SCALE},
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
+    "tta": {"module": PlainNet, "views": lambda: [nn.Identity()]},
     "TokenBuckets": {"lengths": lambda: [3, 1, 2], "max_tokens": lambda: 8},
     "suggest_strategy": {"model": lambda: 10**6, "hardware": lambda: lt.Hardware(8e9)},
 }

@@ -195,8 +195,8 @@ def _order(turn: dict[str, Any], sampler: Any) -> Tensor:
     """The order of all samples in the epoch, each once, or as often as a weighted sampler has drawn it."""
     part = turn["part"]
     if part["kind"] not in PLAIN:
-        drawn: Tensor = sampler.order_of(part["settings"], part["epoch"], part["ranks"])
-        return drawn
+        weighted: Tensor = sampler.order_of(part["settings"], part["epoch"], part["ranks"])
+        return weighted
     if part["kind"] == SHUFFLED:
         drawn = turn["states"]["first"]
         generators = [state for path, state in drawn["own"].items() if path.endswith("sampler.generator")]
