@@ -73,6 +73,7 @@ from lightning_tricks.evaluation.label_report import label_report
 from lightning_tricks.evaluation.soup_and_ensemble import soup_and_ensemble
 from lightning_tricks.evaluation.temperature import fit_temperature
 from lightning_tricks.evaluation.tta import tta
+from lightning_tricks.losses.bce_targets import bce_targets
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -182,6 +183,7 @@ __all__ = [
     "add_stochastic_depth",
     "average_checkpoints",
     "balanced_sampler",
+    "bce_targets",
     "clip_loss",
     "compare",
     "consolidate",

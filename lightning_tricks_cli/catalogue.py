@@ -70,7 +70,7 @@ CATALOGUE = (
         "callbacks=[lt.Mixup(alpha=0.2, stop=0.9)]",
         "Trains on mixtures of two samples, with any loss.",
         "a copy of the inputs",
-        ("mixup", "cutmix"),
+        ("mixup", "cutmix", "bce_targets"),
     ),
     Row(
         ("HiddenMixup",),

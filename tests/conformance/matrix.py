@@ -96,6 +96,7 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     # loaders, which are the same for all tricks
     "BatchedDataset": "data/test_token_buckets.py",
     "DistributedWeightedSampler": "data/test_weighted_sampler.py",
+    "bce_targets": "losses/test_bce_targets.py",
     "LengthBuckets": "data/test_length_buckets.py",
     "TokenBuckets": "data/test_token_buckets.py",
     "balanced_sampler": "data/test_weighted_sampler.py",

@@ -138,6 +138,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "targets": lambda: torch.tensor([0, 1, 2, 0]),
         "prior": lambda: torch.tensor([0.5, 0.3, 0.2]),
     },
+    "bce_targets": {"labels": lambda: torch.tensor([0, 2, 1]), "classes": lambda: 3},
     "min_snr_weight": {"alphas_cumprod": lambda: torch.linspace(0.9, 0.1, 4), "t": lambda: torch.tensor([0, 3])},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
     "compare": {
