@@ -52,8 +52,8 @@ class DistributedWeightedSampler(FitSampler):
     the r-th on, so that a step of all ranks is the batch that one process would have. If they do not fill the ranks,
     the first ones come again. The order depends on ``seed`` and the epoch.
 
-    Lightning keeps the sampler under DDP, and tells it the epoch; torch's WeightedRandomSampler it wraps, with draws of
-    each rank's own. A fit that is resumed within an epoch goes on with the samples that an unbroken one has, also with
+    Lightning keeps the sampler under DDP, and tells it the epoch; torch's WeightedRandomSampler it wraps, and each rank
+    draws for itself. A fit that is resumed within an epoch goes on with the samples that an unbroken one has, also with
     loader workers: Lightning's warning that the "dataloader is not resumable" does not apply. Checkpoints hold what the
     order depends on: within an epoch another order is refused, that for another number of ranks or another batch size,
     too, and at the end of an epoch it may be changed. With ``ExactResume`` or ``Preemption`` it may be changed within
