@@ -59,9 +59,11 @@ from lightning_tricks.checkpoints.post_hoc import post_hoc_average, post_hoc_swe
 from lightning_tricks.checkpoints.soup import greedy_soup
 from lightning_tricks.core.lightning.fit import optimizer_steps
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
+from lightning_tricks.data.balanced_sampler import balanced_sampler
 from lightning_tricks.data.length_buckets import LengthBuckets
 from lightning_tricks.data.packing import pack_sequences
 from lightning_tricks.data.token_buckets import BatchedDataset, TokenBuckets
+from lightning_tricks.data.weighted_sampler import DistributedWeightedSampler
 from lightning_tricks.data.workers import find_num_workers
 from lightning_tricks.evaluation.compare import compare
 from lightning_tricks.evaluation.cross_validate import cross_validate
@@ -70,6 +72,8 @@ from lightning_tricks.evaluation.label_errors import LabelErrors
 from lightning_tricks.evaluation.label_report import label_report
 from lightning_tricks.evaluation.soup_and_ensemble import soup_and_ensemble
 from lightning_tricks.evaluation.temperature import fit_temperature
+from lightning_tricks.evaluation.tta import tta
+from lightning_tricks.losses.bce_targets import bce_targets
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -134,6 +138,7 @@ __all__ = [
     "CutOut",
     "DDPPreset",
     "DataWait",
+    "DistributedWeightedSampler",
     "Doctor",
     "Ensemble",
     "ExactResume",
@@ -178,6 +183,8 @@ __all__ = [
     "add_squeeze_excite",
     "add_stochastic_depth",
     "average_checkpoints",
+    "balanced_sampler",
+    "bce_targets",
     "clip_loss",
     "compare",
     "consolidate",
@@ -238,6 +245,7 @@ __all__ = [
     "step_decay",
     "suggest_strategy",
     "swa_tail",
+    "tta",
     "wsd",
 ]
 

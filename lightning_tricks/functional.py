@@ -12,6 +12,7 @@ from lightning_tricks.callbacks.progressive_resizing import resize_images
 from lightning_tricks.callbacks.transforms.colout import colout
 from lightning_tricks.callbacks.transforms.cutout import cutout
 from lightning_tricks.core.batches.growing import growing_size
+from lightning_tricks.losses.bce_targets import bce_targets
 from lightning_tricks.losses.contrastive import clip_loss, info_nce
 from lightning_tricks.losses.diffusion import min_snr_weight
 from lightning_tricks.losses.lean_loss import lean_loss
@@ -24,6 +25,7 @@ __all__ = [
     "adaptive_clip_",
     "asam_perturb_",
     "balance_experts_",
+    "bce_targets",
     "clip_loss",
     "colout",
     "cutmix",

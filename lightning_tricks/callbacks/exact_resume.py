@@ -29,7 +29,7 @@ class ExactResume(Trick):
 
     With another number of processes or another batch size the samples of the epoch that are left are dealt out anew, so
     that each comes once, if their order is known: all in order, shuffled without replacement, by a DistributedSampler,
-    or in ``LengthBuckets`` or ``TokenBuckets``. ``Preemption`` does all of this, too.
+    in ``LengthBuckets`` or ``TokenBuckets``, or by a DistributedWeightedSampler. ``Preemption`` does all of this, too.
 
     Raises:
         MisconfigurationException: When training starts: for a loader whose position cannot be known, such as that of an

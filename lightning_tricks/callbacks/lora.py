@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from pickle import UnpicklingError
 from types import NoneType
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import lightning as L
 import torch
@@ -40,14 +40,52 @@ from lightning_tricks.core.lightning.engine import TORCH, UNSHARDED, Engine, eng
 from lightning_tricks.core.lightning.next_step import around_next_step
 from lightning_tricks.core.lightning.optimizer_groups import recorded_groups
 from lightning_tricks.core.lightning.patching import wrap_method
-from lightning_tricks.core.lightning.trainer import callbacks_of, extremes, launches_processes, saves_folder
+from lightning_tricks.core.lightning.trainer import (
+    callbacks_of,
+    extremes,
+    is_fitting,
+    launches_processes,
+    saves_folder,
+)
 from lightning_tricks.core.replay.undone_fit import is_trial
 from lightning_tricks.core.selection import check_patterns
 from lightning_tricks.core.trick import Trick
 from lightning_tricks.core.weights.stages import StagedCallback
 from lightning_tricks.core.weights.tensors import local_part
+from lightning_tricks.schedules.split_groups import split_groups
 
 __all__ = ["LoRA"]
+
+_OF_PEFT = {  # arguments of peft's LoraConfig, and what they are here
+    "target_modules": "modules=, regular expressions searched in names",
+    "target_parameters": "modules=, the layers that have them",
+    "lora_alpha": "alpha=",
+    "lora_dropout": "dropout=",
+    "modules_to_save": "train=, regular expressions searched in the names of parameters",
+    "use_dora": 'variant="dora"',
+    "use_rslora": 'variant="rslora"',
+    "loraplus_lr_ratio": "lr_ratio=",
+    "init_lora_weights": "nothing: A is drawn and B begins at zero, beside weights that stay as they are",
+    "rank_pattern": "one r= for all layers",
+    "alpha_pattern": "one alpha= for all layers",
+    "exclude_modules": "modules= that select the others alone",
+    "layers_to_transform": "modules= with the numbers of the layers",
+    "bias": "train= with the names of biases",
+    "task_type": "nothing: the module computes its loss",
+}
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def _answering_peft(init: Init) -> Init:
+    """A constructor that says what to pass in the place of peft's arguments."""
+
+    @wraps(init)
+    def answering(self: Any, *args: Any, **kwargs: Any) -> None:
+        if told := [f"{name}= of peft is {ours}" for name, ours in _OF_PEFT.items() if name in kwargs]:
+            raise TypeError(f"LoRA does not take arguments of peft: {'; '.join(told)}.")
+        init(self, *args, **kwargs)
+
+    return answering  # type: ignore[return-value]
 
 
 @final
@@ -68,6 +106,8 @@ class LoRA(Trick):
     Args:
         modules: The layers to adapt: regular expressions searched in submodules' names, or names of classes
             ("Linear"); one or a sequence. Linear layers, embeddings and convolutions that these select get an adapter.
+            "all-linear" selects all linear layers, without the output layer of a language model and what ``train``
+            selects.
         r: The rank, at least 1.
         alpha: The numerator of the scale, above 0; None for ``2 * r``.
         dropout: The probability of dropout in front of A, in [0, 1).
@@ -76,22 +116,26 @@ class LoRA(Trick):
         base: "keep" for frozen weights as they are; "nf4" (4 bits, by bitsandbytes) or "int8" (by torchao) for those
             of linear layers with several inputs, but a language model's head, on a single device or under DDP. The
             checkpoint has the checksum of the weights before.
+        lr_ratio: LoRA+: the learning rate of B is that of A times this number, at least 1; 16 is the paper's. Those of
+            embeddings' adapters stay equal.
         save: "adapter" for checkpoints without the frozen weights, "all" for all weights.
 
     Raises:
-        TypeError: For a value of the wrong type.
+        TypeError: For a value of the wrong type, and peft's names of arguments, with those of this class.
         ValueError: For a value out of range.
         ModuleNotFoundError: At setup, if peft (bitsandbytes, torchao) is missing, with the extra to install.
         MisconfigurationException: At setup, if a pattern selects nothing or a layer that cannot have an adapter, the
             module is sharded already or has other adapters; for a checkpoint of other weights or other settings; when
-            the optimizers are made, if they lack an adapter; when training starts, if something else was unfrozen;
+            the optimizers are made, if they lack an adapter, or have schedules whose groups cannot be split for
+            ``lr_ratio``; when training starts, if something else was unfrozen;
             before the first step and when a checkpoint is saved, if something has changed frozen weights.
 
     Example:
         >>> trainer = L.Trainer(callbacks=[LoRA("attn.qkv", r=8, train="head")], accelerator="cpu", logger=False)
 
     References:
-        Hu et al., arXiv 2106.09685; "dora": Liu et al., arXiv 2402.09353; "rslora": Kalajdzievski, arXiv 2312.03732.
+        Hu et al., arXiv 2106.09685; "dora": Liu et al., arXiv 2402.09353; "rslora": Kalajdzievski, arXiv 2312.03732;
+        LoRA+: Hayou et al., arXiv 2402.12354.
     """
 
     changes_network = True
@@ -113,6 +157,7 @@ class LoRA(Trick):
         ),
     )
 
+    @_answering_peft
     def __init__(
         self,
         modules: str | Sequence[str],
@@ -124,6 +169,7 @@ class LoRA(Trick):
         variant: Literal["lora", "dora", "rslora"] = "lora",
         base: Literal["keep", "nf4", "int8"] = "keep",
         save: Literal["adapter", "all"] = "adapter",
+        lr_ratio: float = 1.0,
     ) -> None:
         check_patterns("modules", modules)
         check_count("r", r)
@@ -136,6 +182,7 @@ class LoRA(Trick):
         check_choice("variant", variant, ("lora", "dora", "rslora"))
         check_choice("base", base, ("keep", "nf4", "int8"))
         check_choice("save", save, ("adapter", "all"))
+        check_range("lr_ratio", lr_ratio, 1.0, sys.float_info.max)
         if save == "all" and base != "keep":
             raise ValueError(f"save='all' needs base='keep', got base={base!r}: quantized weights are not saved.")
         super().__init__()
@@ -147,6 +194,7 @@ class LoRA(Trick):
         self.variant = variant
         self.base = base
         self.save = save
+        self.lr_ratio = lr_ratio
         self._record: Record | None = None  # of the module that runs, or ran last
         self._saves: Any = None  # the wrapped method of the strategy that saves
         self._begun_with = ""  # the checksum of this rank's frozen weights when the fit began
@@ -177,6 +225,9 @@ class LoRA(Trick):
             self._wrap(pl_module, hook, partial(self._inject_after, trainer, pl_module))
         self._wrap(pl_module, "configure_optimizers", partial(self._require_held, pl_module))
         self._wrap(strategy, "load_checkpoint", partial(self._load, trainer))
+        if self.lr_ratio != 1 and is_fitting(trainer):
+            require_engine(trainer, f"LoRA(lr_ratio={self.lr_ratio})", *TORCH, why="whose optimizers keep their groups")
+            self._wrap(strategy, "setup_optimizers", self._split_groups)
         if strategy.lightning_module_state_dict is not self._saves:
             # Stays after the fit: trainer.save_checkpoint then leaves the frozen weights out, too.
             wrap_method(strategy, "lightning_module_state_dict", partial(self._saved, trainer))
@@ -296,6 +347,29 @@ class LoRA(Trick):
             )
         return optimizers
 
+    def _split_groups(self, set_up: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
+        """Let the optimizers be made, and give B its own learning rate."""
+        set_up(trainer)
+        layers = adapted_layers(trainer.lightning_module).values()
+        later = [p for layer in layers for name, p in adapter_parameters(layer).items() if name.startswith("lora_B.")]
+        if not later:
+            raise MisconfigurationException(
+                f"LoRA(lr_ratio={self.lr_ratio}) is for linear layers and convolutions, got adapters of embeddings"
+                " alone: leave lr_ratio out."
+            )
+        for optimizer in trainer.optimizers:
+            schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+            mine = [schedule for schedule in schedules if schedule.optimizer is optimizer]
+            if not mine and any("initial_lr" in group for group in optimizer.param_groups):
+                raise MisconfigurationException(
+                    f"LoRA(lr_ratio={self.lr_ratio}): configure_optimizers has made a schedule that it does not return,"
+                    " whose groups are split here: return it."
+                )
+            try:
+                split_groups(optimizer, mine, [(later, self.lr_ratio)])
+            except TypeError as error:
+                raise MisconfigurationException(f"LoRA(lr_ratio={self.lr_ratio}): {error}") from error
+
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -390,6 +464,12 @@ class LoRA(Trick):
                 undo.callback(module.register_state_dict_post_hook(_leave_frozen_out).remove)
             checkpoint = load(path, *args, **kwargs)
         self._require_same(record_in(checkpoint))
+        saved = (checkpoint.get("callbacks") or {}).get(self.state_key, {}).get("lr_ratio", 1.0)
+        if is_fitting(trainer) and saved != self.lr_ratio:
+            raise MisconfigurationException(
+                f"LoRA: the checkpoint was saved with lr_ratio={saved}, whose learning rates its optimizers have, got"
+                f" lr_ratio={self.lr_ratio}: use that it was saved with."
+            )
         state = checkpoint.get("state_dict")
         if state is not None and not saves_folder(trainer):
             weights = {name: value for name, value in state.items() if found_in(value) is None}
@@ -431,7 +511,7 @@ class LoRA(Trick):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # With a state_dict the Trainer itself would refuse a second LoRA, with another reason than that of conflicts.
         if self._record is not None:
-            checkpoint["callbacks"][self.state_key] = self._record.state()
+            checkpoint["callbacks"][self.state_key] = {**self._record.state(), "lr_ratio": self.lr_ratio}
 
 
 _SETTINGS = ("modules", "r", "alpha", "dropout", "train", "variant", "base", "save")

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_tricks.core.checks import check_bool, check_choice
 from lightning_tricks.core.conflicts import Conflict
 from lightning_tricks.core.lightning.engine import engine_of
-from lightning_tricks.core.lightning.optimizer_groups import Made, recorded_groups, restore_groups
+from lightning_tricks.core.lightning.optimizer_groups import recorded_groups, restore_groups
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Trick
@@ -173,7 +173,7 @@ class LRSchedule(Trick):
         self.total_steps = given.pop("total_steps", None)
         self.settings = given
         self.replace = replace
-        self._made: Made = []
+        self._held: set[int] = set()  # the parameters of the optimizers that configure_optimizers has made
         self._scheduler: Any = None  # in a fit, the one that this callback has made
         self._taken = 0  # the steps of that scheduler that Lightning has taken
 
@@ -206,16 +206,17 @@ class LRSchedule(Trick):
 
     def _configure(self, original: Callable[[], Any]) -> Any:
         """Call the module's ``configure_optimizers`` and undo what its schedule has done to the optimizer."""
-        with recorded_groups() as self._made:
+        with recorded_groups() as made:
             configured = original()
-        restore_groups(self._made)
+        restore_groups(made)
+        self._held = {id(parameter) for group, _ in made for parameter in group["params"]}
         return configured
 
     def _drop_schedules(self, trainer: L.Trainer, optimizer: Optimizer) -> list[Any]:
         """Leave out the schedules that the module has returned, and return them."""
         configs = trainer.strategy.lr_scheduler_configs
-        made = [id(group) for group, _ in self._made]
-        if configs and not all(id(group) in made for group in optimizer.param_groups):
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if configs and not parameters <= self._held:  # others may have split the groups since
             raise MisconfigurationException(
                 f"LRSchedule(replace=True) needs the learning rate that {type(optimizer).__name__} was made with, and"
                 f" {type(configs[0].scheduler).__name__} may have changed it, got an optimizer made outside of"
@@ -223,7 +224,7 @@ class LRSchedule(Trick):
             )
         dropped = [config.scheduler for config in configs]
         configs.clear()
-        self._made = []
+        self._held = set()
         return dropped
 
     @override

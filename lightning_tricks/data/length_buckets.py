@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.core.lightning.fit_sampler import FitSampler
+from lightning_tricks.core.lightning.fit_sampler import BucketSampler
 
 __all__ = ["LengthBuckets"]
 
@@ -59,7 +59,7 @@ def sorted_steps(
 
 
 @final
-class LengthBuckets(FitSampler):
+class LengthBuckets(BucketSampler):
     """A sampler whose batches have samples of similar lengths, on all ranks of a step, which reduces padding.
 
     Samples are shuffled, sorted by length within pools of ``pool`` steps and cut into steps of
@@ -95,7 +95,7 @@ class LengthBuckets(FitSampler):
         [['a', 'hi'], ['bcdefg', 'jklmno']]
     """
 
-    settings = ("batch_size", "pool")
+    settings = ("batch_size", "pool", "shuffle", "seed", "drop_last")
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class LengthBuckets(FitSampler):
         self.pool = pool
 
     @override
-    def _batches(self, epoch: int, world: int) -> list[Tensor]:
+    def batches_of_ranks(self, epoch: int, world: int) -> list[Tensor]:
         steps = sorted_steps(
             self.lengths,
             self.batch_size * world,

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import check_count
-from lightning_tricks.core.lightning.fit_sampler import FitSampler
+from lightning_tricks.core.lightning.fit_sampler import BucketSampler
 
 __all__ = ["BatchedDataset", "TokenBuckets"]
 
@@ -50,7 +50,7 @@ def length_bands(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int
 
 
 @final
-class TokenBuckets(FitSampler):
+class TokenBuckets(BucketSampler):
     """A sampler of batches of similar lengths, padded to at most ``max_tokens`` tokens, on all ranks of a step.
 
     Every batch is a list of numbers of samples with ``len(batch) * longest length <= max_tokens``, so that the memory
@@ -83,7 +83,7 @@ class TokenBuckets(FitSampler):
         [['bcdefg', 'jklmno'], ['hi', 'a']]
     """
 
-    settings = ("max_tokens",)
+    settings = ("max_tokens", "shuffle", "seed", "drop_last")
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class TokenBuckets(FitSampler):
         self._bands = length_bands(self.lengths[self._order].tolist(), max_tokens)
 
     @override
-    def _batches(self, epoch: int, world: int) -> list[Tensor]:
+    def batches_of_ranks(self, epoch: int, world: int) -> list[Tensor]:
         generator = self._generator(epoch)
         batches: list[Tensor] = []
         for band, (samples, size) in zip(self._order.split([n for n, _ in self._bands]), self._bands, strict=True):

@@ -7,6 +7,7 @@ from lightning_tricks.evaluation.label_errors import LabelErrors
 from lightning_tricks.evaluation.label_report import LabelReport, label_report
 from lightning_tricks.evaluation.soup_and_ensemble import SoupAndEnsemble, soup_and_ensemble
 from lightning_tricks.evaluation.temperature import Temperature, fit_temperature
+from lightning_tricks.evaluation.tta import tta
 
 __all__ = [
     "Comparison",
@@ -21,4 +22,5 @@ __all__ = [
     "fit_temperature",
     "label_report",
     "soup_and_ensemble",
+    "tta",
 ]

@@ -16,8 +16,9 @@ from typing_extensions import override
 from lightning_tricks.checkpoints.average import average_checkpoints
 from lightning_tricks.core.report import Grid, Tabled, progress, table
 from lightning_tricks.evaluation.cross_validate import CrossValidation
-from lightning_tricks.evaluation.ensemble import Ensemble, Mean, restored
+from lightning_tricks.evaluation.ensemble import Ensemble, restored
 from lightning_tricks.evaluation.fold_data import FoldData, MakeLoader
+from lightning_tricks.evaluation.mean_output import Mean
 from lightning_tricks.evaluation.statistics import mean_and_interval, paired_difference
 
 __all__ = ["SoupAndEnsemble", "soup_and_ensemble"]

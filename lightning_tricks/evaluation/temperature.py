@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks.core.figures import figure_and_axes
-from lightning_tricks.evaluation.ensemble import require_logits
+from lightning_tricks.evaluation.mean_output import require_logits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

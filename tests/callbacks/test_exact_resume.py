@@ -163,6 +163,9 @@ LOADERS: dict[str, Make] = {
     ),
     "eager": lambda **given: DataLoader(Numbered(), 8, sampler=Eager(), **given),
     "buckets": lambda **given: DataLoader(Numbered(), 8, sampler=lt.LengthBuckets([*range(SIZE)], 8), **given),
+    "drawn": lambda **given: DataLoader(
+        Numbered(), 8, sampler=lt.DistributedWeightedSampler(np.arange(1.0, SIZE + 1)), **given
+    ),
     "lazy": lambda **given: DataLoader(Numbered(), 8, sampler=Lazy(), **given),
     "without a length": lambda **given: DataLoader(Numbered(), batch_sampler=Batches(), **given),
 }

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.checkpoints.folders import lazy_weights
+from lightning_tricks.core.adapters.inject import adapted_layers
 from lightning_tricks.strategies.fsdp2.preset import FSDP2Preset
 from lightning_tricks.strategies.zero.preset import ZeROPreset
 from lightning_tricks_cli.main import main as command
@@ -115,6 +116,147 @@ def test_a_second_fit_goes_on_and_needs_the_same_settings() -> None:
     for settings in changed:
         with pytest.raises(MisconfigurationException, match="from an earlier LoRA"):
             fit(module, callbacks=[lora(**settings)])
+
+
+# -- LoRA+ and the names of peft --------------------------------------------------------------------------------------
+
+
+class Scheduled(PlainNet):
+    """Has a schedule whose groups are made before the adapters' are split."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 12), "interval": "step"}
+        ]
+
+
+def rates(run: Any) -> dict[str, float]:
+    """The learning rates of the last step, by parameter."""
+    names = {id(parameter): name for name, parameter in run.lightning_module.named_parameters()}
+    return {names[id(p)]: group["lr"] for group in run.optimizers[0].param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("kind", [PlainNet, Scheduled])
+def test_b_has_a_multiple_of_the_learning_rate_of_a(kind: Any) -> None:
+    alone, ratio = (rates(fit(build(kind), callbacks=[lora(lr_ratio=ratio)])) for ratio in (1.0, 16.0))
+    assert alone.keys() == ratio.keys()
+    for name, rate in ratio.items():
+        assert rate == pytest.approx(alone[name] * (16 if "lora_B" in name else 1)), name
+    assert any("lora_B" in name for name in ratio)
+
+
+def test_the_weights_are_those_of_pefts_own_optimizer() -> None:
+    import peft
+    from peft.optimizers import create_loraplus_optimizer
+
+    class WithPeft(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.layers = peft.get_peft_model(self.layers, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["0"]))
+
+        def configure_optimizers(self) -> Any:
+            return create_loraplus_optimizer(self.layers, torch.optim.SGD, lr=0.1, loraplus_lr_ratio=8.0)
+
+    theirs, mine = build(WithPeft), build(PlainNet)
+    mine.configure_optimizers = lambda: torch.optim.SGD(mine.parameters(), lr=0.1)
+    fit(mine, callbacks=[lt.LoRA("layers.0", r=2, lr_ratio=8.0)], max_steps=0)  # makes adapters
+    before = mine.layers[0].state_dict()
+    theirs.layers.base_model.model[0].load_state_dict(before)
+    fit(theirs)
+    fit(mine, callbacks=[lt.LoRA("layers.0", r=2, lr_ratio=8.0)])
+    found, expected = mine.layers[0].state_dict(), theirs.layers.base_model.model[0].state_dict()
+    assert found["lora_B.default.weight"].any()
+    assert_equal(found, expected)
+
+
+def test_a_ratio_resumes_exactly_and_another_is_refused(tmp_path: Path) -> None:
+    whole, path = build(Scheduled), tmp_path / "a.ckpt"
+    saves = ModelCheckpoint(tmp_path, filename="a", every_n_epochs=1, save_top_k=-1, save_last=False)
+    fit(whole, callbacks=[lora(lr_ratio=4.0), saves], max_epochs=1, enable_checkpointing=True)
+    again, unbroken = build(Scheduled), build(Scheduled)
+    fit(again, callbacks=[lora(lr_ratio=4.0)], max_epochs=2, ckpt_path=path)
+    fit(unbroken, callbacks=[lora(lr_ratio=4.0)], max_epochs=2)
+    assert_equal(weights(again), weights(unbroken))
+    with pytest.raises(MisconfigurationException, match=r"saved with lr_ratio=4\.0, .* got lr_ratio=1\.0"):
+        fit(build(Scheduled), callbacks=[lora()], max_epochs=2, ckpt_path=path)
+    trainer(callbacks=[lora()]).validate(build(Scheduled), loader(), ckpt_path=path, verbose=False)
+
+
+class OwnSchedule(PlainNet):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+
+        class Own(torch.optim.lr_scheduler.LRScheduler):
+            def get_lr(self) -> list[float]:
+                return [0.01 for _ in self.optimizer.param_groups]
+
+        return [optimizer], [Own(optimizer)]
+
+
+class Hidden(PlainNet):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+
+def test_groups_that_cannot_be_split_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"LoRA\(lr_ratio=2.0\): .*need a scheduler of .*, got Own"):
+        fit(build(OwnSchedule), callbacks=[lora(lr_ratio=2.0)])
+    with pytest.raises(MisconfigurationException, match="has made a schedule that it does not return"):
+        fit(build(Hidden), callbacks=[lora(lr_ratio=2.0)])
+    with pytest.raises(ValueError, match=r"lr_ratio must be in \[1.0, "):
+        lora(lr_ratio=0.5)
+
+
+def test_arguments_of_peft_are_answered_with_ours() -> None:
+    with pytest.raises(TypeError, match=r"target_modules= of peft is modules=, .*; lora_alpha= of peft is alpha=\."):
+        lt.LoRA(target_modules=["q_proj"], lora_alpha=16)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match='use_dora= of peft is variant="dora"'):
+        lt.LoRA("q_proj", use_dora=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rank'"):
+        lt.LoRA("q_proj", rank=3)  # type: ignore[call-arg]
+    assert lora(lr_ratio=2.0)._arguments()["lr_ratio"] == copy.deepcopy(lora(lr_ratio=2.0)).lr_ratio == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # by transformers, in peft
+def test_all_linear_layers_are_those_that_peft_takes() -> None:
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+    class Speaks(PlainNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = None
+            self.model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
+
+    module = Speaks()
+    fit_start(module, lt.LoRA("all-linear"))
+    theirs = peft.get_peft_model(
+        LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)), peft.LoraConfig(target_modules="all-linear")
+    )
+    found = {name.removeprefix("model.") for name in adapted_layers(module)}
+    assert found == {name.removeprefix("base_model.model.") for name in adapted_layers(theirs)}
+    assert len(found) == 14
+
+
+def fit_start(module: Any, callback: lt.LoRA) -> None:
+    """Give a module its adapters, without a step."""
+    callback._injected(trainer(callbacks=[callback]), module)
+
+
+def test_all_linear_layers_are_without_what_trains_and_what_cannot_be_adapted() -> None:
+    module = build(NormNet)
+    fit_start(module, lt.LoRA(["all-linear"], train=r"layers\.3"))
+    linear = [name for name, layer in build(NormNet).named_modules() if type(layer) is nn.Linear]
+    assert [*adapted_layers(module)] == [name for name in linear if name != "layers.3"]
+    assert "layers.3" in linear
+    with pytest.raises(MisconfigurationException, match=r"modules='all-linear' selects linear layers .* has none but"):
+        fit_start(build(NormNet), lt.LoRA("all-linear", train="layers"))
 
 
 # -- combinations -----------------------------------------------------------------------------------------------------

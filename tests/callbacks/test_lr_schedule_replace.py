@@ -177,3 +177,24 @@ def test_beside_a_trick_that_splits_the_groups() -> None:
     replaced, given = trained(OneCycle, lt.GradualUnfreeze(**unfreeze), lt.LRSchedule("cosine", replace=True))
     assert replaced == alone
     assert_equal(given, expected)
+
+
+class OneGroup(PlainNet):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=12)]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda: lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]", lr_ratio=4.0),
+        lambda: lt.GradualUnfreeze([3], parameters=[r"^layers\.0"], lr_factor=0.5),
+    ],
+    ids=["LoRA", "GradualUnfreeze"],
+)
+def test_beside_a_trick_that_splits_a_group_in_two(split: Any) -> None:
+    alone, expected = trained(PlainNet, split(), lt.LRSchedule("cosine"))
+    replaced, given = trained(OneGroup, split(), lt.LRSchedule("cosine", replace=True))
+    assert replaced == alone
+    assert_equal(given, expected)

@@ -92,11 +92,15 @@ NO_ROW = {  # of the names of lightning_tricks, and where in tests/ they are tes
     "post_hoc_sweep": "checkpoints/test_post_hoc.py",
     "quantize": "modules/test_quantize.py",
     "sharpness": "modules/test_sharpness.py",
+    "tta": "evaluation/test_tta.py",
     "soup_and_ensemble": "evaluation/test_ensemble.py",
     # loaders, which are the same for all tricks
     "BatchedDataset": "data/test_token_buckets.py",
+    "DistributedWeightedSampler": "data/test_weighted_sampler.py",
+    "bce_targets": "losses/test_bce_targets.py",
     "LengthBuckets": "data/test_length_buckets.py",
     "TokenBuckets": "data/test_token_buckets.py",
+    "balanced_sampler": "data/test_weighted_sampler.py",
     "find_num_workers": "data/test_workers.py",
     "pack_sequences": "data/test_packing.py",
     # trials, which leave no trace, and reports

@@ -295,6 +295,27 @@ SETTINGS: dict[str, Enrolment] = {
         },
         twin="LoRA",
     ),
+    "LoRA(lr_ratio=4)": Enrolment(
+        naive=lambda batches, seen: LowRank(lr_ratio=4.0),
+        callbacks={"on": lambda: [lt.LoRA(r"layers\.0", r=2, train=r"layers\.[1-9]", lr_ratio=4.0)]},
+        yaml={
+            "trainer": {
+                "callbacks": [
+                    {
+                        "class_path": "LoRA",
+                        "init_args": {
+                            "modules": r"layers\.0",
+                            "r": 2,
+                            "train": r"layers\.[1-9]",
+                            "lr_ratio": 4.0,
+                        },
+                    }
+                ]
+            }
+        },
+        refused=("DeepSpeed",),
+        twin="LoRA",
+    ),
     "LRSchedule": Enrolment(
         naive=scheduled("LRSchedule"),
         callbacks={

@@ -113,12 +113,14 @@ def test_little_is_padding_and_no_rank_waits_for_another() -> None:
     lengths = lognormal(20_000)
     shuffled = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(1)).split(16)
     sampler = lt.LengthBuckets(lengths, 16)
-    both = sampler._batches(0, 2)
+    both = sampler.batches_of_ranks(0, 2)
     assert padding(lengths, both) < 0.1 < 0.6 < padding(lengths, shuffled)
     assert waiting(lengths, both) < 0.01 < 0.1 < waiting(lengths, shuffled)
     samples: Any = lengths
     batches = list(DataLoader(samples, 16, sampler=sampler))
-    assert [batch.tolist() for batch in batches] == [lengths[batch].tolist() for batch in sampler._batches(0, 1)]
+    assert [batch.tolist() for batch in batches] == [
+        lengths[batch].tolist() for batch in sampler.batches_of_ranks(0, 1)
+    ]
 
 
 def test_the_order_is_of_seed_and_epoch() -> None:
@@ -186,18 +188,6 @@ def test_another_batch_size_and_another_data_set_are_refused() -> None:
         trainer().fit(Recorder(), unknown)
     with pytest.raises(ValueError, match="no callback that changes it"):
         trainer(callbacks=[lt.BatchSizeWarmup(initial=2, final=4, grow="loader")]).fit(Recorder(), loader())
-
-
-def test_a_loader_that_skips_samples_by_itself_is_refused() -> None:
-    class Stateful(DataLoader[Any]):  # as torchdata's StatefulDataLoader
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            pass
-
-    with pytest.raises(ValueError, match="so does a Stateful, which has a state: samples would be skipped twice"):
-        trainer().fit(Recorder(), Stateful(Numbered(44), 4, sampler=lt.LengthBuckets(lognormal(44), 4)))
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------

@@ -48,19 +48,19 @@ def test_any_samples_of_a_band_fit(size: int, budget: int) -> None:
 def test_batches_are_full_and_have_little_padding() -> None:
     found = lognormal(20_000).clamp(max=1000)
     sampler = lt.TokenBuckets(found, 8192)
-    batches = sampler._batches(3, 1)
+    batches = sampler.batches_of_ranks(3, 1)
     sizes = torch.tensor([len(batch) * int(found[batch].max()) for batch in batches])
     assert sizes.max() <= 8192
     assert sizes.float().mean() > 0.9 * 8192
     assert padding(found, batches) < 0.1
     assert sorted(torch.cat(batches).tolist()) == list(range(20_000))
-    both = torch.tensor([len(batch) * int(found[batch].max()) for batch in sampler._batches(3, 2)]).view(-1, 2)
+    both = torch.tensor([len(batch) * int(found[batch].max()) for batch in sampler.batches_of_ranks(3, 2)]).view(-1, 2)
     assert 1 - both.sum() / (2 * both.amax(1).sum()) < 0.03
 
 
 def test_epochs_have_other_batches_and_the_same_number_of_them() -> None:
     sampler = lt.TokenBuckets(lengths(5000), BUDGET)
-    epochs = [[frozenset(batch.tolist()) for batch in sampler._batches(epoch, 1)] for epoch in range(5)]
+    epochs = [[frozenset(batch.tolist()) for batch in sampler.batches_of_ranks(epoch, 1)] for epoch in range(5)]
     assert {len(epoch) for epoch in epochs} == {len(sampler)}
     assert len({*epochs[0]} & {*epochs[1]}) < len(sampler) / 4
 

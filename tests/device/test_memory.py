@@ -32,6 +32,7 @@ KEEPS = {
     "GradCacheMixin": (1.0, 0.0, "a gradient beside those that are accumulated"),
     "InspectTraining": (2.0, 0.0, "weights and gradients of a step that is looked at"),
     "LoRA": (-2.0, 0.0, "no gradients and optimizer states of frozen weights"),
+    "LoRA(lr_ratio=4)": (-2.0, 0.0, "no gradients and optimizer states of frozen weights"),
     'LoRA(variant="dora")': (-2.0, 0.0, "no gradients and optimizer states of frozen weights"),
     "PostHocEMA": (2.0, 2.5, "the two averages; in host memory a weight while it is saved, and one average in 16 bits"),
     "RewindOnSpike": (0.0, 2.0, "weights and states of the optimizer"),

@@ -23,8 +23,8 @@ from torchmetrics.classification import MulticlassAccuracy
 import lightning_tricks as lt
 from lightning_tricks.checkpoints import average_checkpoints
 from lightning_tricks.evaluation import CrossValidation, Ensemble, soup_and_ensemble
-from lightning_tricks.evaluation.ensemble import mean_logits
 from lightning_tricks.evaluation.folds import Fold
+from lightning_tricks.evaluation.mean_output import mean_logits
 from tests.evaluation.recipes import DATA, Scored, make_loader, make_trainer, run
 from tests.nets import build, fit, loader, quiet, trainer
 

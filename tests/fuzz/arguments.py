@@ -108,6 +108,8 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "Hardware": {"device_memory": lambda: 8e9},
     "HiddenMixup": {"layer": lambda: "layers.0"},
     "LengthBuckets": {"lengths": lambda: [3, 1, 2], "batch_size": lambda: 2},
+    "DistributedWeightedSampler": {"weights": lambda: [3.0, 1.0, 2.0]},
+    "balanced_sampler": {"labels": lambda: [0, 1, 1]},
     "LoRA": {"modules": lambda: "layers.0"},
     "export_adapters": {"checkpoint": lambda: "adapters.ckpt", "output": lambda: "adapters", "force": lambda: True},
     "CurveLR": {"optimizer": sgd, "curve": lambda: partial(lambda step: 1.0)},
@@ -136,6 +138,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
         "targets": lambda: torch.tensor([0, 1, 2, 0]),
         "prior": lambda: torch.tensor([0.5, 0.3, 0.2]),
     },
+    "bce_targets": {"labels": lambda: torch.tensor([0, 2, 1]), "classes": lambda: 3},
     "min_snr_weight": {"alphas_cumprod": lambda: torch.linspace(0.9, 0.1, 4), "t": lambda: torch.tensor([0, 3])},
     "average_checkpoints": {"paths": lambda: [FILE], **WRITTEN},
     "compare": {
@@ -189,6 +192,7 @@ NEEDED: dict[str, dict[str, Callable[[], Any]]] = {
     "scale_adam": {"lr": lambda: 1e-3, **SCALE},
     "scale_ema_decay": {"decay": lambda: 0.99, **SCALE},
     "scale_lr": {"lr": lambda: 1e-3, **SCALE},
+    "tta": {"module": PlainNet, "views": lambda: [nn.Identity()]},
     "TokenBuckets": {"lengths": lambda: [3, 1, 2], "max_tokens": lambda: 8},
     "suggest_strategy": {"model": lambda: 10**6, "hardware": lambda: lt.Hardware(8e9)},
 }

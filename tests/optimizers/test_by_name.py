@@ -408,6 +408,25 @@ def test_adamuon_steps_as_far_as_adamw_too() -> None:
             assert moved.square().mean().sqrt() == pytest.approx(0.2 * 0.02, rel=0.01)
 
 
+def test_cautious_updates_leave_out_what_goes_against_the_gradient() -> None:
+    module = Kinds()
+    made = lt.optimizer("lion", module, 0.01, caution=True)
+    momentum: dict[str, Tensor] = {}
+    for _ in range(3):
+        before = with_gradients(module)
+        made.step()
+        for name, weight in module.named_parameters():
+            assert weight.grad is not None
+            mean = momentum.get(name, torch.zeros_like(weight))
+            update = (0.9 * mean + 0.1 * weight.grad).sign()
+            agrees = (update * weight.grad > 0).to(update)
+            expected = before[name] - 0.01 * update * agrees / agrees.mean().clamp(min=1e-3)
+            torch.testing.assert_close(weight.detach(), expected)
+            momentum[name] = 0.99 * mean + 0.01 * weight.grad
+    with pytest.raises(TypeError, match=r"optimizer\('muon'\) has no setting 'caution'; it has .*algo"):
+        lt.optimizer("muon", module, 0.01, caution=True)
+
+
 @pytest.mark.parametrize("scale", ["original", "rms_to_rms", None])
 def test_muon_on_another_scale_needs_the_rate_of_the_others(scale: str | None) -> None:
     with pytest.raises(ValueError, match=rf"adjust_lr_fn={scale!r}\) needs adamw_lr=, the learning rate of embeddings"):

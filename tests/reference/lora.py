@@ -43,14 +43,18 @@ class Adapted(nn.Module):
 
 
 class LowRank(Naive):
-    """A layer has an adapter of rank 2 and scale 2; all others train."""
+    """A layer has an adapter of rank 2 and scale 2, whose B has a learning rate of its own; all others train."""
 
     depth = -1  # before others look at weights
 
-    def __init__(self, dora: bool = False, layer: int = 0) -> None:
-        self.dora, self.layer = dora, layer
+    def __init__(self, dora: bool = False, layer: int = 0, lr_ratio: float = 1.0) -> None:
+        self.dora, self.layer, self.lr_ratio = dora, layer, lr_ratio
 
     def begin(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
         torch.manual_seed(7)  # as a fit does
         module.layers[self.layer] = Adapted(module.layers[self.layer], 2, self.dora)
         optimizer.param_groups[0]["params"] = list(module.parameters())
+        if self.lr_ratio != 1:
+            (group,), later = optimizer.param_groups, module.layers[self.layer].lora_B["default"].weight
+            group["params"] = [weight for weight in group["params"] if weight is not later]
+            optimizer.add_param_group({**group, "params": [later], "lr": group["lr"] * self.lr_ratio})

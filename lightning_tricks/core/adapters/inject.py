@@ -19,6 +19,7 @@ from lightning_tricks.core.adapters.libraries import library
 from lightning_tricks.core.checks import some
 from lightning_tricks.core.selection import Patterns, listed, select_modules, select_parameters
 
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output layer
 BASE = "base_layer"  # peft's name of the layer inside the one that replaces it
 
 
@@ -57,14 +58,25 @@ def select(module: nn.Module, modules: Patterns, train: Patterns) -> tuple[list[
 
     Args:
         module: The network.
-        modules: Patterns of the layers to adapt.
+        modules: Patterns of the layers to adapt; "all-linear" for all linear layers that can be adapted, without the
+            output layer of a language model and those that ``train`` selects.
         train: Patterns of the parameters that stay trainable; empty for none.
 
     Raises:
         ValueError: If a pattern selects nothing, or a layer cannot be adapted.
     """
-    layers = adaptable(module, modules)
     trained = select_parameters(module, train, "train") if listed(train) else {}
+    patterns = [pattern for pattern in listed(modules) if pattern != ALL_LINEAR]
+    if len(patterns) < len(listed(modules)):
+        heads = _output_layers(module)
+        linear = [name for name in _linear(module) if module.get_submodule(name) not in heads]
+        patterns += [f"^{re.escape(name)}$" for name in linear if f"{name}.weight" not in trained]
+    if not patterns:
+        raise ValueError(
+            f"modules={ALL_LINEAR!r} selects linear layers that can be adapted, and {type(module).__name__} has none"
+            " but output layers and what train= selects: name layers."
+        )
+    layers = adaptable(module, patterns)
     if both := [name for name in layers if f"{name}.weight" in trained]:
         raise ValueError(
             f"train selects the weights of {some(both)}, which modules= adapts, too: a layer is either trained or"
@@ -145,15 +157,14 @@ def frozen_linear(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> lis
     layers with one input, each of whose weights would have a scale of its own.
     """
     places, trains = _places(module), {id(parameter) for parameter in trained.values()}
-    parts: list[Any] = list(module.modules())
-    heads = [part.get_output_embeddings() for part in parts if hasattr(part, "get_output_embeddings")]
+    heads = _output_layers(module)
     return [
         (owner, name, layer)
         for owner in module.modules()
         for name, layer in owner.named_children()
         if type(layer) is nn.Linear
         and layer.in_features > 1
-        and not any(layer is head for head in heads)
+        and layer not in heads
         and max(places[id(layer)], places[id(layer.weight)]) == 1
         and id(layer.weight) not in trains
     ]
@@ -217,12 +228,20 @@ def adaptable(module: nn.Module, modules: Patterns) -> dict[str, nn.Module]:
 
 def adaptable_linear(module: nn.Module) -> list[str]:
     """Patterns of the linear layers that can have an adapter, one for each."""
-    places = _places(module)
-    return [
-        f"^{re.escape(name)}$"
-        for name, layer in module.named_modules()
-        if name and type(layer) is nn.Linear and not _obstacle(layer, places)
-    ]
+    return [f"^{re.escape(name)}$" for name in _linear(module)]
+
+
+def _linear(module: nn.Module) -> list[str]:
+    """The names of the linear layers that can have an adapter."""
+    places, kinds = _places(module), (nn.Linear, *_transformers_kinds())
+    named = module.named_modules()
+    return [name for name, layer in named if name and type(layer) in kinds and not _obstacle(layer, places)]
+
+
+def _output_layers(module: nn.Module) -> set[nn.Module]:
+    """The output layers of language models."""
+    parts: list[Any] = list(module.modules())
+    return {part.get_output_embeddings() for part in parts if hasattr(part, "get_output_embeddings")} - {None}
 
 
 def _obstacle(layer: Any, places: Mapping[int, int]) -> str:

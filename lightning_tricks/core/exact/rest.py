@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_tricks.core.lightning.fit_sampler import FitSampler
+from lightning_tricks.core.lightning.fit_sampler import CHECKSUM, BucketSampler, FitSampler
 from lightning_tricks.core.lightning.loaders import ResizableBatches
 
 SEQUENTIAL, SHUFFLED, DISTRIBUTED, OTHER = "sequential", "shuffled", "distributed", "other"
@@ -130,8 +130,8 @@ def require_known_rest(before: Part, now: Part) -> None:
         MisconfigurationException: If the samples are unknown, or cannot be dealt out anew.
     """
     known = before["kind"] in PLAIN and now["kind"] in PLAIN
-    buckets = before["kind"] == now["kind"] != OTHER and _lengths(before) == _lengths(now)
-    if before["samples"] == now["samples"] and (known or buckets):
+    same = before["kind"] == now["kind"] != OTHER and _checksum(before) == _checksum(now)
+    if before["samples"] == now["samples"] and (known or same):
         return
     raise MisconfigurationException(
         f"The epoch that goes on began otherwise: {'; '.join(differences(before, now))}. Which samples are left is"
@@ -141,21 +141,23 @@ def require_known_rest(before: Part, now: Part) -> None:
     )
 
 
-def _lengths(part: Part) -> Any:
-    return part["settings"].get("checksum of the lengths")
+def _checksum(part: Part) -> Any:
+    return next((value for name, value in part["settings"].items() if name.startswith(CHECKSUM)), None)
 
 
 def samples_left(turn: dict[str, Any], sampler: Any) -> Tensor:
-    """The samples of all ranks after the first batches of a saved pass, each once, in their order.
+    """The samples of all ranks after the first batches of a saved pass, in their order.
+
+    Each comes once, but where a weighted sampler has drawn it again.
 
     Args:
         turn: The saved pass: its ``part``, the number of ``batches`` that it has had, the ``states``.
-        sampler: The present sampler, of which buckets have the lengths.
+        sampler: The present sampler, which has the lengths or weights of the samples.
     """
     part, batches = turn["part"], turn["batches"]
     whole = None if part["rest_of"] is None else samples_left(part["rest_of"], sampler)
-    if part["kind"] in PLAIN:
-        order = _order(turn) if whole is None else whole
+    if not isinstance(sampler, BucketSampler):
+        order = _order(turn, sampler) if whole is None else whole
         return order[batches * (part["batch_size"] or 1) * part["ranks"] :]
     ids = torch.arange(part["samples"], device="cpu") if whole is None else whole
     cut = [ids[batch] for batch in _buckets(part, sampler, ids)] if len(ids) else []
@@ -172,7 +174,7 @@ def batches_of(part: Part, left: Tensor, sampler: Any, rank: int) -> list[Any]:
     """
     ranks, size, settings = part["ranks"], part["batch_size"], part["settings"]
     left = left if len(left) else torch.arange(1, device="cpu")
-    if part["kind"] not in PLAIN:
+    if isinstance(sampler, BucketSampler):
         cut = _buckets(part, sampler, left) or _buckets(
             {**part, "settings": {**settings, "drop_last": False}}, sampler, left
         )
@@ -189,9 +191,12 @@ def batches_of(part: Part, left: Tensor, sampler: Any, rank: int) -> list[Any]:
     return [mine[first : first + size] for first in range(0, end, size)]
 
 
-def _order(turn: dict[str, Any]) -> Tensor:
-    """The order of all samples in the epoch, each once."""
+def _order(turn: dict[str, Any], sampler: Any) -> Tensor:
+    """The order of all samples in the epoch, each once, or as often as a weighted sampler has drawn it."""
     part = turn["part"]
+    if part["kind"] not in PLAIN:
+        weighted: Tensor = sampler.order_of(part["settings"], part["epoch"], part["ranks"])
+        return weighted
     if part["kind"] == SHUFFLED:
         drawn = turn["states"]["first"]
         generators = [state for path, state in drawn["own"].items() if path.endswith("sampler.generator")]
@@ -211,6 +216,6 @@ def _order(turn: dict[str, Any]) -> Tensor:
     return order[: part["samples"] - dropped]
 
 
-def _buckets(part: Part, sampler: FitSampler, samples: Tensor) -> list[Tensor]:
+def _buckets(part: Part, sampler: BucketSampler, samples: Tensor) -> list[Tensor]:
     """The positions in ``samples`` of each batch of all ranks."""
-    return sampler.of_samples(samples, part["settings"])._batches(part["epoch"], part["ranks"])
+    return sampler.of_samples(samples, part["settings"]).batches_of_ranks(part["epoch"], part["ranks"])

@@ -21,6 +21,8 @@ from lightning_tricks.core.call_stack import callers
 from lightning_tricks.core.checks import MOST, check_count, check_type
 from lightning_tricks.core.lightning.fit import fit_of, reading_of
 
+CHECKSUM = "checksum"  # the first word of a setting that stands for the numbers of all samples
+
 
 class Reader(NamedTuple):
     """Who asks for samples now.
@@ -92,36 +94,32 @@ class FitSampler(DistributedSampler[Any]):
     """Splits an epoch over the ranks, whose number it asks when it is read, and begins where the fit does.
 
     Lightning leaves a DistributedSampler in its place and tells it the epoch.
+
+    Args:
+        numbers: The name of the argument that has a number for each sample, and is one of the subclass.
+        shuffle: Whether the order is random.
+        seed: The seed of the order, at least 0.
+        drop_last: Whether samples that do not fill all ranks are left out.
     """
 
-    settings: ClassVar[tuple[str, ...]]  # the arguments of a subclass on which the order depends
+    settings: ClassVar[tuple[str, ...]]  # the other arguments of a subclass on which the order depends
 
-    def __init__(self, lengths: Sequence[int] | Tensor, *, shuffle: bool, seed: int, drop_last: bool) -> None:
-        check_type("shuffle", shuffle, bool)
-        check_type("drop_last", drop_last, bool)
+    def __init__(self, numbers: str, *, shuffle: bool, seed: int, drop_last: bool) -> None:
         check_count("seed", seed, least=0)
-        self.lengths = checked_lengths(lengths)
-        given: Any = self.lengths  # torch asks the data set for its length only
-        super().__init__(given, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=drop_last)
-
-    @abstractmethod
-    def _batches(self, epoch: int, world: int) -> list[Tensor]:
-        """Numbers of samples, batch by batch: those of all ranks in the first step, then in the second, ..."""
-
-    def of_samples(self, samples: Tensor, settings: Mapping[str, Any]) -> FitSampler:
-        """A sampler of some of the samples (n,), with the settings of ``order_settings``."""
-        names = (*self.settings, "shuffle", "seed", "drop_last")
-        return type(self)(self.lengths[samples], **{name: settings[name] for name in names})
+        self._numbers = numbers
+        samples: Any = getattr(self, numbers)  # torch asks the data set for its length only
+        super().__init__(samples, num_replicas=1, rank=0, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def order_settings(self) -> dict[str, Any]:
         """The arguments on which the order of an epoch depends, by the names that an error gives them."""
-        names = (*self.settings, "shuffle", "seed", "drop_last")
-        return {**{name: getattr(self, name) for name in names}, "checksum of the lengths": self._checksum}
+        settings = {name: getattr(self, name) for name in self.settings}
+        return {**settings, f"{CHECKSUM} of the {self._numbers}": self._checksum}
 
     def _reader(self) -> Reader:
-        """Who reads, if the data set is the one of the lengths."""
+        """Who reads, if the data set is the one of the numbers."""
         reader = find_reader()
         name = type(self).__name__
+        known = len(getattr(self, self._numbers))
         for loader in reader.loaders:
             if not self._is_in(loader):
                 continue
@@ -132,24 +130,22 @@ class FitSampler(DistributedSampler[Any]):
                     f"{name} needs a data set that knows how many samples it has, got {type(loader.dataset).__name__}"
                     " without a length: give it a __len__."
                 ) from error
-            if samples != len(self.lengths):
-                found = f"{len(self.lengths)} lengths and {samples} samples"
-                raise ValueError(f"lengths of {name} must have one entry for each sample, got {found}.")
-            if hasattr(loader, "load_state_dict") and not hasattr(loader, "follower"):
+            if samples != known:
                 raise ValueError(
-                    f"{name} goes on where a fit is resumed, and so does a {type(loader).__name__}, which has a state:"
-                    " samples would be skipped twice. Use torch's DataLoader."
+                    f"{self._numbers} of {name} must have one entry for each sample, got {known} {self._numbers} and"
+                    f" {samples} samples."
                 )
         if reader.epoch is not None or any(map(self._is_in, reader.loaders)):
             self._keep_order(reader)
         return reader
 
-    def _batches_left(self) -> Iterator[list[int]]:
-        """The batches of this rank, without those that a resumed epoch has had."""
+    def _begun(self) -> tuple[int, int, Reader]:
+        """The epoch that is read, its first batches that were trained on and are to be left out, and who reads."""
         reader = self._reader()
-        epoch, first = (self.epoch, 0) if reader.epoch is None else (reader.epoch, reader.batch)
-        mine = self._batches(epoch, reader.world)[reader.rank :: reader.world]
-        return (batch.tolist() for batch in mine[first % max(len(mine), 1) :])  # CombinedLoader may cycle
+        if reader.epoch is None:
+            return self.epoch, 0, reader
+        goes_on = any(self._is_in(loader) and hasattr(loader, "load_state_dict") for loader in reader.loaders)
+        return reader.epoch, 0 if goes_on else reader.batch, reader  # such a loader leaves them out itself
 
     def _keep_order(self, reader: Reader) -> None:
         """Have checkpoints hold all that the order of the epoch depends on, and compare it in an epoch that goes on."""
@@ -180,13 +176,38 @@ class FitSampler(DistributedSampler[Any]):
 
     @cached_property
     def _checksum(self) -> str:
-        return hashlib.sha256(self.lengths.numpy().tobytes()).hexdigest()[:16]
+        return hashlib.sha256(getattr(self, self._numbers).numpy().tobytes()).hexdigest()[:16]
 
     def _is_in(self, loader: Any) -> bool:
-        return self in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+        batches = getattr(loader, "batch_sampler", None)
+        return self in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
 
     def _generator(self, epoch: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + epoch)
+
+
+class BucketSampler(FitSampler):
+    """Makes the batches of all ranks by the lengths of their samples."""
+
+    def __init__(self, lengths: Sequence[int] | Tensor, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+        check_type("shuffle", shuffle, bool)
+        check_type("drop_last", drop_last, bool)
+        self.lengths = checked_lengths(lengths)
+        super().__init__("lengths", shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    @abstractmethod
+    def batches_of_ranks(self, epoch: int, world: int) -> list[Tensor]:
+        """Numbers of samples, batch by batch: those of all ranks in the first step, then in the second, ..."""
+
+    def of_samples(self, samples: Tensor, settings: Mapping[str, Any]) -> BucketSampler:
+        """A sampler of some of the samples (n,), with the settings of ``order_settings``."""
+        return type(self)(self.lengths[samples], **{name: settings[name] for name in self.settings})
+
+    def _batches_left(self) -> Iterator[list[int]]:
+        """The batches of this rank, without those that a resumed epoch has had."""
+        epoch, first, reader = self._begun()
+        mine = self.batches_of_ranks(epoch, reader.world)[reader.rank :: reader.world]
+        return (batch.tolist() for batch in mine[first % max(len(mine), 1) :])  # CombinedLoader may cycle
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def sampler_of(kind: str, rank: int, ranks: int, drop: bool) -> Any:
 def of_ranks(kind: str, ranks: int, drop: bool) -> list[list[list[int]]]:
     """The batches of all ranks."""
     if kind == "buckets":
-        cut = sampler_of(kind, 0, ranks, drop)._batches(2, ranks)
+        cut = sampler_of(kind, 0, ranks, drop).batches_of_ranks(2, ranks)
         return [[batch.tolist() for batch in cut[rank::ranks]] for rank in range(ranks)]
     return [[*BatchSampler(sampler_of(kind, rank, ranks, drop), 2, drop)] for rank in range(ranks)]
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as of_torch
 
 import lightning_tricks as lt
-from lightning_tricks.callbacks.gradual_unfreeze import split_groups
+from lightning_tricks.schedules.split_groups import split_groups
 from tests.nets import TORCH_2_9
 
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
