@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from difflib import get_close_matches
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from textwrap import fill
 from typing import Any
 
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
+from lightning_tricks_cli.nearest import did_you_mean
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "cards"
@@ -79,10 +79,9 @@ def row_of(name: str) -> Row:
     """
     rows = {each: row for row in CATALOGUE for each in (*row.names, *row.beside)}
     if name not in rows:
-        similar = get_close_matches(name, rows, n=3)
+        # of a class and a function whose names differ by their capitals only, the class
         raise ValueError(
-            f"there is no trick {name!r}{'; did you mean ' + ' or '.join(similar) + '?' if similar else '.'}"
-            " See lightning-tricks tricks."
+            f"there is no trick {name!r}.{did_you_mean(name, reversed([*rows]))} See lightning-tricks tricks."
         )
     return rows[name]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,13 +27,13 @@ def run(options: argparse.Namespace) -> None:
     from itertools import groupby
 
     from lightning_tricks_cli.cards import card, every_name
-    from lightning_tricks_cli.runs.tricks import rows, tricks
+    from lightning_tricks_cli.runs.tricks import in_text, print_markdown, rows, tricks
 
     names = {name.lower(): name for name in every_name()}
     if options.json:
         print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
     elif name := names.get(options.word.lower()):
-        print(re.sub(r"^!\[.*\n\n", "", card(name), flags=re.MULTILINE), end="")  # no pictures in a terminal
+        print_markdown(in_text(card(name)))
     else:
         for group, members in groupby(rows(options.word), key=lambda row: row.group):
             print(f"{group}:")

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_tricks import schedules
 from lightning_tricks.callbacks import LRSchedule
+from lightning_tricks.schedules.by_name import CURVES
 from lightning_tricks_cli.runs.picture import check_picture, picture
 
 
@@ -30,4 +31,4 @@ def draw(curve: str, output: Path, steps: int, settings: Mapping[str, Any]) -> N
     check_picture(output)
     named = LRSchedule(curve, **settings)  # Checks the settings; its errors list those of the curve.
     with picture(output) as axes:
-        schedules.plot_schedule(partial(getattr(schedules, curve), **named.settings), steps, axes)
+        schedules.plot_schedule(partial(CURVES[curve], **named.settings), steps, axes)

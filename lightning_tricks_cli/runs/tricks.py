@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
+import sys
 from typing import NamedTuple
 
-from lightning_tricks_cli.cards import evidence, matrix, row_of
+from lightning_tricks_cli.cards import cards, evidence, matrix, row_of
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
 
 
@@ -70,3 +72,35 @@ def _line_and_cost(name: str) -> tuple[str, str]:
 def works_with(name: str) -> str:
     """The regimes in which the conformance suite shows that a trick is correct; empty if it has no row."""
     return ", ".join(regime for regime, cell in matrix().get(name, {}).items() if cell["cell"] == "right")
+
+
+def in_text(card: str) -> str:
+    """A card without pictures and relative links: they name the file of the repository, or the card to print.
+
+    >>> in_text("![a curve](ema.svg)\\n\\nAs [`SWA`](SWA.md), [measured](../compare.md) by [its card](EMA.md).")
+    'As `SWA`, measured (docs/compare.md) by its card (lightning-tricks tricks EMA).'
+    """
+
+    def told(link: re.Match[str]) -> str:
+        text, path = link.groups()
+        if (name := path.removesuffix(".md")) in cards():
+            return text if text.strip("`") == name else f"{text} (lightning-tricks tricks {name})"
+        return f"{text} ({posixpath.normpath(f'docs/tricks/{path}')})" if path else text
+
+    without_pictures = re.sub(r"^!\[.*\n\n", "", card, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", told, without_pictures)
+
+
+def print_markdown(text: str) -> None:
+    """Print Markdown: drawn by rich on a terminal, as it is into a file or a pipe, and without rich."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.markdown import Markdown
+        except ImportError:
+            pass
+        else:
+            console = Console()
+            console.print(Markdown(text), width=min(100, console.width))
+            return
+    print(text, end="")

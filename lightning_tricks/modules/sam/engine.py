@@ -34,6 +34,7 @@ from lightning_tricks.modules.sam.misuse import (
     gradients_kept,
     misuse,
     weights_of,
+    write_it_so,
 )
 from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
@@ -120,7 +121,10 @@ class SAMEngine:
     ) -> Tensor:
         """Run ``SAMMixin.sam_backward``."""
         if not callable(closure):
-            raise TypeError(f"{method} needs a function that computes the loss, got {type(closure).__name__}.")
+            raise TypeError(
+                f"{method} needs a function that computes the loss, got {type(closure).__name__}: the forward pass is"
+                f" run twice, so it belongs inside the function. {write_it_so(method)}"
+            )
         self.called = True
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
