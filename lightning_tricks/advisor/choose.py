@@ -223,8 +223,8 @@ class Suggestion:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """A row for all that was considered: preset, bytes on each device, whether it fits, and the change or lack."""
-        lacks = (why.removeprefix(f"{each.strategy} ") for each, why in zip(self.faster, self.reasons, strict=False))
-        found = [(each.strategy, readable(each.total), "no", lack) for each, lack in zip(self.faster, lacks, strict=True)]
+        failed = ((each, each.strategy, why) for each, why in zip(self.faster, self.reasons, strict=False))
+        found = [(name, readable(each.total), "no", why.removeprefix(f"{name} ")) for each, name, why in failed]
         found.append((self.preset, readable(self.estimate.total), "yes", "suggested"))
         changed = ((each, "yes" if each.fits else "no") for each in self.alternatives)
         return found + [(each.strategy, readable(each.total), fits, f"with {each.change}") for each, fits in changed]

@@ -60,4 +60,4 @@ def run(options: argparse.Namespace) -> None:
     notes = dataclasses.replace(suggestion, reasons=suggestion.reasons[len(suggestion.faster) :], alternatives=())
     first, *rest = with_flags(str(notes), options).splitlines()
     rows = [(*row[:-1], with_flags(row[-1], options)) for row in suggestion.rows()]
-    print("\n".join([first, table(("preset", "each device", "fits", ""), rows), *rest]))
+    print("\n".join([first, table(("strategy", "each device", "fits", ""), rows), *rest]))

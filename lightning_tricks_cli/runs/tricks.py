@@ -75,9 +75,9 @@ def works_with(name: str) -> str:
 
 
 def in_text(card: str) -> str:
-    """A card without pictures and relative links: they name the file of the repository, or the card to print.
+    r"""A card without pictures and relative links: they name the file of the repository, or the card to print.
 
-    >>> in_text("![a curve](ema.svg)\\n\\nAs [`SWA`](SWA.md), [measured](../compare.md) by [its card](EMA.md).")
+    >>> in_text("![a curve](ema.svg)\n\nAs [`SWA`](SWA.md), [measured](../compare.md) by [its card](EMA.md).")
     'As `SWA`, measured (docs/compare.md) by its card (lightning-tricks tricks EMA).'
     """
 

@@ -732,4 +732,7 @@ def test_a_length_that_is_not_known_is_refused_by_name():
     with pytest.raises(schedules.UnknownTotalSteps) as caught:
         trainer(callbacks=[LRSchedule("cosine")], **reloads).fit(build(Loads), val_dataloaders=loader())
     assert str(caught.value).startswith("LRSchedule('cosine'): " + said.format("Loads", "Loads"))
-    assert str(caught.value).endswith("reload_dataloaders_every_n_epochs=1; pass total_steps=...")
+    assert str(caught.value).endswith(
+        "reload_dataloaders_every_n_epochs=1; pass total_steps=..., or end training by Trainer(max_steps=...) in place"
+        " of max_epochs"
+    )

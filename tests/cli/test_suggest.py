@@ -23,9 +23,7 @@ def test_it_prints_a_trainer_and_the_reasons(capsys: pytest.CaptureFixture[str])
     assert any(line.startswith("fsdp2_bf16 takes 31.5 GB of 80 GB") for line in rest)
 
 
-def test_what_was_considered_is_a_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_considered_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     machines = ("--device-memory", "80GB", "--devices", "8", "--host-memory", "1TB")
     assert run("7B", *machines) == 0
@@ -55,9 +53,7 @@ def test_the_machines_decide(arguments: list[str], preset: str, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["strategy"] == preset
 
 
-def test_a_laptop_plans_for_a_large_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_laptop_plans_for_a_large_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert run("7B", "--device-memory", "80GB") == 0
     shown = re.sub(r"[ │]+", " ", capsys.readouterr().out)
