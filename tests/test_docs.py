@@ -154,6 +154,7 @@ def parser_choices() -> list[str]:
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers 5
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")  # Lightning, of a fit on all of the data
 @pytest.mark.filterwarnings("ignore:Found 5 module.s. in eval mode")  # Lightning, of timm's ModelEmaV3
 def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
