@@ -80,11 +80,26 @@ navigation: list[Any] = []
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Keep the Markdown, whose links lead to pages of the site: this hook comes after that of docs.py."""
-    uri = page.file.src_uri
+    uri = beside(page)
     if not uri.startswith("notebooks/"):
-        text = reference(markdown) if uri.startswith("api/") else markdown
-        texts[uri] = LINK.sub(lambda link: link[0].replace(".ipynb", ".md"), text)
+        texts[uri] = moved(reference(markdown) if uri.startswith("api/") else markdown)
     return markdown
+
+
+def beside(page: Page) -> str:
+    """The place of a page's Markdown, beside its HTML."""
+    return str(Path(page.file.dest_uri).with_suffix(".md"))
+
+
+def moved(text: str) -> str:
+    """Markdown with links to the Markdown of notebooks and of the list of cards."""
+
+    def told(link: re.Match[str]) -> str:
+        if link[2].startswith("http"):
+            return link[0]
+        return re.sub(r"\.ipynb\b", ".md", link[0].replace("README.md", "index.md"))
+
+    return LINK.sub(told, text)
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
@@ -95,7 +110,7 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Say where the Markdown of a page is."""
-    name = Path(page.file.src_uri).with_suffix(".md").name
+    name = Path(beside(page)).name
     return output.replace("</head>", f'<link rel="alternate" type="text/markdown" href="{name}"></head>', 1)
 
 
@@ -119,7 +134,9 @@ def pages_of(item: Any) -> Iterator[tuple[str, str]]:
         for child in item.children:
             yield from pages_of(child)
     else:
-        yield str(item.title), str(Path(item.file.src_uri).with_suffix(".md"))
+        uri = beside(item)
+        heading = re.search(r"^# (.+)$", texts[uri], re.MULTILINE)
+        yield heading[1] if heading else str(item.title), uri
 
 
 def listed(sections: list[tuple[str, list[tuple[str, str]]]], texts: dict[str, str]) -> str:
@@ -128,7 +145,7 @@ def listed(sections: list[tuple[str, list[tuple[str, str]]]], texts: dict[str, s
     blocks = [f"# lightning_tricks\n\n> {SUMMARY}\n\n- [SKILL.md](SKILL.md): which trick, and its line, in one file"]
     for heading, pages in sections:
         kept = [(title, uri) for title, uri in pages if not uri.startswith("api/") or uri.endswith("/index.md")]
-        told = (f"- [{title}]({uri}): {rows.get(uri) or about(texts[uri])}" for title, uri in kept)
+        told = (f"- [{title}]({uri}): {rows.get(uri) or about(texts[uri])}".removesuffix(": ") for title, uri in kept)
         blocks.append("\n".join([f"## {heading}", "", *told]))
     return "\n\n".join(blocks) + "\n"
 
@@ -140,11 +157,11 @@ def in_full(uris: list[str], texts: dict[str, str]) -> str:
 
 
 def about(text: str) -> str:
-    """The first sentence of a page's first paragraph."""
+    """The first sentence of a page, without headings, tables, code and pictures."""
     text = re.sub(r"```.*?```|<[^>]*>", "", text, flags=re.DOTALL)
-    text = re.sub(r"^[#|!>].*$", "", text, flags=re.MULTILINE).strip()
-    paragraph = LINK.sub(r"\1", " ".join(text.split("\n\n")[0].split()))
-    return re.split(r"(?<=[.:]) ", paragraph)[0]
+    text = re.sub(r"^([#|>]|!?\[!?\[).*$", "", text, flags=re.MULTILINE)
+    sentences = re.split(r"(?<=[.:?]) |\n\n", LINK.sub(r"\1", text))
+    return next((" ".join(each.split()) for each in sentences if len(each.split()) > 3), "")
 
 
 def reference(markdown: str) -> str:
@@ -170,8 +187,7 @@ def notebook(path: Path) -> str:
     cells = json.loads(path.read_text())["cells"]
     sources = ((cell["cell_type"], "".join(cell["source"]).strip()) for cell in cells)
     text = "\n\n".join(source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in sources)
-    text = LINK.sub(lambda link: link[0].replace(".ipynb", ".md").replace("/README.md", ".md"), text)
-    return text.replace("](../docs/", "](../") + "\n"
+    return moved(text.replace("/README.md)", ".md)").replace("](../docs/", "](../")) + "\n"
 
 
 if __name__ == "__main__":

@@ -104,18 +104,24 @@ def test_its_commands_parse() -> None:
 
 
 def test_a_list_of_pages_has_their_markdown_and_what_they_are_about() -> None:
-    home = "# Us\n\nA promise [here](a.md). More."
+    home = "# Us\n\nA promise of [ours](a.md). More."
     texts = {"index.md": home, "tricks/EMA.md": "# EMA\n\nx", "api/a/A.md": "# A"}
     sections = [("Start", [("Home", "index.md")]), ("Tricks", [("EMA", "tricks/EMA.md"), ("A", "api/a/A.md")])]
     listed = AGENTS.listed(sections, texts)
     assert listed.startswith("# lightning_tricks\n\n> Training tricks")
-    assert "## Start\n\n- [Home](index.md): A promise here.\n" in listed
+    assert "## Start\n\n- [Home](index.md): A promise of ours.\n" in listed
     assert "- [EMA](tricks/EMA.md): Validates, saves and keeps an exponential average of the weights." in listed
     assert "api/a/A.md" not in listed
     full = AGENTS.in_full(["index.md", "tricks/EMA.md", "api/a/A.md"], texts)
     assert (
-        full == "<!-- index.md -->\n\n# Us\n\nA promise [here](a.md). More.\n\n<!-- tricks/EMA.md -->\n\n# EMA\n\nx\n"
+        full == "<!-- index.md -->\n\n# Us\n\nA promise of [ours](a.md). More.\n\n<!-- tricks/EMA.md -->\n\n# EMA\n\nx\n"
     )
+
+
+def test_what_a_page_is_about_is_its_first_sentence_of_prose() -> None:
+    text = "# Q\n\n[![B](b)](c)\n\n|a|b|\n|---|---|\n\n## Do I?\n\nNo. Tricks are\ncallbacks of [ours](a.md). More."
+    assert AGENTS.about(text) == "Tricks are callbacks of ours."
+    assert AGENTS.about("# Glossary\n\n| word | meaning |\n") == ""
 
 
 def test_the_reference_has_signatures_and_docstrings() -> None:
