@@ -113,9 +113,7 @@ def test_a_list_of_pages_has_their_markdown_and_what_they_are_about() -> None:
     assert "- [EMA](tricks/EMA.md): Validates, saves and keeps an exponential average of the weights." in listed
     assert "api/a/A.md" not in listed
     full = AGENTS.in_full(["index.md", "tricks/EMA.md", "api/a/A.md"], texts)
-    assert (
-        full == "<!-- index.md -->\n\n# Us\n\nA promise of [ours](a.md). More.\n\n<!-- tricks/EMA.md -->\n\n# EMA\n\nx\n"
-    )
+    assert full == f"<!-- index.md -->\n\n{home}\n\n<!-- tricks/EMA.md -->\n\n# EMA\n\nx\n"
 
 
 def test_what_a_page_is_about_is_its_first_sentence_of_prose() -> None:
