@@ -21,7 +21,7 @@ _BY_STEPS = "end training by Trainer(max_steps=...) in place of max_epochs"
 
 
 class UnknownTotalSteps(ValueError):
-    """The number of optimizer steps cannot be known before training; the message says why and what to do.
+    """The number of optimizer steps cannot be known before training; the message says why and what to pass.
 
     Args:
         reason: Why it cannot be known, a clause.
