@@ -75,14 +75,12 @@ def row_of(name: str) -> Row:
     """The row of the catalogue that has a name.
 
     Raises:
-        ValueError: If there is none; the message has the most similar names.
+        ValueError: If there is none; the message has the most similar name.
     """
     rows = {each: row for row in CATALOGUE for each in (*row.names, *row.beside)}
     if name not in rows:
-        # of a class and a function whose names differ by their capitals only, the class
-        raise ValueError(
-            f"there is no trick {name!r}.{did_you_mean(name, reversed([*rows]))} See lightning-tricks tricks."
-        )
+        near = did_you_mean(name, reversed(rows))  # of Mixup and mixup the class, which comes first
+        raise ValueError(f"there is no trick {name!r}.{near} See lightning-tricks tricks.")
     return rows[name]
 
 

@@ -87,7 +87,8 @@ def in_text(card: str) -> str:
             return text if text.strip("`") == name else f"{text} (lightning-tricks tricks {name})"
         return f"{text} ({posixpath.normpath(f'docs/tricks/{path}')})" if path else text
 
-    without_pictures = re.sub(r"^!\[.*\n\n", "", card, flags=re.MULTILINE)
+    unseen = r"^(!\[.*\n\n|</?details>\n+|<summary>.*\n+)"  # no pictures in a terminal, and nothing is folded
+    without_pictures = re.sub(unseen, "", card, flags=re.MULTILINE)
     return re.sub(r"\[([^\]]*)\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", told, without_pictures)
 
 
