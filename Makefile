@@ -59,9 +59,10 @@ test-xla: $(VENV)/.made ## the tricks on a device of torch_xla, in a .venv of it
 gpu: ## with a GPU, nine minutes at a time: its tests, then benchmarks; SIMULATE=1 without one; MINUTES=60; ONLY="ema sam"
 	$(or $(wildcard $(BIN)/python),$(firstword $(PYTHON))) .ci/gpu.py $(if $(SIMULATE),--simulate) $(if $(MINUTES),--minutes $(MINUTES)) $(ONLY)
 
-exports: $(VENV)/.test ## write the __init__ files, functional.py and the command's names.json from the source files
+exports: $(VENV)/.test ## write the __init__ files, functional.py, the command's names.json and agents' SKILL.md from the source files
 	$(BIN)/python .ci/exports.py
 	$(BIN)/python .ci/names.py
+	$(BIN)/python .ci/agents.py
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python -m mkdocs build

@@ -206,9 +206,9 @@ for path in sorted(checkpoint.rglob("*")):
     if path.is_file():
         print(f"{path.stat().st_size / 1e3:7.1f} kB  {path.relative_to(checkpoint)}")
 
-print(lt.consolidate(checkpoint, folder / "digits.pt"), "tensors in one file")
+file = lt.consolidate(checkpoint, folder / "digits.pt")
 net = network()  # a plain nn.Sequential
-state = torch.load(folder / "digits.pt")
+state = torch.load(file)
 net.load_state_dict({name.removeprefix("network."): weight for name, weight in state.items()})
 print(f"in plain torch: validation accuracy {accuracy(net, *load_digits(0)['val']):.3f}")
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
+import inspect
+import logging
 import multiprocessing
 import os
 import re
@@ -14,11 +19,15 @@ from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
+import lightning.pytorch.callbacks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torchmetrics
+import transformers
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from torchvision.transforms import v2
 
 import lightning_tricks as lt
 from lightning_tricks_cli.main import parser
@@ -155,6 +164,7 @@ def parser_choices() -> list[str]:
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning, of its default logger
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")  # Lightning
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks transformers 5
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")  # Lightning, of a fit on all of the data
 @pytest.mark.filterwarnings("ignore:Found 5 module.s. in eval mode")  # Lightning, of timm's ModelEmaV3
 def test_the_code_of_a_page_runs_and_prints_the_figures_beside_it(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -256,10 +266,69 @@ def test_the_names_of_a_page_are_ours(page: Path) -> None:
     assert not names - {*lt.__all__, *KINDS, "Jitter"}  # the worked example of CONTRIBUTING.md
 
 
-def test_the_middle_column_of_the_old_names_is_ours() -> None:
-    rows = [line.split(" | ") for line in (DOCS / "coming_from.md").read_text().splitlines() if line.startswith("| `")]
-    assert len(rows) > 30
+COMING = DOCS / "coming_from.md"
+# What the tables name without the module that it is in.
+KNOWN: dict[str, Any] = {
+    **{name: getattr(lightning.pytorch.callbacks, name) for name in lightning.pytorch.callbacks.__all__},
+    **{"lt": lt, "L": pl, "Trainer": pl.Trainer, "DataLoader": torch.utils.data.DataLoader, "torch": torch},
+    **{"F": torch.nn.functional, "seed_everything": pl.seed_everything, "torchmetrics": torchmetrics},
+    **{"T5Config": transformers.T5Config, "logging": logging, "v2": v2},
+}
+FREE = ("optimizer", "preset")  # whose further arguments are those of what they make
+
+
+def tables(page: Path, heading: str = "") -> list[list[str]]:
+    """The cells of the rows of a page, or of one of its sections."""
+    text = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0] if heading else page.read_text()
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ") + " ") for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if row[1].strip() != "here" and not set(row[0]) <= {"-"}]
+
+
+def checked(code: str) -> bool:
+    """Whether a piece of code names something of ours, Lightning's or torch's; it must exist, with its arguments."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return False
+    found = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and root(node) in KNOWN:
+            thing = functools.reduce(getattr, ast.unparse(node).split(".")[1:], KNOWN[root(node)])
+            assert thing is not None
+            found = True
+        if isinstance(node, ast.Call) and root(node.func) in KNOWN:
+            called = functools.reduce(getattr, ast.unparse(node.func).split(".")[1:], KNOWN[root(node.func)])
+            given = [keyword.arg for keyword in node.keywords]
+            if getattr(called, "__name__", "") not in FREE:
+                inspect.signature(called).bind_partial(*node.args, **dict.fromkeys(given))
+    return found
+
+
+def root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_what_the_tables_of_other_libraries_lead_to_exists_with_its_arguments() -> None:
+    rows = [row for row in tables(COMING) if row[0].startswith("`")]
+    assert len(rows) > 150
     for theirs, ours, *_ in rows:
-        presets = re.findall(r'strategy="(\w+)"', ours)
-        assert "lt." in ours or presets, f"{theirs} leads to {ours}"
+        presets = re.findall(r'(?:strategy=|lt\.preset\()"(\w+)"', ours)
         assert set(presets) <= {row["name"] for row in lt.presets()}
+        codes = [checked(code) for code in re.findall(r"`([^`]+)`", ours)]
+        assert any(codes) or presets, f"{theirs} leads to {ours}"
+
+
+def test_every_argument_of_transformers_is_answered() -> None:
+    rows = tables(COMING, "transformers")
+    named = [
+        name
+        for row in rows[: [row[1] for row in rows].index("`Trainer(devices=8, num_nodes=2)`") + 1]
+        for name in re.findall(r"`(\w+)`", row[0])
+    ]
+    fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments)]
+    assert not set(fields) - {*named}, "transformers has new arguments: answer them in docs/coming_from.md"
+    assert len(named) == len({*named})
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24):
+        assert not {*named} - set(fields), "transformers has dropped arguments"

@@ -76,6 +76,28 @@ def test_the_site_has_every_name_and_its_links_lead_somewhere(site: Path) -> Non
     assert not dead(site)
 
 
+@pytest.mark.slow
+def test_every_page_is_markdown_too_and_llms_txt_lists_them(site: Path) -> None:
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert not [page for page in pages if not page.with_suffix(".md").is_file()]
+    for page in pages:
+        assert f'type="text/markdown" href="{page.stem}.md"' in page.read_text()
+    texts = {page.with_suffix(".md"): page.with_suffix(".md").read_text() for page in pages}
+    listed, full = (site / "llms.txt").read_text(), (site / "llms-full.txt").read_text()
+    links = re.findall(r"^- \[.*?\]\((\S+)\)(?:: \S|$)", listed, re.MULTILINE)
+    assert {*links} == {
+        str(page.relative_to(site)) for page in texts if page.parent.parent.name != "api" or page.stem == "index"
+    } | {"SKILL.md"}
+    for page, text in texts.items():
+        code = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        for link in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", code) if "api" not in page.parts else ():
+            assert (page.parent / unquote(link)).exists(), f"{page.relative_to(site)}: {link}"
+        if str(page.relative_to(site)) in links:
+            assert text.strip() in full
+    assert "::: " not in full
+    assert 500_000 < len(full) < 3_000_000
+
+
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Any]:
     """A tab of a browser; pages are opened as files, as whoever has run `make docs` does."""

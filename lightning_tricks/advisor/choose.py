@@ -169,6 +169,7 @@ class Suggestion:
         advice: Further advice.
         estimate: The estimated memory of the preset.
         alternatives: Changes of the training with which a faster preset might fit; empty if the fastest one fits.
+        faster: The estimated memory of the faster presets, which do not fit.
 
     Example:
         >>> from lightning_tricks.advisor import Hardware, suggest_strategy
@@ -184,6 +185,7 @@ class Suggestion:
     advice: tuple[str, ...]
     estimate: MemoryEstimate
     alternatives: tuple[Alternative, ...] = ()
+    faster: tuple[MemoryEstimate, ...] = ()
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -218,6 +220,14 @@ class Suggestion:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.trainer.items())
         batch = [] if self.micro_batch_size is None else [f"DataLoader(batch_size={self.micro_batch_size})"]
         return "\n".join([f"Trainer({arguments})", *batch, *self.reasons, *self.advice, *map(str, self.alternatives)])
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """A row for all that was considered: preset, bytes on each device, whether it fits, and the change or lack."""
+        failed = ((each, each.strategy, why) for each, why in zip(self.faster, self.reasons, strict=False))
+        found = [(name, readable(each.total), "no", why.removeprefix(f"{name} ")) for each, name, why in failed]
+        found.append((self.preset, readable(self.estimate.total), "yes", "suggested"))
+        changed = ((each, "yes" if each.fits else "no") for each in self.alternatives)
+        return found + [(each.strategy, readable(each.total), fits, f"with {each.change}") for each, fits in changed]
 
 
 def suggest_strategy(
@@ -320,7 +330,7 @@ def suggest_strategy(
             f"This machine's host memory of {readable(hardware.host_memory)} was assumed{suffices} (host_memory=)."
         )
     texts = advice(found, hardware, margin, failed, batch_size, accumulate, size)
-    return Suggestion(found.strategy, hardware, micro, accumulate, tuple(reasons), texts, found, others)
+    return Suggestion(found.strategy, hardware, micro, accumulate, tuple(reasons), texts, found, others, tuple(failed))
 
 
 def _smallest_estimate(

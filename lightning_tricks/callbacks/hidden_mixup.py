@@ -137,11 +137,18 @@ class HiddenMixup(MixingCallback):
             return None
         lam, index = float(self.drawn.lam), self.drawn.index
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = [x for x in named.values() if isinstance(x, Tensor)]
         found = next((name for name, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if found is None and tensors:
+            raise MisconfigurationException(
+                f"HiddenMixup({self.layer!r}) mixes floating-point inputs of a layer, and {type(layer).__name__} gets"
+                f" {tensors[0].dtype}, which cannot be mixed: name a layer behind the embeddings, such as the head"
+                " (layer='model.classifier')."
+            )
         if found is None or len(named[found]) != len(index):
             raise MisconfigurationException(
                 f"HiddenMixup({self.layer!r}) needs a layer with an input ({len(index)}, ...), got"
-                f" {', '.join(str(tuple(x.shape)) for x in named.values() if isinstance(x, Tensor)) or 'no tensor'}."
+                f" {', '.join(str(tuple(x.shape)) for x in tensors) or 'no tensor'}."
             )
         if isinstance(layer, nn.Linear) and named[found].ndim == 3 and self._labels_sentences(self._context):
             self._context.plan.mix_predictions = lam, index

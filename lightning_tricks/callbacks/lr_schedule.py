@@ -22,35 +22,14 @@ from lightning_tricks.core.lightning.optimizer_groups import recorded_groups, re
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
 from lightning_tricks.core.lightning.trainer import is_fitting
 from lightning_tricks.core.trick import Trick
-from lightning_tricks.schedules import (
-    PlateauLR,
-    constant,
-    cosine,
-    cosine_restarts,
-    flat_cos,
-    inverse_sqrt,
-    linear,
-    one_cycle,
-    polynomial,
-    reduce_on_plateau,
-    step_decay,
-    swa_tail,
-    wsd,
-)
+from lightning_tricks.schedules import PlateauLR, reduce_on_plateau, swa_tail
 from lightning_tricks.schedules.arguments import check_settings, count_steps
+from lightning_tricks.schedules.by_name import CURVES
 from lightning_tricks.schedules.factories import Schedule
 from lightning_tricks.schedules.scaling import is_scaled
 from lightning_tricks.schedules.scheduler import CONFLICTS
 
 __all__ = ["LRSchedule"]
-
-_CURVES = {
-    factory.__name__: factory
-    for factory in (
-        *(constant, cosine, cosine_restarts, flat_cos, inverse_sqrt),
-        *(linear, one_cycle, polynomial, step_decay, wsd),
-    )
-}
 
 
 def _swa_tail(
@@ -69,14 +48,14 @@ def _swa_tail(
     counts = total_steps is None and of in ("constant", "inverse_sqrt") and not in_steps
     if counts:
         total_steps = count_steps(module, "swa_tail")  # The curve before the tail does not need T.
-    before: Any = _CURVES[of](optimizer, module, total_steps=total_steps, **settings)
+    before: Any = CURVES[of](optimizer, module, total_steps=total_steps, **settings)
     if counts:
         before["lr_scheduler"]["scheduler"].follows = True
     return swa_tail(before, start=start, swa_lr=swa_lr, anneal=anneal)
 
 
 _FACTORIES: dict[str, Callable[..., Schedule]] = {
-    **_CURVES,
+    **CURVES,
     "reduce_on_plateau": reduce_on_plateau,
     "swa_tail": _swa_tail,
 }
@@ -157,7 +136,7 @@ class LRSchedule(Trick):
         allowed = _options(curve)
         if curve == "swa_tail":
             of = "constant" if options.get("of") is None else options["of"]
-            check_choice("of", of, _CURVES)
+            check_choice("of", of, CURVES)
             allowed |= _options(of)
         if unknown := sorted(given.keys() - allowed):
             known = ", ".join(sorted(allowed - {"total_steps"}))
@@ -245,7 +224,7 @@ class LRSchedule(Trick):
         try:
             schedule = _FACTORIES[self.curve](optimizer, pl_module, **total, **self.settings)
         except UnknownTotalSteps as error:
-            raise UnknownTotalSteps(f"LRSchedule({self.curve!r}): {error.reason}") from error
+            raise UnknownTotalSteps(f"LRSchedule({self.curve!r}): {error.reason}", error.otherwise) from error
         config: Any = schedule["lr_scheduler"]
         self._scheduler = config["scheduler"]
         self._undo.callback(setattr, self, "_scheduler", None)

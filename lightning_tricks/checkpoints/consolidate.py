@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from pathlib import Path
 
 from lightning_tricks.checkpoints.files import PathLike, check_output, path_of, save
-from lightning_tricks.checkpoints.stream import LazyTensor
 
 __all__ = ["consolidate"]
 
 
-def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) -> int:
+def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) -> Path:
     """Write the ``state_dict`` of a sharded checkpoint, a folder by FSDP2 or DeepSpeed ZeRO-1, 2 or 3, to one file.
 
     The shards of all ranks are joined bit for bit; under DeepSpeed, those of the fp32 master weights. Tensors are read
@@ -30,7 +29,7 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         force: Whether ``output`` may replace a file.
 
     Returns:
-        The number of tensors in the file.
+        The path of the file, ``output``.
 
     Raises:
         ValueError: If the folder has adapters of ``LoRA``, is incomplete, damaged, not a checkpoint, or holds objects
@@ -47,9 +46,8 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
         ...     warnings.simplefilter("ignore")  # torch warns that there is no process group
         ...     _ = dcp.save({"state_dict": {"w": torch.ones(2)}}, checkpoint_id=f"{folder}/a.ckpt", no_dist=True)
         ...     torch.save({}, f"{folder}/a.ckpt/meta.pt")  # Lightning under FSDP2 writes both
-        ...     tensors = consolidate(f"{folder}/a.ckpt", f"{folder}/w.pt")
-        ...     tensors, torch.load(f"{folder}/w.pt")
-        (1, {'w': tensor([1., 1.])})
+        ...     torch.load(consolidate(f"{folder}/a.ckpt", f"{folder}/w.pt"))
+        {'w': tensor([1., 1.])}
     """
     target, source = check_output(output, force=force), path_of("checkpoint", checkpoint)
     if source.is_file():
@@ -62,4 +60,4 @@ def consolidate(checkpoint: PathLike, output: PathLike, *, force: bool = False) 
     if record_of(source) is not None:
         raise ValueError(f"{source} has adapters of LoRA: merge them, lightning-tricks export --merge --base BASE.")
     save(state, target, force=force)
-    return sum(isinstance(value, Tensor | LazyTensor) for value in state.values())
+    return target

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 
+EPOCHS = "Epochs are a fraction: 2 of max_epochs=10 are 2 / 10, in YAML 0.2."
 MOST = 2**62  # The largest count; a sum of two of them still fits in torch's int64.
 
 
@@ -68,9 +69,11 @@ def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
 def check_duration(name: str, value: float) -> None:
     """Raise unless ``value`` is a duration: an int of steps, or a float fraction of training in [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be an int (optimizer steps) or a float (fraction of training), got {value!r}.")
+        raise TypeError(
+            f"{name} must be an int (optimizer steps) or a float (fraction of training), got {value!r}. {EPOCHS}"
+        )
     if value < 0 or (isinstance(value, float) and not value <= 1):
-        raise ValueError(f"{name} must be an int >= 0 (steps) or a float in [0, 1] (fraction), got {value!r}.")
+        raise ValueError(f"{name} must be an int >= 0 (steps) or a float in [0, 1] (fraction), got {value!r}. {EPOCHS}")
 
 
 def compile_pattern(argument: str, pattern: str) -> re.Pattern[str]:

@@ -16,35 +16,45 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 Row = tuple[str, Mapping[str, Any]]  # the name of a trick and its settings
 
+_LENGTHS = ("anneal", "cooldown", "flat", "milestones", "start", "warmup")  # settings of curves, in steps
 
-def settings(thing: object, always: tuple[str, ...] = ()) -> dict[str, Any]:
+
+def settings(thing: object, always: tuple[str, ...] = (), given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The first argument of an object, and all that differ from their defaults, by name.
 
     Args:
         thing: An object that stores its arguments under their own names.
         always: Names of arguments to include also at their default.
+        given: The arguments by name, of an object that stores them otherwise.
 
     Example:
         >>> from lightning.pytorch.callbacks import LearningRateMonitor
         >>> settings(LearningRateMonitor(log_momentum=True))
         {'logging_interval': None, 'log_momentum': True}
     """
-    found: dict[str, Any] = {}
-    for place, (name, parameter) in enumerate(inspect.signature(type(thing)).parameters.items()):
-        value = getattr(thing, name, parameter.default)
-        if place == 0 or name in always or value != parameter.default:
-            found[name] = value
-    return found
+    defaults = {name: parameter.default for name, parameter in inspect.signature(type(thing)).parameters.items()}
+    if given is None:
+        given = {name: getattr(thing, name, default) for name, default in defaults.items()}
+    return {
+        name: value
+        for place, (name, value) in enumerate(given.items())
+        if place == 0 or name in always or name not in defaults or value != defaults[name]
+    }
 
 
-def described(thing: object) -> str:
+def described(thing: object, given: Mapping[str, Any] | None = None) -> str:
     """An object as in its user's code.
+
+    Args:
+        thing: The object.
+        given: Its arguments, as for ``settings``.
 
     >>> from lightning.pytorch.callbacks import LearningRateMonitor
     >>> described(LearningRateMonitor("step", log_momentum=True))
     "LearningRateMonitor(logging_interval='step', log_momentum=True)"
     """
-    return f"{type(thing).__name__}({', '.join(f'{name}={value!r}' for name, value in settings(thing).items())})"
+    written = (f"{name}={value!r}" for name, value in settings(thing, given=given).items())
+    return f"{type(thing).__name__}({', '.join(written)})"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -148,8 +158,13 @@ def spelled_rows(rows: Sequence[tuple[Row, Sequence[str]]], total_steps: int | N
 
 
 def curve_row(settings: Mapping[str, Any]) -> Row:
-    """The name of a curve, and its other settings."""
-    return settings["curve"], {name: value for name, value in settings.items() if name != "curve"}
+    """The name of a curve, and its other settings; its lengths in whole steps, the first after each of them."""
+    others = {name: _whole(value) if name in _LENGTHS else value for name, value in settings.items()}
+    return others.pop("curve"), others
+
+
+def _whole(steps: Any) -> Any:
+    return [*map(_whole, steps)] if isinstance(steps, Sequence) else math.ceil(steps)
 
 
 def _resolved(duration: Any, total_steps: int | None) -> Any:

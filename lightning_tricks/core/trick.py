@@ -19,6 +19,7 @@ from lightning_tricks.core.lightning.fit import steps_of
 from lightning_tricks.core.lightning.namespace import require_same_lightning
 from lightning_tricks.core.lightning.patching import wrap_method
 from lightning_tricks.core.lightning.trainer import callbacks_of
+from lightning_tricks.core.report import described
 from lightning_tricks.core.safe_load.damage import require_undamaged_file
 
 
@@ -80,6 +81,13 @@ class Trick(Participant, Callback):
         if name == "stop" and isinstance(duration, float) and duration == 1:
             return math.inf
         return steps_of(trainer, duration, type(self).__name__, name)
+
+    @override
+    def written(self) -> str:
+        return described(self, self._arguments())
+
+    def __repr__(self) -> str:
+        return self.written()
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments that this trick was made with, which are stored under their own names."""

@@ -158,4 +158,4 @@ def count_steps(module: L.LightningModule | None, schedule: str) -> int:
     try:
         return fit_of(trainer).total
     except UnknownTotalSteps as error:
-        raise UnknownTotalSteps(f"{needs}: {error.reason}") from error
+        raise UnknownTotalSteps(f"{needs}: {error.reason}", error.otherwise) from error

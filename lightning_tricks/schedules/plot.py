@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_tricks.core.checks import check_count
+from lightning_tricks.core.checks import check_choice, check_count
 from lightning_tricks.core.figures import figure_and_axes
 from lightning_tricks.core.lightning.steps import UnknownTotalSteps
+from lightning_tricks.schedules.by_name import CURVES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,9 @@ _LEGEND = 10  # the most lines that a legend names: nobody tells more apart
 
 
 def plot_schedule(
-    schedule: Callable[..., Any] | Mapping[str, Any] | LRScheduler, steps: int | None = None, ax: Axes | None = None
+    schedule: str | Callable[..., Any] | Mapping[str, Any] | LRScheduler,
+    steps: int | None = None,
+    ax: Axes | None = None,
 ) -> tuple[Figure, Axes]:
     """Draw the learning rate of each parameter group at every step, and the momentum if it is cycled.
 
@@ -35,15 +38,15 @@ def plot_schedule(
     are. A factory is drawn for a base learning rate of 1. A scheduler that has been stepped is drawn from there on.
 
     Args:
-        schedule: A factory, also bound by ``functools.partial``, or any function of an optimizer; the dictionary that a
-            factory returns; or any torch LRScheduler.
+        schedule: The name of a curve ("cosine"), with its own defaults; a factory, also bound by ``functools.partial``,
+            or any function of an optimizer; the dictionary that a factory returns; or any torch LRScheduler.
         steps: Number of steps to draw, also the ``total_steps`` of a factory that needs them; by default all that are
             left.
         ax: The axes to draw into, in place of a new figure's. The momentum has an axis on the right.
 
     Raises:
         TypeError: For anything else, and for a ReduceLROnPlateau, which depends on what is trained.
-        ValueError: If the number of steps is not given and cannot be known.
+        ValueError: If no curve has the name, or the number of steps is not given and cannot be known.
         ImportError: If matplotlib is missing.
 
     Example:
@@ -56,6 +59,9 @@ def plot_schedule(
     """
     if steps is not None:
         check_count("steps", steps)
+    if isinstance(schedule, str):
+        check_choice("schedule", schedule, CURVES)
+        schedule = CURVES[schedule]
     scheduler = _scheduler_of(_made(schedule, steps) if callable(schedule) else schedule)
     start = getattr(scheduler, "last_epoch", 0)  # a ChainedScheduler has none
     rates, momenta = curves_of(scheduler, _steps_left(scheduler, start) if steps is None else steps)

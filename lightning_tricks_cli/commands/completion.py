@@ -1,13 +1,19 @@
-"""Print a script with which bash or zsh complete the command."""
+"""Print a script with which a shell completes the command.
+
+bash and zsh have a script of our own, which also completes ``--flag=value``, the form of LightningCLI's arguments; the
+script for fish is shtab's.
+"""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from lightning_tricks_cli.catalogue import CATALOGUE
 from lightning_tricks_cli.commands.names import known_names
 from lightning_tricks_cli.commands.trainer import METHODS
 
+SHELLS = ("bash", "zsh", "fish")
 SCRIPT = """\
 _lightning_tricks() {
     local cur="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" command="${COMP_WORDS[1]}"
@@ -35,25 +41,64 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of the command."""
     completion = commands.add_parser(
         "completion",
-        help="print a script for tab completion in bash or zsh",
+        help="print a script for tab completion in your shell",
         description="Print a script that completes commands, flags, presets, callbacks and tricks. For bash, write it"
         " to a file in ~/.local/share/bash-completion/completions, or source it in ~/.bashrc; for zsh, source it in"
-        " ~/.zshrc after compinit.",
+        " ~/.zshrc after compinit; for fish, write it to a file in ~/.config/fish/completions.",
         epilog="examples:\n"
         "  lightning-tricks completion bash > ~/.local/share/bash-completion/completions/lightning-tricks\n"
-        "  lightning-tricks completion zsh > ~/.lightning-tricks.zsh",
+        "  lightning-tricks completion zsh > ~/.lightning-tricks.zsh\n"
+        "  lightning-tricks completion fish > ~/.config/fish/completions/lightning-tricks.fish",
     )
     completion.set_defaults(run=run)
-    completion.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from lightning_tricks_cli.main import parser
 
+    if options.shell == "fish":
+        print(_for_fish(parser()))
+        return
     cases = "\n".join(f'        {pattern}) known="{" ".join(words)}" ;;' for pattern, words in _cases(parser()))
     zsh = "autoload -U +X bashcompinit && bashcompinit\n" if options.shell == "zsh" else ""
     print(zsh + SCRIPT.replace("@CASES@", cases), end="")
+
+
+def _for_fish(main_parser: argparse.ArgumentParser) -> str:
+    """The script of shtab for a parser, which gets the arguments of LightningCLI and the names of tricks."""
+    try:
+        import shtab
+    except ImportError as error:
+        raise ImportError("completion in fish needs shtab: pip install 'lightning-tricks[cli]'") from error
+    names, commands = known_names(), _commands(main_parser)
+    values = {
+        "--trainer.strategy": [row["name"] for row in names["presets"]],
+        "--trainer.callbacks+": [*names["callbacks"], *names["lightning_callbacks"]],
+    }
+    for name in METHODS:
+        for flag in _lightning_flags(names):
+            commands[name].add_argument(flag, choices=values.get(flag))
+    (word,) = (action for action in commands["tricks"]._actions if action.dest == "word")
+    word.choices = _tricks()
+    script: str = shtab.complete(main_parser, "fish")
+    return script
+
+
+def _commands(main_parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (action for action in main_parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def _lightning_flags(names: dict[str, Any]) -> list[str]:
+    """Arguments of LightningCLI, by their flags."""
+    trainer = [f"--trainer.{name}" for name in names["trainer"]]
+    return [*trainer, "--trainer.callbacks+", "--model", "--data", "--config", "--ckpt_path", "--seed_everything"]
+
+
+def _tricks() -> list[str]:
+    return [trick for row in CATALOGUE for trick in (*row.names, *row.beside)]
 
 
 def _cases(main_parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
@@ -61,14 +106,13 @@ def _cases(main_parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
     names = known_names()
     presets = [row["name"] for row in names["presets"]]
     callbacks = [*names["callbacks"], *names["lightning_callbacks"]]
-    lightning = [f"--trainer.{name}" for name in names["trainer"]]
-    lightning += ["--trainer.callbacks+", "--model", "--data", "--config", "--ckpt_path", "--seed_everything"]
+    lightning = _lightning_flags(names)
     cases = [
         ('*" --trainer.strategy "*|*" --strategy "*', presets),
         ('*" --trainer.callbacks "*|*" --trainer.callbacks+ "*|*" --with "*|*" --without "*', callbacks),
     ]
-    (commands,) = (action for action in main_parser._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in commands.choices.items():
+    commands = _commands(main_parser)
+    for name, command in commands.items():
         flags = [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
         choices = [action for action in command._actions if action.choices]
         for action in choices:
@@ -76,7 +120,7 @@ def _cases(main_parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
         cases.append((f'"{name} "*" -"*', [*flags, *(lightning if name in METHODS else [])]))
         words = [str(word) for action in choices if not action.option_strings for word in action.choices or ()]
         if name == "tricks":
-            words = [trick for row in CATALOGUE for trick in (*row.names, *row.beside)]
+            words = _tricks()
         if words:
             cases.append((f'"{name} {name} "*', words))
-    return [*cases, ('" "*', [*commands.choices, "--version", "--help", "--debug"])]
+    return [*cases, ('" "*', [*commands, "--version", "--help", "--debug"])]

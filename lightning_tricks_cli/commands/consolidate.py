@@ -27,5 +27,5 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from lightning_tricks.checkpoints.consolidate import consolidate
 
-    tensors = consolidate(options.checkpoint, options.output, force=options.force)
-    print(f"wrote {options.output} ({tensors} tensors, {options.output.stat().st_size / 1e9:.3g} GB)")
+    written = consolidate(options.checkpoint, options.output, force=options.force)
+    print(f"wrote {written} ({written.stat().st_size / 1e9:.3g} GB)")

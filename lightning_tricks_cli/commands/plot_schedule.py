@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command."""
     from lightning_tricks import schedules
     from lightning_tricks.callbacks import LRSchedule
+    from lightning_tricks.schedules.by_name import CURVES as BY_NAME
     from lightning_tricks_cli.runs.picture import check_picture, picture
 
     common = ("command", "curve", "debug", "others", "output", "parser", "run", "steps")
@@ -67,6 +68,6 @@ def run(options: argparse.Namespace) -> None:
     check_picture(options.output)
     named = LRSchedule(options.curve, **settings)  # checks the settings; its errors list those of the curve
     with picture(options.output) as axes:
-        curve = partial(getattr(schedules, options.curve), **named.settings)
+        curve = partial(BY_NAME[options.curve], **named.settings)
         schedules.plot_schedule(curve, options.steps, axes)
     print(f"wrote {options.output}")

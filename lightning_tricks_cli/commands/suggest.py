@@ -37,7 +37,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
+    import dataclasses
+
     from lightning_tricks.advisor import Hardware, suggest_strategy
+    from lightning_tricks.core.report import table
     from lightning_tricks_cli.runs.target import read_target
 
     known = {name: getattr(options, name) for name in ("device_memory", "host_memory", "nvme", "devices")}
@@ -51,4 +54,10 @@ def run(options: argparse.Namespace) -> None:
     suggestion = suggest_strategy(
         model, hardware=hardware, batch=batch, batch_size=options.batch_size, optimizer=options.optimizer
     )
-    print(json.dumps(suggestion.to_dict()) if options.json else with_flags(str(suggestion), options))
+    if options.json:
+        print(json.dumps(suggestion.to_dict()))
+        return
+    notes = dataclasses.replace(suggestion, reasons=suggestion.reasons[len(suggestion.faster) :], alternatives=())
+    first, *rest = with_flags(str(notes), options).splitlines()
+    rows = [(*row[:-1], with_flags(row[-1], options)) for row in suggestion.rows()]
+    print("\n".join([first, table(("strategy", "each device", "fits", ""), rows), *rest]))

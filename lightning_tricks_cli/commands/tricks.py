@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import posixpath
 import re
+import sys
 from itertools import groupby
 from typing import NamedTuple
 
-from lightning_tricks_cli.cards import card, every_name, evidence, matrix, row_of
+from lightning_tricks_cli.cards import card, cards, every_name, evidence, matrix, row_of
 from lightning_tricks_cli.catalogue import CATALOGUE, Row
 
 
@@ -34,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([row._asdict() for row in tricks(options.word)], indent=1))
     elif name := names.get(options.word.lower()):
-        print(re.sub(r"^!\[.*\n\n", "", card(name), flags=re.MULTILINE), end="")  # no pictures in a terminal
+        print_markdown(in_text(card(name)))
     else:
         for group, members in groupby(rows(options.word), key=lambda row: row.group):
             print(f"{group}:")
@@ -104,3 +106,36 @@ def _line_and_cost(name: str) -> tuple[str, str]:
 def works_with(name: str) -> str:
     """The regimes in which the conformance suite shows that a trick is correct; empty if it has no row."""
     return ", ".join(regime for regime, cell in matrix().get(name, {}).items() if cell["cell"] == "right")
+
+
+def in_text(card: str) -> str:
+    r"""A card without pictures and relative links: they name the file of the repository, or the card to print.
+
+    >>> in_text("![a curve](ema.svg)\n\nAs [`SWA`](SWA.md), [measured](../compare.md) by [its card](EMA.md).")
+    'As `SWA`, measured (docs/compare.md) by its card (lightning-tricks tricks EMA).'
+    """
+
+    def told(link: re.Match[str]) -> str:
+        text, path = link.groups()
+        if (name := path.removesuffix(".md")) in cards():
+            return text if text.strip("`") == name else f"{text} (lightning-tricks tricks {name})"
+        return f"{text} ({posixpath.normpath(f'docs/tricks/{path}')})" if path else text
+
+    unseen = r"^(!\[.*\n\n|</?details>\n+|<summary>.*\n+)"  # no pictures in a terminal, and nothing is folded
+    without_pictures = re.sub(unseen, "", card, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", told, without_pictures)
+
+
+def print_markdown(text: str) -> None:
+    """Print Markdown: drawn by rich on a terminal, as it is into a file or a pipe, and without rich."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.markdown import Markdown
+        except ImportError:
+            pass
+        else:
+            console = Console()
+            console.print(Markdown(text), width=min(100, console.width))
+            return
+    print(text, end="")

@@ -17,6 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_tricks.core.checks import EPOCHS
 from lightning_tricks_cli.runs.near_names import near_names
 
 
@@ -53,7 +54,8 @@ class Reader(LightningCLI):
             if missing := re.search(r'Parser key "config": File does not exist: \'?(.*?)\'?$', str(error)):
                 raise FileNotFoundError(f"There is no file {missing[1]}.") from error
             reason = _reason(str(error))
-            raise ArgumentError(None, reason + near_names(reason, self._parsers)) from error
+            hint = f". {EPOCHS}" if re.search(r"Expected a <class 'float'>, got .*epoch", reason) else ""
+            raise ArgumentError(None, reason + (hint or near_names(reason, self._parsers))) from error
         # LightningCLI would put the checkpoint's hyperparameters over the configuration, and make what they name.
         self._checkpoint = self._of_run.pop("ckpt_path", None)
 

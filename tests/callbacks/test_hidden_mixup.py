@@ -415,6 +415,16 @@ def test_columns_of_a_data_set_change_nothing(name: str) -> None:
     assert_equal(*ends)
 
 
+def test_a_layer_of_token_ids_is_refused_with_what_to_name() -> None:
+    module = build(Text, name="bert")
+    before = weights(module)
+    layer = "model.bert.embeddings.word_embeddings"
+    message = rf"HiddenMixup\('{layer}'\) .* Embedding gets torch\.int64, which cannot be mixed: name a layer behind"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit_text(module, [lt.HiddenMixup(layer, alpha=2.0)], texts("bert"))
+    assert_equal(weights(module), before)
+
+
 def test_a_second_label_of_a_model_is_refused_by_its_name() -> None:
     class Pretrains(Text):
         def __init__(self, name: str) -> None:

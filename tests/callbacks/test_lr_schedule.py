@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_tricks
 from lightning_tricks import LRSchedule, schedules
 from lightning_tricks.callbacks import lr_schedule
+from lightning_tricks.schedules import by_name
 from tests.few import few
 from tests.nets import Net, PlainNet, assert_equal, build, fit, loader, trainer, weights
 from tests.ranks import run_ranks
@@ -64,7 +65,7 @@ class WithFactory(Net):
 
 def test_every_factory_is_a_curve_of_the_callback():
     curves = {name for name, value in vars(schedules.curves).items() if isfunction(value) and name[0] != "_"}
-    assert set(lr_schedule._CURVES) == curves - {"one_cycle_momentum", "swa_tail"}
+    assert set(by_name.CURVES) == curves - {"one_cycle_momentum", "swa_tail"}
     factories = {
         name for name in schedules.__all__ if getattr(schedules, name).__annotations__.get("return") == "Schedule"
     }
@@ -731,4 +732,7 @@ def test_a_length_that_is_not_known_is_refused_by_name():
     with pytest.raises(schedules.UnknownTotalSteps) as caught:
         trainer(callbacks=[LRSchedule("cosine")], **reloads).fit(build(Loads), val_dataloaders=loader())
     assert str(caught.value).startswith("LRSchedule('cosine'): " + said.format("Loads", "Loads"))
-    assert str(caught.value).endswith("reload_dataloaders_every_n_epochs=1; pass total_steps=...")
+    assert str(caught.value).endswith(
+        "reload_dataloaders_every_n_epochs=1; pass total_steps=..., or end training by Trainer(max_steps=...) in place"
+        " of max_epochs"
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,42 @@ def test_zsh_reads_the_script_and_offers_presets(capsys: pytest.CaptureFixture[s
     )
     shown = subprocess.run(["zsh", "-fc", script], capture_output=True, text=True)
     assert "--trainer.strategy=ddp_bf16" in shown.stdout, shown.stderr
+
+
+IN_FISH: dict[str, set[str]] = {
+    "": {*COMMANDS},
+    "f": {"fit", "find-lr", "find-workers"},
+    "fit --trainer.max_": TYPED["fit --trainer.max_"],
+    "fit -c a.yaml --trainer.strategy zero3_o": TYPED["fit -c a.yaml --trainer.strategy zero3_o"],
+    "fit --trainer.strategy=tp": {"--trainer.strategy=tp_bf16"},
+    "fit --trainer.callbacks+=Mi": {"--trainer.callbacks+=Mixup"},
+    "tricks Flo": {"Float8"},
+    "plot-schedule ": set(CURVES),
+    "export a.ckpt --st": {"--strip-prefix"},
+    "recommend --problem m": {"memory", "many-devices"},
+}
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def test_fish_offers_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["completion", "fish"]) == 0
+    asked = [f"complete -C 'lightning-tricks {line}' | string split -f1 \\t | string join ' '" for line in IN_FISH]
+    script = tmp_path / "typed.fish"
+    script.write_text("\n".join([capsys.readouterr().out, *asked]))
+    command = ["fish", "--no-config", str(script)]
+    shown = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "HOME": str(tmp_path)}
+    )
+    offered = [set(line.split()) for line in shown.stdout.splitlines()]
+    assert dict(zip(IN_FISH, offered, strict=True)) == IN_FISH
+
+
+def test_without_shtab_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "fish"]) == 1
+    assert capsys.readouterr().err == (
+        "lightning-tricks: completion in fish needs shtab: pip install 'lightning-tricks[cli]'\n"
+    )
 
 
 def test_the_names_that_it_knows_are_those_of_the_package() -> None:

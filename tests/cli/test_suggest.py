@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -17,9 +18,25 @@ def run(*arguments: str) -> int:
 def test_it_prints_a_trainer_and_the_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     machines = ("--device-memory", "80GB", "--devices", "8", "--host-memory", "1TB")
     assert run("7B", *machines) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
+    first, *rest = capsys.readouterr().out.splitlines()
     assert first == "Trainer(strategy='fsdp2_bf16', devices=8, num_nodes=1, accumulate_grad_batches=1)"
-    assert second.startswith("ddp_bf16 needs ")
+    assert any(line.startswith("fsdp2_bf16 takes 31.5 GB of 80 GB") for line in rest)
+
+
+def test_what_was_considered_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    machines = ("--device-memory", "80GB", "--devices", "8", "--host-memory", "1TB")
+    assert run("7B", *machines) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    first, second, third, *_ = cells
+    assert first == ["ddp_bf16", "140 GB", "no", "needs 68 GB more on each device, even without activations."]
+    assert second == ["fsdp2_bf16", "31.5 GB", "yes", "suggested"]
+    assert third == ["ddp_bf16", "84.2 GB", "no", "with --optimizer adamw8bit"]
+    assert not any(line.startswith(("ddp_bf16 needs", "With ")) for line in lines), "said in the table"
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("7B", *machines) == 0
+    assert max(len(line) for line in capsys.readouterr().out.splitlines() if line[0] in "┏┃┡│└") <= 60
 
 
 @pytest.mark.parametrize(
@@ -36,15 +53,16 @@ def test_the_machines_decide(arguments: list[str], preset: str, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["strategy"] == preset
 
 
-def test_a_laptop_plans_for_a_large_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_laptop_plans_for_a_large_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert run("7B", "--device-memory", "80GB") == 0
-    shown = capsys.readouterr().out
+    shown = re.sub(r"[ │]+", " ", capsys.readouterr().out)
     assert shown.startswith("Trainer(strategy='zero2_offload_bf16', devices=1, ")
     assert "host memory" in shown
     assert "was assumed" in shown
     assert "(--host-memory)." in shown
-    assert "With --optimizer adamw8bit, single_bf16 takes 84.2 GB on each device: does not fit." in shown
-    assert "With LoRA(r=8, base='nf4') on all linear layers, single_bf16 takes 4.14 GB on each device: fits." in shown
+    assert " single_bf16 84.2 GB no with --optimizer adamw8bit " in shown
+    assert " single_bf16 4.14 GB yes with LoRA(r=8, base='nf4') on all linear layers " in shown
     assert run("7B", "--device-memory", "80GB", "--batch-size", "3") == 1
     assert "--batch-size 3 needs a model to measure, got TARGET '7B'" in capsys.readouterr().err
 

@@ -190,6 +190,7 @@ def test_a_checkpoint_makes_nothing_and_changes_no_argument(
         (["-c", "base.yaml", "--trainer.max_epoch", "3"], 2, "3. Did you mean '--trainer.max_epochs'?"),
         (["-c", "key.yaml"], 2, "option 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?"),
         (["-c", "base.yaml", "--trainer.max_epochs", "few"], 2, "Expected a <class 'int'>, got few"),
+        (["-c", "warm.yaml"], 2, "got 2 epochs. Epochs are a fraction: 2 of max_epochs=10 are 2 / 10, in YAML 0.2."),
         (["-c", "base.yaml", "--trainer.callbacks+=EMAA"], 2, "EMAA. Did you mean 'EMA'?"),
         (["-c", "base.yaml", "--trainer.callbacks+=modelcheckpiont"], 2, "Did you mean 'ModelCheckpoint'?"),
         (["-c", "base.yaml", "--trainer.callbacks+=Zzz"], 2, "Expected a dot import path string: Zzz"),
@@ -215,6 +216,8 @@ def test_a_wrong_configuration_is_one_line(
 ) -> None:
     Path("empty.yaml").touch()
     write("key.yaml", trainer={"max_epoch": 2})
+    warm = {"class_path": "LRSchedule", "init_args": {"curve": "cosine", "warmup": "2 epochs"}}
+    write("warm.yaml", trainer={"callbacks": [warm]})
     Path("cut.yaml").write_text("trainer: {max_epochs: 2\nmodel: [\n")
     assert main(["fit", *arguments]) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-tricks: ")]

@@ -98,6 +98,12 @@ def test_an_unknown_choice_names_all_and_the_nearest(value: object, hint: str) -
     assert str(error.value) == f"curve must be one of 'cosine', 'linear', got {value!r}.{hint}"
 
 
+@pytest.mark.parametrize("value", ["2 epochs", 2.0, {"epochs": 2}])
+def test_a_duration_in_epochs_is_refused_with_how_to_write_it(value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^warmup .* Epochs are a fraction: 2 of max_epochs=10"):
+        check_duration("warmup", value)
+
+
 @pytest.mark.parametrize("value", [-1, -0.1, 1.5, NAN, INF, -INF])
 def test_a_duration_out_of_range_is_a_value_error(value: float) -> None:
     with pytest.raises(ValueError, match=r"^start must be an int >= 0 \(steps\) or a float in \[0, 1\]") as error:

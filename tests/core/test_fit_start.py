@@ -134,6 +134,11 @@ def test_the_callback_schedule() -> None:
     ]
 
 
+def test_lengths_of_curves_are_whole_steps_and_factors_are_not() -> None:
+    dropping = lt.LRSchedule("step_decay", milestones=[0.3, 0.55], gamma=0.5, warmup=0.1)
+    assert rows(dropping)[1] == ("step_decay", "total_steps 12, warmup 2, milestones [4, 7], gamma 0.5, floor 0")
+
+
 NO_PART_OF_A_FIT = ("lean_loss", "optimizer")  # functions, of which it sees what they have made
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks.schedules import CurveLR, cosine, flat_cos, linear, one_cycle, swa_tail
+from lightning_tricks.schedules.by_name import CURVES
 from lightning_tricks.schedules.plot import plot_schedule
 
 
@@ -94,6 +95,18 @@ def test_any_scheduler_is_drawn_as_it_goes_on(name):
         if name != "ChainedScheduler":  # which does not know its step
             assert list(ax.lines[0].get_xdata()) == list(range(before, before + LENGTH))
         assert lines(ax) == taken(scheduler, LENGTH)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_name_is_drawn_as_its_factory(name):
+    _, named = plot_schedule(name, 20)
+    _, made = plot_schedule(CURVES[name], 20)
+    assert lines(named) == lines(made)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"schedule must be one of 'constant', .*'cosin'\. Did you mean 'cosine'"):
+        plot_schedule("cosin", 20)
 
 
 def state(scheduler: LRScheduler) -> bytes:

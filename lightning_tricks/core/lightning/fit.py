@@ -78,7 +78,9 @@ class Fit(_BaseProgress):
         self._entered = False
         self._begun = False
         self._restored = False  # whether the place is that of a checkpoint, from which no fit has begun yet
-        self._unknown = ""  # the reason why steps cannot be counted, once the fit has begun
+        self._unknown: tuple[str, str] | None = (
+            None  # why steps cannot be counted and what to do, once the fit has begun
+        )
         self._announce: Callable[[Place], None] | None = None
         wrap_method(trainer.fit_loop, "on_load_checkpoint", self._restore_loop)
 
@@ -90,8 +92,8 @@ class Fit(_BaseProgress):
             UnknownTotalSteps: If the steps cannot be counted.
         """
         if self._begun:
-            if self._unknown:
-                raise UnknownTotalSteps(self._unknown)
+            if self._unknown is not None:
+                raise UnknownTotalSteps(*self._unknown)
             return self.place.total
         # A checkpoint is restored only when the fit begins, and its position may be one of another plan.
         position = (0, 0, 0) if self._trainer.ckpt_path else self._position()
@@ -172,11 +174,11 @@ class Fit(_BaseProgress):
         if self.reading_ended:
             self.reading = None
         self._mend_progress(before)
-        self._restored, self._unknown = False, ""
+        self._restored, self._unknown = False, None
         try:
             plan = plan_of(self._trainer)
         except UnknownTotalSteps as error:
-            self.place, self._unknown = Place(), error.reason
+            self.place, self._unknown = Place(), (error.reason, error.otherwise)
         else:
             if not restored or plan != before.plan:
                 position = self._position()

@@ -17,9 +17,15 @@ from lightning_tricks.core.lightning.trainer import callbacks_of
 
 __all__ = ["UnknownTotalSteps"]
 
+_BY_STEPS = "end training by Trainer(max_steps=...) in place of max_epochs"
+
 
 class UnknownTotalSteps(ValueError):
     """The number of optimizer steps cannot be known before training; the message says why and what to pass.
+
+    Args:
+        reason: Why it cannot be known, a clause.
+        otherwise: What can be done instead of passing the number, a clause; empty if there is nothing else.
 
     Example:
         >>> raise UnknownTotalSteps("the training loader has no length")
@@ -27,9 +33,10 @@ class UnknownTotalSteps(ValueError):
         lightning_tricks.core.lightning.steps.UnknownTotalSteps: the training loader has no length; pass total_steps=...
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; pass total_steps=...")
+    def __init__(self, reason: str, otherwise: str = "") -> None:
+        super().__init__(f"{reason}; pass total_steps=...{f', or {otherwise}' if otherwise else ''}")
         self.reason = reason
+        self.otherwise = otherwise
 
 
 class EpochPlan(Callback):
@@ -124,7 +131,7 @@ def plan_of(trainer: L.Trainer) -> Plan:
     max_steps = None if trainer.max_steps == -1 else trainer.max_steps
     if trainer.max_epochs == -1:
         if max_steps is None:
-            raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever")
+            raise UnknownTotalSteps("max_epochs=-1 and max_steps=-1 let training run forever", _BY_STEPS)
         spans: tuple[Span, ...] = ()
         with suppress(UnknownTotalSteps):
             spans = _spans(trainer) if trainer.fit_loop._combined_loader is not None else ()
@@ -144,7 +151,8 @@ def _spans(trainer: L.Trainer) -> tuple[Span, ...]:
     if trainer.reload_dataloaders_every_n_epochs and not tries:  # type: ignore[attr-defined]
         raise UnknownTotalSteps(
             f"{_loader_name(trainer)} is reloaded and can change its length, by reload_dataloaders_every_n_epochs="
-            f"{trainer.reload_dataloaders_every_n_epochs}"  # type: ignore[attr-defined]
+            f"{trainer.reload_dataloaders_every_n_epochs}",  # type: ignore[attr-defined]
+            _BY_STEPS,
         )
     sizes = _sizes(trainer)
     multiples = {multiple for _, multiple in sizes.values()}
@@ -154,7 +162,8 @@ def _spans(trainer: L.Trainer) -> tuple[Span, ...]:
     if batches is None:
         raise UnknownTotalSteps(
             f"{_loader_name(trainer)} has no length that can be relied on (none attached yet, an IterableDataset, or a"
-            " length that differs between ranks)"
+            " length that differs between ranks)",
+            _BY_STEPS,
         )
     return tuple(Span(epoch, batches[multiple], accumulated) for epoch, (accumulated, multiple) in sizes.items())
 

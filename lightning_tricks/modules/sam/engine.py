@@ -34,6 +34,7 @@ from lightning_tricks.modules.sam.misuse import (
     gradients_kept,
     misuse,
     weights_of,
+    write_it_so,
 )
 from lightning_tricks.modules.sam.recorder import RecordedStep, StepRecorder
 from lightning_tricks.modules.sam.rules import SAM, perturbed_weights
@@ -119,8 +120,7 @@ class SAMEngine:
         self, closure: Callable[[], Tensor], optimizer: Any = None, method: str = "sam_backward"
     ) -> Tensor:
         """Run ``SAMMixin.sam_backward``."""
-        if not callable(closure):
-            raise TypeError(f"{method} needs a function that computes the loss, got {type(closure).__name__}.")
+        _check_closure(method, closure)
         self.called = True
         own = self.module.optimizers() if optimizer is None else optimizer
         begin_run()
@@ -147,6 +147,7 @@ class SAMEngine:
         clip_norm: float | None,
     ) -> Tensor:
         """Run ``SAMMixin.sam_step``."""
+        _check_closure("sam_step", closure)
         _check_step(accumulate, clip_norm)
         own = self.module.optimizers() if optimizer is None else optimizer
         if isinstance(own, list):
@@ -312,6 +313,14 @@ def loss_of(output: Any) -> Tensor:
             " the perturbed weights too."
         )
     return loss
+
+
+def _check_closure(method: str, closure: object) -> None:
+    if not callable(closure):
+        raise TypeError(
+            f"{method} needs a function that computes the loss, got {type(closure).__name__}: the forward pass is run"
+            f" twice, so it belongs inside the function. {write_it_so(method)}"
+        )
 
 
 def _check_step(accumulate: int, clip_norm: float | None) -> None:

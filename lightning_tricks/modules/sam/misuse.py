@@ -43,7 +43,12 @@ _RIGHT = {
 
 def misuse(module: L.LightningModule, rule: str, method: str) -> MisconfigurationException:
     """The error for a step by hand, with the lines that are right."""
-    return MisconfigurationException(f"{type(module).__name__}: {rule}. Write it so:\n{_RIGHT[method]}")
+    return MisconfigurationException(f"{type(module).__name__}: {rule}. {write_it_so(method)}")
+
+
+def write_it_so(method: str) -> str:
+    """The lines that are right, as the end of an error message."""
+    return f"Write it so:\n{_RIGHT[method]}"
 
 
 class ClosureGuard:

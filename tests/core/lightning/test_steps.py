@@ -277,6 +277,18 @@ def test_an_unknown_count_says_why_and_what_to_pass(reason, train, settings):
         trainer(**settings).fit(Counted(), train)
 
 
+@pytest.mark.parametrize("train", [SizedStream(None), ones(3)])
+def test_where_the_number_of_steps_can_end_training_the_message_says_so(train):
+    settings = {"reload_dataloaders_every_n_epochs": 1} if not isinstance(train, SizedStream) else {}
+    with pytest.raises(UnknownTotalSteps) as error:
+        trainer(**settings).fit(Counted(), train)
+    assert str(error.value).endswith("or end training by Trainer(max_steps=...) in place of max_epochs")
+    counted = Counted()
+    trainer(**settings, max_epochs=-1, max_steps=5).fit(counted, train)
+    assert counted.totals == [5, 5]
+    assert counted.taken == 5
+
+
 def test_manual_optimization_has_no_count():
     with pytest.raises(UnknownTotalSteps, match=r"automatic_optimization=False.*; pass total_steps="):
         trainer().fit(Manual(), ones(3))

@@ -304,6 +304,17 @@ def test_a_bare_optimizer_that_is_stepped_without_sam_is_refused_before_its_firs
     assert_equal(weights(module), before)
 
 
+@pytest.mark.parametrize("method", ["sam_step", "sam_backward"])
+def test_a_loss_in_place_of_a_function_is_refused_with_the_lines_that_are_right(method: str) -> None:
+    class Loss(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            getattr(self, method)(PlainNet.training_step(self, batch, 0))
+
+    module = build(Loss)
+    with pytest.raises(TypeError, match=rf"(?s){method} needs a function .*, got Tensor: .*Write it so:.*{method}\("):
+        fit(module)
+
+
 @pytest.mark.parametrize("where", ["in the batch", "in on_train_batch_end", "in the last batch"])
 def test_a_schedule_stepped_by_hand_is_refused_before_the_next_step(where: str) -> None:
     class Schedules(ByHand):
