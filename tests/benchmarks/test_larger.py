@@ -73,6 +73,12 @@ def test_one_on_a_cpu_is_refused_unless_reduced() -> None:
     assert "gpt would take days on a CPU: add --device cuda, or --reduced" in done.stderr
 
 
+def test_a_machine_has_the_versions_of_what_is_installed_under_whatever_name_it_is_imported() -> None:
+    found = part("machine").machine("scikit-learn", "pytorch-optimizer", "no-such-package")
+    assert {"scikit-learn", "pytorch-optimizer", "torch"} <= found.keys()
+    assert "no-such-package" not in found
+
+
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
