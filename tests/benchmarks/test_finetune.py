@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -78,6 +80,19 @@ def test_tricks_are_measured(
     )
     assert "\n40% wrong labels, 15,663 definitions to train with:\n\n|" in text
     assert all(f"\n|{name}|" in text for name in names)
+
+
+def test_the_command_writes_its_figures(
+    finetune: ModuleType, small_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--reduced"])
+    before = (BENCHMARKS / "README.md").read_text()
+    finetune.main()
+    gc.unfreeze()
+    (written,) = (tmp_path / "results" / "scratch").iterdir()  # the runs are gone
+    assert [row["trick"] for row in json.loads(written.read_text())["rows"]] == [*finetune.REDUCED.tricks]
+    assert (BENCHMARKS / "README.md").read_text() == before
 
 
 def test_the_page_has_no_word_of_figures_that_are_not_there() -> None:

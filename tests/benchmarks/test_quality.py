@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from sklearn.utils.class_weight import compute_class_weight
 
 from lightning_tricks.optimizers.hidden import is_hidden
 
@@ -140,6 +141,32 @@ def test_a_regime_changes_the_training_data_alone(quality: ModuleType) -> None:
     assert torch.allclose(few / sizes, torch.tensor(0.1), atol=0.01)
     shares = quality.split("digits", "long tail")["train"][1].bincount() / sizes
     assert shares.tolist() == pytest.approx([0.1 ** (number / 9) for number in range(10)], abs=0.01)
+
+
+def test_rare_classes_weigh_more_or_are_drawn_as_often(quality: ModuleType) -> None:
+    labels = quality.split("digits", "long tail")["train"][1]
+    weights = compute_class_weight("balanced", classes=torch.arange(10).numpy(), y=labels.numpy())
+    arms = {
+        name: quality.fit("digits", "long tail", quality.TRICKS[name], 0.1, quality.REDUCED, Path())
+        for name in ("class weights", "balanced sampling", "plain")
+    }
+    _, module, data = arms["class weights"]
+    data.setup("fit")
+    images, some = next(iter(data.train_dataloader()))
+    losses = torch.nn.functional.cross_entropy(module.network(images), some, reduction="none").double().detach()
+    mine = torch.from_numpy(weights)[some]
+    assert float(module.training_step((images, some), 0).detach()) == pytest.approx(
+        float((mine * losses).sum() / mine.sum())
+    )
+    shares = {}
+    for name, (_, _, data) in arms.items():
+        torch.manual_seed(0)
+        data.setup("fit")
+        drawn = torch.cat([some for _ in range(20) for _, some in data.train_dataloader()])
+        assert len(drawn) == 20 * len(labels)
+        shares[name] = drawn.bincount(minlength=10) / len(drawn)
+    assert shares["plain"].tolist() == shares["class weights"].tolist() == (labels.bincount() / len(labels)).tolist()
+    assert shares["balanced sampling"].tolist() == pytest.approx([0.1] * 10, abs=0.02)
 
 
 def test_shifted_images_are_those_of_scipy_and_scikit_image(quality: ModuleType) -> None:
