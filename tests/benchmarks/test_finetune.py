@@ -100,7 +100,7 @@ def test_the_page_has_no_word_of_figures_that_are_not_there() -> None:
     part = page.split("### At the size at which people train\n")[1].split("\n### ")[0]
     assert ("there are no figures of them yet" in part) == (not RESULT.exists())
     found = re.findall(r"`python benchmarks/(?:run\.py --device cuda )?(\w+)(?:\.py)?`", part)
-    assert len(found) == 6
+    assert len(found) == 7
     for name in found:
         assert [*BENCHMARKS.glob(f"{name}.py"), *BENCHMARKS.glob(f"gpu/{name}.py")], name
 

@@ -143,3 +143,31 @@ def test_every_contender_of_the_language_model_runs(tmp_path: Path, monkeypatch:
         assert list(seconds) == sorted(seconds)
         assert all(0 < loss < 10 for loss in losses)
     assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_gains_are_measured_with_more_data_and_more_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = part("gain_scaling")
+    monkeypatch.setattr(scaling, "RESULTS", tmp_path)
+    monkeypatch.setattr(scaling, "CELLS", scaling.CELLS[1:4])  # less text, all of it, and a smaller network
+    monkeypatch.setattr(sys, "argv", ["gain_scaling.py", "--reduced"])
+    scaling.main()
+    gc.unfreeze()
+    written, picture = sorted((tmp_path / "scratch").iterdir())
+    rows = json.loads(written.read_text())["rows"]
+    assert [row["trick"] for row in rows] == 3 * [*scaling.SOME]
+    less, whole, smaller = rows[0], rows[len(scaling.SOME)], rows[2 * len(scaling.SOME)]
+    assert less["sequences"] == pytest.approx(whole["sequences"] / 4, abs=1)
+    assert (less["weights"], smaller["sequences"]) == (whole["weights"], whole["sequences"])
+    assert smaller["weights"] < whole["weights"]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_each_network_of_the_scaling_has_about_four_times_the_weights_of_the_one_before() -> None:
+    scaling, language = part("gain_scaling"), part("language_model")
+    shapes = [scaling.shape_of(language.FULL, width) for width in scaling.WIDTHS]
+    sizes = [
+        sum(weight.numel() for weight in language.Network(shape).model.transformer.h.parameters()) for shape in shapes
+    ]
+    assert sizes[1] / sizes[0] == pytest.approx(4, abs=0.2)
+    assert sizes[2] / sizes[1] == pytest.approx(4, abs=0.2)
