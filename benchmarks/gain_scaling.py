@@ -1,7 +1,7 @@
 """Does a gain grow, stay or vanish with more data and more weights? The language model at 1, 4 and 16 times of both.
 
 ``nice python benchmarks/gain_scaling.py`` (some twelve hours of one core; ``--reduced`` tries it for a few steps). The
-text, network, steps and rules are those of ``language_model.py``. Data: a sixteenth, a quarter and all of the training text,
+text, network, steps and rules are those of ``language_model.py``. Data: a sixteenth, a quarter and all of the text,
 with 96 features; weights: 48, 96 and 192 features, which is about 1, 4 and 16 times the weights, with all of the text.
 All train for as many steps, so that less text has more epochs. It writes ``benchmarks/results/gain_scaling.json``, and
 draws the gains over plain training beside it.
